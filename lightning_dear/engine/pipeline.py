@@ -172,7 +172,7 @@ class Pipeline(Training):
         # Optimizers are tried on copies of what arrives.
         self.complete_parameters("re-plan")
         self._check(optimizers, optimizers)
-        codec, shows = self.parts[0].plans.codec, self.parts[0].shows_gradients
+        codec, warns = self.parts[0].plans.codec, self.parts[0].warns_of_hooks
         before, find_plan = list(self.parts), self.parts[0].plans.find_plan
         for part in before:
             part.sync_replicas()
@@ -186,7 +186,7 @@ class Pipeline(Training):
         self._start(optimizers)
         self.parts[0].plans.find_plan = find_plan
         for part in self.parts:
-            part.shows_gradients = shows
+            part.warns_of_hooks = warns
             part.inherit(before, goes_on=False)
             if codec is not None:
                 part.use_codec(codec)
@@ -292,7 +292,7 @@ class Pipeline(Training):
     def backward(
         self,
         *,
-        synchronize: bool | None = True,
+        synchronize: bool = True,
         optimizers: Sequence[Optimizer] | None = None,
         averages_others: bool = True,
     ) -> Iterator[None]:
@@ -300,8 +300,7 @@ class Pipeline(Training):
 
         Args:
             synchronize: False on all but the last backward of a step: gradients accumulate in
-                `.grad` and nothing is sent before the step. None: the same where it is not known
-                whether more come, and DDP would average.
+                `.grad` and nothing is sent before the step.
             optimizers: Those whose last backward it is; None: all.
             averages_others: Whether gradients that no optimizer holds are averaged when it ends;
                 blocks, see `OtherGradients`.
@@ -309,8 +308,7 @@ class Pipeline(Training):
         with ExitStack() as stack:
             for part in self.parts:
                 is_meant = optimizers is None or part.optimizer in optimizers
-                is_last = synchronize and (is_meant or None)
-                stack.enter_context(part.backward(synchronize=is_last))
+                stack.enter_context(part.backward(synchronize=synchronize and is_meant))
             if (timeline := self.instruments.timeline) is not None:
                 stack.enter_context(timeline.span("backward", "backward"))
             yield

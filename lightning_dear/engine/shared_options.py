@@ -85,7 +85,7 @@ class SharedOptions:
         self._before: Options = {}
         self._digest: Tensor | None = None
         # Nobody has said anything.
-        self._said: Callable[[], list[int]] = lambda: [0, 0, 0]
+        self._said: Callable[[], list[int]] = lambda: [0, 0]
 
     def digest(self, device: torch.device) -> Tensor:
         """A hash of the present options, and its complement: [num_bytes], uint8, on `device`."""
@@ -101,7 +101,7 @@ class SharedOptions:
     def said_before(self, flags: Tensor) -> list[int]:
         """What `flags` were at the call before, which is long past.
 
-        At the first call nothing, as the last three of them say it.
+        At the first call nothing, as the last two of them say it.
         """
         said, self._said = self._said, self._collectives.streams.read_later(flags)
         return said()

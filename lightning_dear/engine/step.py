@@ -12,13 +12,12 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from lightning_dear.bucket import Placement
 from lightning_dear.checkpoint.optimizer_state import ShardedState, gathered, sharded_state
 from lightning_dear.collectives.work import uncounted
 from lightning_dear.compression import Compressor
 from lightning_dear.engine import clipping
 from lightning_dear.engine.active_plan import ActivePlan, audit
-from lightning_dear.engine.hooks import StepHooks, not_shown, warn_of_leftovers, warn_of_shown
+from lightning_dear.engine.hooks import StepHooks, warn_of_hooks, warn_of_leftovers
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle, Training
 from lightning_dear.engine.step_state import Backward, SendTime, StepState
 from lightning_dear.engine.step_timer import StepTimer
@@ -55,8 +54,8 @@ class OptimizerPipeline:
         timer: Times of the step that `measure_next_step` asked for, on this rank.
         num_steps: Optimizer steps so far, without those that a GradScaler left out.
         sending: When buckets are sent; to be assigned to.
-        shows_gradients: Whether hooks of the optimizer's step find in `.grad` what they would under
-            DDP, which costs them an all-gather; to be assigned to, the same on all ranks.
+        warns_of_hooks: Whether people are told that hooks of the optimizer's step find no gradient;
+            to be assigned to.
     """
 
     def __init__(
@@ -72,10 +71,7 @@ class OptimizerPipeline:
         self._instruments = training.instruments
         # The latter is where REOPENED and STEPPING may have to go back to.
         self.state = self._interrupted = StepState.EMPTY
-        self._has_leftovers = self.shows_gradients = False
-        # Whether DDP would have averaged since the last step, and whether a rank has hooks of it.
-        self._is_due = self._has_hooks = False
-        self._shown: Sequence[Tensor | None] = ()
+        self._has_leftovers = self.warns_of_hooks = False
         self.timer = StepTimer(training.module, self._instruments.clock)
         self.num_steps = 0
         self.sending = SendTime.IN_BACKWARD
@@ -162,15 +158,11 @@ class OptimizerPipeline:
             active.gatherer.complete(active.gatherer.entry, "training_step")
 
     @contextmanager
-    def backward(self, *, synchronize: bool | None) -> Iterator[None]:
+    def backward(self, *, synchronize: bool) -> Iterator[None]:
         """Around a backward; see `Pipeline.backward`."""
         if self._means in _WERE_CHANGED:
             clipping.check_may_add(self._options)
-        trained = self.plans.trained
-        trained.hooks.stay_last()
-        if self._is_due and self.state not in (StepState.EMPTY, StepState.EXPOSED):
-            trained.hooks.refuse_another_sum(trained.names)
-        self._is_due |= synchronize is not False
+        self.plans.trained.hooks.stay_last()
         if synchronize or self.state is StepState.REOPENED:
             # Also REOPENED, in which only some ranks may be: all vote alike at the step.
             self._enter(StepState.SENDING)
@@ -272,7 +264,7 @@ class OptimizerPipeline:
         self._enter(StepState.CHANGED)
 
     def _bring_means(self, *, votes: bool = False) -> None:
-        """As `reduce`, but leaves them exposed where they are, or where a rank has pre-hooks.
+        """As `reduce`, but leaves them exposed where they are.
 
         If `votes`, and gradients were reduced before, asks all ranks for new ones from outside
         `backward`, perhaps of some ranks only.
@@ -280,9 +272,7 @@ class OptimizerPipeline:
         self._check_is_on()
         if self.state not in (*_MEANS_ARE_THERE, StepState.REOPENED):
             self._add_round()
-            if self.state is not StepState.EXPOSED:
-                return
-        # Other ranks may have been here before, in front of their hooks.
+            return
         has_new = self.state is StepState.REOPENED
         if votes and self._collectives.reads_flags_freely:
             has_new = self.plans.shared.anyone(has_new)
@@ -297,35 +287,20 @@ class OptimizerPipeline:
             warn_of_leftovers(self.optimizer)
         self.complete_parameters("step")
         active = self.plans.active or self.plans.start()
-        has_own = self._step_hooks.are_behind or self._step_hooks.are_in_front
-        active.reducer.wishes = self.shows_gradients and has_own
         self.stepper.set_gradients(active.reducer.reduce(self._on_reduce))
         self._enter(StepState.CHANGED if self._means in _WERE_CHANGED else StepState.REDUCED)
-        had_hooks, self._has_hooks = self._has_hooks, active.reducer.granted
-        if active.reducer.wishes and not self._has_hooks:
-            raise not_shown(self.optimizer)
-        if self._has_hooks and self._uses_buckets:
-            if not had_hooks and self._collectives.rank == 0:
-                warn_of_shown(self.optimizer)
-            # Of a step that has begun, hooks behind it alone are still to come.
-            if not active.reducer.steps_early:
-                self._expose()
 
     def _before_hooks(self) -> None:
-        """In front of others' pre-hooks, which may read parameters and what DDP has in `.grad`."""
+        """In front of others' pre-hooks, which may read parameters."""
         are_in_front = self._step_hooks.are_in_front
-        if not (are_in_front or self._has_hooks):
-            return
-        self.stepper.restore()
-        self._end_broken_step()
-        self.complete_parameters("optimizer step hook")
-        # Else it is this rank's own sum, or what the last step has used, and there already.
-        if self._is_due and self.shows_gradients and self._uses_buckets:
-            self._bring_means()
-            if self._has_hooks:
-                self.expose_gradients()
-            elif are_in_front:
-                raise not_shown(self.optimizer)
+        if self.warns_of_hooks and (are_in_front or self._step_hooks.are_behind):
+            self.warns_of_hooks = False
+            if self._uses_buckets:
+                warn_of_hooks(self.optimizer)
+        if are_in_front:
+            self.stepper.restore()
+            self._end_broken_step()
+            self.complete_parameters("optimizer step hook")
 
     @property
     def _means(self) -> StepState:
@@ -345,10 +320,6 @@ class OptimizerPipeline:
             return
         self._refuse_changes()
         self._bring_means()
-        if self.state is not StepState.EXPOSED:
-            self._expose()
-
-    def _expose(self) -> None:
         self._active.reducer.expose()
         self._enter(StepState.EXPOSED)
 
@@ -360,7 +331,6 @@ class OptimizerPipeline:
         was_exposed = self._means is StepState.EXPOSED
         self._bring_means()
         if self.state is StepState.EXPOSED:
-            was_exposed = True
             self._conceal()
         if mutates:
             self._enter(StepState.CHANGED)
@@ -477,14 +447,9 @@ class OptimizerPipeline:
     def _prepare_step(self) -> ActivePlan:
         """Reduces, makes the plan at the first step, takes over what was written meanwhile."""
         check_momentum(self.optimizer, self._options)
-        self._shown = ()
         self._bring_means(votes=True)
         active = self._active
-        if self._has_hooks:
-            if self.state is not StepState.EXPOSED:
-                self._expose()
-            self._shown = [_kept(one) for one in active.flat.placements]
-        if self._has_hooks or self.state is StepState.EXPOSED:
+        if self.state is StepState.EXPOSED:
             self._conceal()
         active.exchange.check()
         self.plans.take_over(but=self.stepper.stepped_early)
@@ -517,9 +482,7 @@ class OptimizerPipeline:
         active.reducer.end_step()
         active.gatherer.close_gates()
         self._enter(StepState.EMPTY)
-        for parameter, gradient in zip(self.parameters, self._shown, strict=False):
-            parameter.grad = gradient
-        self._has_leftovers, self._shown = self._uses_buckets and not self._shown, ()
+        self._has_leftovers = self._uses_buckets
         self.num_steps += 1
         self.timer.step_ends()
         self._on_step()
@@ -550,7 +513,6 @@ class OptimizerPipeline:
         self._check_is_on()
         if state in _MEANS_ARE_THERE and not self._uses_buckets:
             state = StepState.EMPTY
-        self._is_due = state in _ARE_ON_THEIR_WAY or (self._is_due and state is not StepState.EMPTY)
         self.state = state
 
     # --- plans and codecs -----------------------------------------------------------------------
@@ -691,9 +653,3 @@ class OptimizerPipeline:
         self.stepper.remove_hooks()
         self.plans.detach()
         self.state = StepState.ENDED
-
-
-def _kept(placement: Placement) -> Tensor | None:
-    """The parameter's `.grad`; a copy where gathers of the step may be decoded."""
-    gradient = placement.parameter.grad
-    return gradient if gradient is None or placement.gradient is None else gradient.clone()

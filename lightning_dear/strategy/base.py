@@ -135,7 +135,7 @@ class PipelineStrategy(ABC):
             or_else=self._or_else,
         )
         for part in pipeline.parts:
-            part.shows_gradients = self._gradients_in_hooks
+            part.warns_of_hooks = self._gradients_in_hooks and collectives.rank == 0
         if pipeline.remark is not None:
             rank_zero_info(pipeline.remark)
         refusals.say_what_hosts_cost(pipeline)

@@ -78,9 +78,9 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         broadcast_buffers: Whether BatchNorm statistics follow rank 0, as under DDP.
         gradients_in_hooks: Whether hooks between backward and step that the user overrides
             (`on_after_backward`, `on_before_optimizer_step`, `configure_gradient_clipping`, and
-            `optimizer_step` behind the closure), and torch's hooks of the optimizer's step, find
-            the mean gradient in `.grad`, as under DDP. Costs one more all-gather in steps with
-            such a hook; without, `.grad` is None there.
+            `optimizer_step` behind the closure) find the mean gradient in `.grad`, as under DDP.
+            Costs one more all-gather in steps with such a hook; without, `.grad` is None there, as
+            it always is in torch's own hooks of the optimizer's step.
         audit: Whether to look at every read of every forward, and raise where a parameter is read
             while it is still being gathered. Slow; for finding such a read.
         save_distributed_checkpoint: Whether checkpoints are folders into which every rank writes
@@ -283,7 +283,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         assert self.lightning_module is not None
         # Under manual optimisation any number of backwards may come before a step.
         is_automatic = self.lightning_module.automatic_optimization
-        is_last = is_automatic or self._last_of is not None or None
+        is_last = is_automatic or self._last_of is not None
         synchronize = not self._is_sync_blocked and is_last
         with self._pipeline.backward(
             synchronize=synchronize,

@@ -44,13 +44,6 @@ HOOKS = [
         (f"{TESTS}::test_a_pre_hook_sees_the_users_groups_and_the_values_of_the_last_step",),
     ),
     Mutation(
-        "hearing of other ranks' hooks",
-        "GradientReducer._hear",
-        "        self.granted = wished == (2 if all_read else 0)\n",
-        "        self.granted = self.wishes\n",
-        (f"{TESTS}::test_hooks_on_one_rank_only_find_the_mean_until_they_are_removed",),
-    ),
-    Mutation(
         "gradients between the closure and the step",
         "DearStrategy.backward",
         "            self._expose_gradients(None)\n",

@@ -64,7 +64,6 @@ HOOKS = (
     "configure_gradient_clipping",
     "tensor",
     "post_accumulate",
-    "step_pre",
     "step_post",
     "reads",
 )
