@@ -44,7 +44,6 @@ from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.step_state import SendTime, StepState
 from lightning_dear.engine.trained_parameters import OtherGradients, check_layout, ignored_names
 from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
-from lightning_dear.optimizers.masters import MASTER_KEY
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.telemetry.clock import Clock, clock_of
 from lightning_dear.telemetry.statistics import Instruments, StepStatistics, Waiting
@@ -154,43 +153,6 @@ class Pipeline(Training):
         """Those that train at present."""
         return [part.optimizer for part in self.parts]
 
-    def use_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Trains on with these, in new plans. All ranks call, between steps; collective, blocks.
-
-        Optimizers that were there before and are no more are free again, with their whole state in
-        `optimizer.state`. What a compressor has left to be sent is not lost.
-
-        Raises:
-            RuntimeError: Within a forward, or with gradients that no step has used yet.
-            ValueError: As the constructor; nothing has changed then.
-        """
-        if self._is_in_forward:
-            raise RuntimeError(
-                "Optimizers were exchanged within a training_step; do it in a hook before it."
-            )
-        self.before_change()
-        # Optimizers are tried on copies of what arrives.
-        self.complete_parameters("re-plan")
-        self._check(optimizers, optimizers)
-        codec, warns = self.parts[0].plans.codec, self.parts[0].warns_of_hooks
-        before, find_plan = list(self.parts), self.parts[0].plans.find_plan
-        for part in before:
-            part.sync_replicas()
-            part.follow()
-            part.detach()
-            if part.optimizer not in optimizers:
-                part.plans.give_back()
-                # It would be old, should the optimizer come back.
-                for state in part.optimizer.state.values():
-                    state.pop(MASTER_KEY, None)
-        self._start(optimizers)
-        self.parts[0].plans.find_plan = find_plan
-        for part in self.parts:
-            part.warns_of_hooks = warns
-            part.inherit(before, goes_on=False)
-            if codec is not None:
-                part.use_codec(codec)
-
     def _follow(self, changed: Sequence[OptimizerPipeline]) -> None:
         """Goes on with what optimizers hold now. Collective, blocks."""
         self.before_change()
@@ -214,8 +176,7 @@ class Pipeline(Training):
                 f"A {type(optimizer).__name__} that the training does not know steps parameters"
                 " that another optimizer trains, and whose .grad is not the mean over ranks. Let"
                 " one of both hold them. What is to be trained is returned from"
-                " configure_optimizers, or assigned to trainer.optimizers before a training_step;"
-                " under Fabric fabric.setup takes it."
+                " configure_optimizers; under Fabric fabric.setup takes it."
             )
 
     def hold_back(self) -> None:

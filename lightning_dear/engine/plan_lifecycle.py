@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -340,17 +340,13 @@ class PlanLifecycle:
         self.plan = None
         self._start_recording()
 
-    def inherit(
-        self, others: Iterable[PlanLifecycle], givers: Iterable[ResidualKeeper], *, goes_on: bool
-    ) -> None:
+    def inherit(self, others: Sequence[PlanLifecycle]) -> None:
         """Goes on with what trainings have left that are over. Collective, blocks.
 
         Args:
             others: The same optimizer's, mutated: their state is here then.
-            givers: What has residuals, for the first step.
-            goes_on: See `ResidualKeeper.inherit`.
         """
-        self.residuals.inherit(givers, goes_on=goes_on)
+        self.residuals.inherit([other.residuals for other in others])
         for other in others:
             left, was_written = other.hand_over(self._collectives)
             if left is not None:
@@ -364,7 +360,7 @@ class PlanLifecycle:
                 self._tell_of_masters(AdoptedState(False, bool(lost.entries)))
                 self._stepper.left = left
         if isinstance(self._stepper, ReplicatedOptimizer):
-            self.give_back()
+            self._give_back()
 
     def hand_over(self, through: Collectives) -> tuple[SpreadState | None, dict[Parameter, bool]]:
         """Lets go of the state of a training that is over. Collective, blocks.
@@ -379,7 +375,7 @@ class PlanLifecycle:
         at_end = self._lagging_at_end.items()
         return left, {one: _digest(one) != digest for one, digest in at_end}
 
-    def give_back(self) -> None:
+    def _give_back(self) -> None:
         """Makes `optimizer.state` whole, on every rank; the plans have ended. Collective, blocks.
 
         Needs memory for the whole state.

@@ -29,6 +29,7 @@ from lightning_dear.planning import BucketPlan, TensorSpec
 _MEANS_ARE_THERE = (StepState.REDUCED, StepState.CHANGED, StepState.EXPOSED)
 _WERE_CHANGED = (StepState.CHANGED, StepState.EXPOSED)
 _ARE_ON_THEIR_WAY = (StepState.SENDING, StepState.REOPENED)
+_NOTHING_IS_SENT = (StepState.EMPTY, StepState.ACCUMULATING)
 # As constants, since a look into an enumeration takes longer than the comparison.
 _LOCAL, _NONE, _BEFORE_STEP = Backward.LOCAL, Backward.NONE, SendTime.BEFORE_STEP
 
@@ -118,15 +119,8 @@ class OptimizerPipeline:
         Raises:
             RuntimeError: With gradients under way, or of several rounds, that no step has used.
         """
-        active = self.plans.active
-        if active is not None and self.state in _MEANS_ARE_THERE:
-            # In `.grad` they outlive the plan: of equal gradients the mean is what they are.
-            clipping.check_may_add(self._options)
-            self._refuse_changes()
-            if self.state is not StepState.EXPOSED:
-                active.reducer.expose()
-            self._enter(StepState.ACCUMULATING)
-        elif active is not None and (self.state in _ARE_ON_THEIR_WAY or active.reducer.has_begun):
+        active, is_idle = self.plans.active, self.state in _NOTHING_IS_SENT
+        if active is not None and not (is_idle and not active.reducer.has_begun):
             # What other ranks wait for is sent first.
             active.reducer.reduce()
             raise changed_with_gradients()
@@ -560,7 +554,7 @@ class OptimizerPipeline:
             ValueError: See `PlanLifecycle.use_codec`.
         """
         active = self.plans.active
-        is_idle = self.state in (StepState.EMPTY, StepState.ACCUMULATING)
+        is_idle = self.state in _NOTHING_IS_SENT
         has_begun = active is not None and active.reducer.has_begun
         self.plans.use_codec(codec, is_idle=is_idle and not has_begun)
 
@@ -593,16 +587,12 @@ class OptimizerPipeline:
         state = sharded_state(self.stepper, self._collectives)
         return self.plans.residuals.add_to_sharded(state)
 
-    def inherit(self, others: Sequence[OptimizerPipeline], *, goes_on: bool = True) -> None:
-        """See `PlanLifecycle.inherit`; of this optimizer or, unless it `goes_on`, residuals of all.
-
-        Raises as `prepare_state`.
-        """
+    def inherit(self, others: Sequence[OptimizerPipeline]) -> None:
+        """See `PlanLifecycle.inherit`; of those of this optimizer. Raises as `prepare_state`."""
         own = [one for one in others if one.optimizer is self.optimizer]
         for other in own:
             other.prepare_state()
-        givers = [one.plans.residuals for one in (own if goes_on else others)]
-        self.plans.inherit([one.plans for one in own], givers, goes_on=goes_on)
+        self.plans.inherit([one.plans for one in own])
 
     @torch.no_grad()
     def sync_replicas(self) -> None:

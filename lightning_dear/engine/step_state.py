@@ -13,7 +13,6 @@
     EMPTY, ACCUMULATING, SENDING   reduce (by step, norm, clip, unscale)        REDUCED
     REOPENED                       reduce                                       REDUCED or CHANGED
     EXPOSED                        reduce, if no rank has a new gradient        CHANGED
-    REDUCED, CHANGED, EXPOSED      the optimizer's parameters are exchanged     ACCUMULATING
     REDUCED, CHANGED               clip, unscale                                CHANGED
     REDUCED, CHANGED               expose                                       EXPOSED
     REDUCED, CHANGED               step begins                                  STEPPING

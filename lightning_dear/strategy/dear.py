@@ -22,7 +22,6 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, device
 from torch.optim import Optimizer
@@ -226,18 +225,15 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         readers = gradient_readers((*callbacks, self.lightning_module))
         self._pipeline.refuse_early(refusals.why_not_early(trainer, self.optimizers, readers))
 
-    def _follow_optimizers(self) -> None:
-        """Trains on with optimizers given since, or refuses them. Collective then, blocks."""
-        module, wrappers = self.lightning_module, self._lightning_optimizers
+    def _check_optimizers(self) -> None:
+        """Refuses optimizers that were assigned since the fit began."""
         # Whoever assigns optimizers gets new wrappers.
-        if self._pipeline is None or module is None or wrappers is self._connected:
-            return
-        refusals.check_optimizers(self.optimizers, self.precision_plugin)
-        self._pipeline.use_optimizers([unwrapped(one) for one in self.optimizers])
-        if self._pipeline.remark is not None:
-            rank_zero_info(self._pipeline.remark)
-        connections.disconnect_precision(self.precision_plugin)
-        self._connect(module.trainer)
+        if self._pipeline is not None and self._lightning_optimizers is not self._connected:
+            raise RuntimeError(
+                "trainer.optimizers was assigned in the midst of a fit, and strategy='dear' trains"
+                " on with those of configure_optimizers. Return all of them there and step by"
+                " turns, change the param_groups of one, or begin another fit."
+            )
 
     def _insert_guard(self, trainer: pl.Trainer) -> None:
         """In front of all other callbacks, for as long as there is a pipeline."""
@@ -273,7 +269,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._follow_optimizers()
+        self._check_optimizers()
         with nullcontext() if self._pipeline is None else self._pipeline.forward():
             return super().training_step(*args, **kwargs)
 
@@ -300,7 +296,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._follow_optimizers()
+        self._check_optimizers()
         with nullcontext() if self._pipeline is None else self._pipeline.stepping_early():
             return super().optimizer_step(*args, **kwargs)
 

@@ -224,13 +224,6 @@ GUARDS = [
         (f"{EXCHANGED}::test_other_parameters_in_a_group_are_trained",),
     ),
     Mutation(
-        "what a compressor has left to be sent, for another optimizer",
-        "PlanLifecycle.inherit",
-        "        self.residuals.inherit(givers, goes_on=goes_on)\n",
-        "",
-        (f"{EXCHANGED}::test_what_a_compressor_has_left_to_be_sent_is_not_lost",),
-    ),
-    Mutation(
         "averaging what no optimizer holds",
         "Pipeline.backward",
         "                self.others.average()\n",

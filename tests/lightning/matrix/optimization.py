@@ -153,18 +153,6 @@ class _OwnInManual(_OwnOptimizer):
         """Nothing is left to do."""
 
 
-class _Exchanging(RowNet):
-    """Trains with another optimizer in the second epoch, and with its first one again."""
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 0:
-            self.first = self.trainer.optimizers
-        if self.current_epoch == 1:
-            self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)]
-        if self.current_epoch == 2:
-            self.trainer.optimizers = self.first
-
-
 class _Blocks(RowNet):
     """One layer after the other takes its turn in the optimizer's groups."""
 
@@ -193,14 +181,6 @@ FEATURES = (
         remark="its gradients are averaged when backward ends, without overlap",
     ),
     row(name="an optimizer that is not returned, in manual optimisation", net=_OwnInManual),
-    row(
-        name="trainer.optimizers assigned in mid-training",
-        net=_Exchanging,
-        trainer={"max_epochs": 3},
-        num_batches=2,
-        check=_every_epoch_trains,
-        remark="on all ranks, before a training step; state is kept, whole for one that leaves",
-    ),
     row(
         name="other parameters put into an optimizer's groups",
         net=_Blocks,
