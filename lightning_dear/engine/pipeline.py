@@ -42,7 +42,11 @@ from lightning_dear.engine.plan_lifecycle import Training
 from lightning_dear.engine.read_order import has_compiled_region
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.step_state import SendTime, StepState
-from lightning_dear.engine.trained_parameters import OtherGradients, check_layout, ignored_names
+from lightning_dear.engine.trained_parameters import (
+    check_layout,
+    ignored_names,
+    warn_of_others,
+)
 from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.telemetry.clock import Clock, clock_of
@@ -79,7 +83,6 @@ class Pipeline(Training):
     Attributes:
         remark: What people are to be told of how optimizers are stepped; None: nothing.
         parts: What each optimizer has of its own, in the order of the optimizers.
-        others: Averages what no optimizer holds.
         is_stepping: Whether somebody is in `stepping_early`.
         before_change: Called before a change of the optimizers is followed. May block, and raise
             where other ranks do not come.
@@ -141,7 +144,8 @@ class Pipeline(Training):
             OptimizerPipeline(self, optimizer, number, self._on_reduce, self._on_step)
             for number, optimizer in enumerate(optimizers, start=self._first_number)
         ]
-        self.others = OtherGradients(self.module, optimizers, self.collectives)
+        if self.collectives.world_size > 1 and self.collectives.rank == 0:
+            warn_of_others(self.module, optimizers)
         self.early_refusal = self._first_refusal()
         is_one = len(optimizers) == 1 and not self._shares_groups
         self.all_reduce_refusal = why_not_all_reduce(self.options, is_one_optimizer=is_one)
@@ -160,23 +164,23 @@ class Pipeline(Training):
         self._check(self.optimizers, [part.optimizer for part in changed])
         for part in changed:
             part.follow()
-        self.others = OtherGradients(self.module, self.optimizers, self.collectives)
 
     def _refuse_stranger(self, optimizer: Optimizer) -> None:
-        """In front of every optimizer's step: refuses those that step what ours train."""
+        """In front of every optimizer's step: refuses others that step parameters of the module."""
         # Whoever has its state stands for one of ours, see `DeferredStep`.
         is_ours = any(optimizer.state is one.state for one in self.optimizers)
         is_known = is_ours or REFUSALS in vars(optimizer)
         # Without buckets gradients are where anybody finds them.
         if is_known or not self.options.uses_buckets(self.collectives):
             return
-        trained = {one for part in self.parts for one in part.parameters}
-        if any(one in trained for group in optimizer.param_groups for one in group["params"]):
+        ignored = ignored_names(self.module)
+        own = {one for name, one in self.module.named_parameters() if name not in ignored}
+        if any(one in own for group in optimizer.param_groups for one in group["params"]):
             raise RuntimeError(
-                f"A {type(optimizer).__name__} that the training does not know steps parameters"
-                " that another optimizer trains, and whose .grad is not the mean over ranks. Let"
-                " one of both hold them. What is to be trained is returned from"
-                " configure_optimizers; under Fabric fabric.setup takes it."
+                f"A {type(optimizer).__name__} that the training does not know steps parameters of"
+                f" the {type(self.module).__name__}, whose .grad is not the mean over ranks. What"
+                " is to be trained is returned from configure_optimizers; under Fabric"
+                " fabric.setup takes it."
             )
 
     def hold_back(self) -> None:
@@ -255,7 +259,6 @@ class Pipeline(Training):
         *,
         synchronize: bool = True,
         optimizers: Sequence[Optimizer] | None = None,
-        averages_others: bool = True,
     ) -> Iterator[None]:
         """Around a backward.
 
@@ -263,8 +266,6 @@ class Pipeline(Training):
             synchronize: False on all but the last backward of a step: gradients accumulate in
                 `.grad` and nothing is sent before the step.
             optimizers: Those whose last backward it is; None: all.
-            averages_others: Whether gradients that no optimizer holds are averaged when it ends;
-                blocks, see `OtherGradients`.
         """
         with ExitStack() as stack:
             for part in self.parts:
@@ -273,13 +274,6 @@ class Pipeline(Training):
             if (timeline := self.instruments.timeline) is not None:
                 stack.enter_context(timeline.span("backward", "backward"))
             yield
-        if averages_others and self.others.are_trained:
-            for part in self.parts:
-                # Some ranks have launched all buckets, and one order must be kept.
-                if part.state is StepState.SENDING and not self.collectives.reads_flags_freely:
-                    part.reduce()
-            with Waiting(self.instruments, "reduce_scatter", "gradients of no optimizer"):
-                self.others.average()
 
     def refuse_early(self, reason: str | None) -> None:
         """Lets plans gather nothing early if a rank gives a reason, for people. Collective."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, strided
 from torch.nn import Module, Parameter
 from torch.optim import AdamW, Optimizer
 
 from lightning_dear.bucket import storage_strides
 from lightning_dear.collectives.streams import Streams
-from lightning_dear.collectives.work import OTHER_NUMBERS, Collectives, shard_of
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression.groups import unused_group
 from lightning_dear.engine.gate import owners, plain_parameters
 from lightning_dear.engine.hooks import GradientHooks, OnGradient
@@ -380,73 +380,19 @@ def _difference(rank: int, first: Described, other: Described) -> str:
     )
 
 
-class OtherGradients:
-    """Averages gradients of parameters that no optimizer of the training holds.
-
-    Somebody steps them by hand, or with an optimizer of their own. DistributedDataParallel leaves
-    the mean in `.grad` at the end of backward, and so does this: a local sum that was there before,
-    is averaged with the rest.
-
-    Args:
-        module: Whose parameters count.
-        optimizers: Those of the training.
-        collectives: What moves the bytes.
-    """
-
-    def __init__(
-        self, module: Module, optimizers: Sequence[Optimizer], collectives: Collectives
-    ) -> None:
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        held = {id(parameter) for group in groups for parameter in group["params"]}
-        ignored = ignored_names(module)
-        self._collectives = collectives
-        self._named = [
-            (name, one)
-            for name, one in module.named_parameters()
-            if id(one) not in held and one.numel() and name not in ignored
-        ]
-
-    @property
-    def are_trained(self) -> bool:
-        """Whether there are any, more ranks than one, and something to do in each backward."""
-        return self._collectives.world_size > 1 and any(one.requires_grad for _, one in self._named)
-
-    @torch.no_grad()
-    def average(self) -> None:
-        """Puts the mean into the `.grad` of those that have one on any rank.
-
-        All ranks call, at the end of the same backward; blocks.
-
-        Raises:
-            RuntimeError: On all ranks, if a gradient is sparse on one.
-        """
-        own = [one.grad if one.requires_grad else None for _, one in self._named]
-        flags = torch.tensor([one is not None and 1 + one.is_sparse for one in own])
-        flags = flags.to(self._named[0][1].device, torch.uint8)
-        # Asked first, so that what nobody has used is not sent, and keeps a `.grad` of None.
-        self._collectives.launch_any(flags).wait()
-        used = [(*one, said) for one, said in zip(self._named, flags.tolist(), strict=True) if said]
-        for name, _, said in used:
-            if said > 1:
-                raise sparse_gradient(name)
-        for number, dtype in enumerate(dict.fromkeys(one.dtype for _, one, _ in used)):
-            self._average([one for _, one, _ in used if one.dtype == dtype], OTHER_NUMBERS + number)
-
-    def _average(self, parameters: Sequence[Parameter], number: int) -> None:
-        num_ranks = self._collectives.world_size
-        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        sizes = [gradient.numel() for gradient in own]
-        padding = -sum(sizes) % num_ranks
-        flat = torch.cat([*(one.reshape(-1) for one in own), own[0].new_zeros(padding)])
-        # Scaled before the sum, as in buckets.
-        flat.mul_(1.0 / num_ranks)
-        shard = shard_of(flat, self._collectives.rank, num_ranks)
-        received = flat.new_empty(self._collectives.scratch_numel(flat.numel()))
-        self._collectives.launch_reduce_scatter(flat, received, shard, number).wait()
-        self._collectives.launch_all_gather(flat, number).wait()
-        *means, _ = torch.split(flat, [*sizes, padding])
-        for parameter, gradient, mean in zip(parameters, own, means, strict=True):
-            parameter.grad = gradient.copy_(mean.view_as(gradient))
+def warn_of_others(module: Module, optimizers: Sequence[Optimizer]) -> None:
+    """Warns of parameters that no optimizer holds, although they may have gradients. Local."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    ignored = ignored_names(module)
+    named = ((name, one) for name, one in module.named_parameters() if name not in ignored)
+    if others := [name for name, one in named if one.requires_grad and id(one) not in held]:
+        warnings.warn(
+            f"No optimizer of the training holds '{others[0]}' ({len(others)} such parameters), and"
+            " strategy='dear' does not average their gradients over ranks. Put them into an"
+            " optimizer that the training knows, or freeze them: requires_grad_(False).",
+            stacklevel=2,
+        )
 
 
 def changed_with_gradients() -> RuntimeError:

@@ -222,8 +222,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
             for one in trained:
                 takes_part = one is module if isinstance(module, DearModule) else one.has_run
                 synchronize = takes_part and not one.is_sync_blocked
-                how = {"synchronize": synchronize, "averages_others": not one.is_sync_blocked}
-                stack.enter_context(one.pipeline.backward(**how))
+                stack.enter_context(one.pipeline.backward(synchronize=synchronize))
             super().backward(tensor, module, *args, **kwargs)
         for one in self._all:
             if one.pipeline is None:

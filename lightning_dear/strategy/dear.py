@@ -284,7 +284,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         with self._pipeline.backward(
             synchronize=synchronize,
             optimizers=self._last_of or None,
-            averages_others=not self._is_sync_blocked,
         ):
             loss = super().backward(*args, **kwargs)
         # The module's `optimizer_step` has called the closure before the optimizer.

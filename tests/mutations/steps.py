@@ -224,13 +224,6 @@ GUARDS = [
         (f"{EXCHANGED}::test_other_parameters_in_a_group_are_trained",),
     ),
     Mutation(
-        "averaging what no optimizer holds",
-        "Pipeline.backward",
-        "                self.others.average()\n",
-        "                pass\n",
-        ("tests/engine/test_other_gradients.py::test_they_end_in_grad_as_under_ddp",),
-    ),
-    Mutation(
         "comparing options in every step",
         "SharedOptions.hear",
         "        check_options(what, self._collectives.all_gather_object(options))\n",

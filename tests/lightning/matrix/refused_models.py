@@ -352,7 +352,7 @@ OPTIMIZERS = (
     row(
         name="a step of another optimizer than those that are trained with",
         run=partial(_fit_net, partial(_StrangerNet, sgd)),
-        message="A SGD that the training does not know steps parameters that another optimizer",
+        message="A SGD that the training does not know steps parameters of the",
         why="its `.grad` is not the mean over ranks",
         instead="return it from `configure_optimizers`",
         error="RuntimeError",
