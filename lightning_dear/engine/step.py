@@ -413,7 +413,16 @@ class OptimizerPipeline:
             self._begin_step()
             return None
 
+        was_called = False
+
         def closure_then_step() -> Any:
+            nonlocal was_called
+            if was_called:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} calls its closure more than once in a step, which"
+                    " strategy='dear' does not do; use strategy='ddp'."
+                )
+            was_called = True
             loss = closure()
             self._begin_step()
             return loss

@@ -222,7 +222,7 @@ OPTIMIZERS = (
     row(
         name="any other optimizer that is not element-wise",
         run=partial(_fit, partial(_of, HomeMadeLars), gather="parameters"),
-        message="strategy='dear' cannot shard HomeMadeLars: a matrix stepped in two parts",
+        message="strategy='dear' cannot shard HomeMadeLars: a tensor of shape",
         why="found by stepping a matrix whole and in two parts",
         instead=ELEMENTWISE,
     ),
