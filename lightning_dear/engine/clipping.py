@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -113,21 +112,4 @@ def used_early() -> RuntimeError:
         "Gradients cannot be changed after a backward that has used part of them for its early"
         " gathers. Override on_before_optimizer_step or configure_gradient_clipping to change them"
         " there, which turns early gathers off, or use fusion='threshold'."
-    )
-
-
-def warn_of_votes(options: ExchangeOptions, rank: int) -> None:
-    """Warns on rank 0, where clipping does nothing because gradients are signs."""
-    codec = options.codec
-    if codec is None or not codec.votes or rank:
-        return
-    effect = (
-        "only the signs of their mean are sent back, so that this changes nothing"
-        if options.encodes("gather")
-        else "they are means of signs, of the same size whatever they were before: by norm this"
-        " only makes the learning rate smaller, by value it does nothing from 1 on"
-    )
-    warnings.warn(
-        f"Gradients are clipped, and with compressor={codec.name!r} {effect}. Leave it out.",
-        stacklevel=3,
     )

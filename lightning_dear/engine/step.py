@@ -350,7 +350,6 @@ class OptimizerPipeline:
 
     def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the mean gradient to at most `max_norm`; returns its norm before. Blocks."""
-        clipping.warn_of_votes(self._options, self._collectives.rank)
         with self._on_shards(mutates=True) as pieces:
             norm = self._norm(norm_type)
             clip_grads_with_norm_(pieces, max_norm, norm)
@@ -358,7 +357,6 @@ class OptimizerPipeline:
 
     def clip_by_value(self, clip_value: float) -> None:
         """Clips every element of the mean gradient to [-clip_value, clip_value]. Blocks."""
-        clipping.warn_of_votes(self._options, self._collectives.rank)
         with self._on_shards(mutates=True) as pieces:
             clipping.clip_to_value(pieces, clip_value)
 

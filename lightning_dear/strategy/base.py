@@ -121,7 +121,6 @@ class PipelineStrategy(ABC):
         Collective, blocks.
         """
         refusals.say_what_is_gathered(self._gather, self._options)
-        refusals.warn_of_lag(self._options)
         pipeline = Pipeline(
             module,
             optimizers,

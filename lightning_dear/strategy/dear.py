@@ -421,7 +421,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
         Acts once a run; `CompletionGuard` calls it before any other callback sees the exception.
         """
-        refusals.explain(exception)
         if self._pipeline is not None and is_consequence(exception):
             self._pipeline.collectives.has_given_up = True
         asked = "" if self._stop is None else self._stop.end_by(exception)

@@ -8,7 +8,6 @@ ENGINE = "tests/exchange/test_coded.py"
 BITS = "tests/exchange/test_coded_bits.py"
 CHANGES = "tests/exchange/test_codec_changes.py"
 FAILURES = "tests/exchange/test_coded_failures.py"
-LAG_WARNING = "tests/lightning/test_lag_warning.py"
 LAGGING = "tests/exchange/test_lagging.py"
 OTHER_RANKS = "tests/checkpoint/test_other_ranks.py"
 SCHEDULE = "tests/callbacks/test_compression_schedule.py"
@@ -311,23 +310,6 @@ CODED = [
         'getattr(trainer.strategy, "compression_schedule", None) is not self:\n',
         "False:\n",
         (f"{SCHEDULE}::test_a_schedule_is_driven_for_one_fit",),
-    ),
-    Mutation(
-        "warning of weights that stay behind",
-        "PipelineStrategy._new_pipeline",
-        "        refusals.warn_of_lag(self._options)\n",
-        "",
-        (
-            f"{LAG_WARNING}::test_rank_0_says_it_once_a_fit",
-            f"{LAG_WARNING}::test_fabric_says_it_too",
-        ),
-    ),
-    Mutation(
-        "warning of clipped votes",
-        "warn_of_votes",
-        "    if codec is None or not codec.votes or rank:\n",
-        "    if True:\n",
-        (f"{VOTES}::test_clipping_votes_is_warned_of",),
     ),
     Mutation(
         "refusing densities that no step would have",
