@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 from torch import Tensor, strided
@@ -53,8 +53,6 @@ class TrainedParameters:
         self._untrained = [p for group in groups for p in group["params"] if id(p) not in known]
         self._module = module
         self._homes = owners(module, self.parameters)
-        self._tables = _tables_of(module)
-        self._tree = _tree_of(self._tables)
         self._streams = streams
         self.recorder = self.new_recorder()
         self.hooks = GradientHooks((), lambda *_: None)
@@ -100,13 +98,9 @@ class TrainedParameters:
 
         Users exchange modules for others with the same parameters, such as fused or scripted ones.
         """
-        # Quicker than to go through the tree: modules with the same children are the same tree.
-        if _tree_of(self._tables) == self._tree:
-            return False
         before, present = self._homes, owners(self._module, self.parameters)
-        if notes or present == before:
-            self._homes, self._tables = present, _tables_of(self._module)
-            self._tree = _tree_of(self._tables)
+        if notes:
+            self._homes = present
         return present != before
 
     def restore_replaced(self) -> None:
@@ -138,22 +132,6 @@ class TrainedParameters:
                 )
             parameter.data = other.data.to(parameter.dtype)
             part._parameters[name] = parameter
-
-
-def _tables_of(module: Module) -> list[dict[Any, Any]]:
-    """All modules; of each its children, and its parameters; of TorchScript copies."""
-    # Held, so that no new module has an old one's identity.
-    tables: list[dict[Any, Any]] = [dict(enumerate(module.modules()))]
-    for part in tables[0].values():
-        children: Any = part._modules
-        is_plain = isinstance(children, dict)
-        tables += (children if is_plain else dict(children.items()), plain_parameters(part))
-    return tables
-
-
-def _tree_of(tables: Sequence[dict[Any, Any]]) -> list[int]:
-    """How many there are in each, and which objects they are."""
-    return [*map(len, tables), *map(id, chain.from_iterable(map(dict.values, tables)))]
 
 
 def _held_by(optimizer: Optimizer) -> list[list[int]]:
@@ -368,15 +346,13 @@ def check_momentum(optimizer: Optimizer, options: ExchangeOptions) -> None:
 
 
 def _difference(rank: int, first: Described, other: Described) -> str:
-    for left, right in zip(first, other, strict=False):
-        if left != right:
-            return (
-                f"Ranks hold different models: rank 0 has '{left[0]}' ({left[1]}), rank {rank} has"
-                f" '{right[0]}' ({right[1]}). Build the same model on every rank."
-            )
+    pairs = zip_longest(
+        first, other, fillvalue=("nothing", f"{len(first)} and {len(other)} in all")
+    )
+    left, right = next((left, right) for left, right in pairs if left != right)
     return (
-        f"Ranks hold different models: rank 0 trains {len(first)} parameters, rank {rank}"
-        f" {len(other)}. Build the same model on every rank."
+        f"Ranks hold different models: rank 0 has '{left[0]}' ({left[1]}), rank {rank} has"
+        f" '{right[0]}' ({right[1]}). Build the same model on every rank."
     )
 
 
