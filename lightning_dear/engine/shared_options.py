@@ -118,13 +118,3 @@ class SharedOptions:
         what = f"step with other options: {type(self._optimizer).__name__} {self._number}"
         options = self._before if is_late else self._options
         check_options(what, self._collectives.all_gather_object(options))
-
-    def anyone(self, says: bool) -> bool:
-        """Whether any rank says so. Collective; blocks the host; raises as `hear`."""
-        flags = torch.zeros(1 + self.num_bytes, dtype=torch.uint8)
-        flags[0] = says
-        if self.num_bytes:
-            flags[1:] = self.digest(flags.device)
-        self._collectives.launch_any(flags).wait()
-        self.hear(flags[1:].tolist())
-        return bool(flags[0])

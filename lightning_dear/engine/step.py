@@ -28,7 +28,6 @@ from lightning_dear.planning import BucketPlan, TensorSpec
 
 _MEANS_ARE_THERE = (StepState.REDUCED, StepState.CHANGED, StepState.EXPOSED)
 _WERE_CHANGED = (StepState.CHANGED, StepState.EXPOSED)
-_ARE_ON_THEIR_WAY = (StepState.SENDING, StepState.REOPENED)
 _NOTHING_IS_SENT = (StepState.EMPTY, StepState.ACCUMULATING)
 # As constants, since a look into an enumeration takes longer than the comparison.
 _LOCAL, _NONE, _BEFORE_STEP = Backward.LOCAL, Backward.NONE, SendTime.BEFORE_STEP
@@ -70,7 +69,7 @@ class OptimizerPipeline:
         self.optimizer = optimizer
         self._collectives, self._options = training.collectives, training.options
         self._instruments = training.instruments
-        # The latter is where REOPENED and STEPPING may have to go back to.
+        # The latter is where a step that raises has to go back to.
         self.state = self._interrupted = StepState.EMPTY
         self._has_leftovers = self.warns_of_hooks = False
         self.timer = StepTimer(training.module, self._instruments.clock)
@@ -154,11 +153,10 @@ class OptimizerPipeline:
     @contextmanager
     def backward(self, *, synchronize: bool) -> Iterator[None]:
         """Around a backward; see `Pipeline.backward`."""
-        if self._means in _WERE_CHANGED:
+        if self.state in _WERE_CHANGED:
             clipping.check_may_add(self._options)
         self.plans.trained.hooks.stay_last()
-        if synchronize or self.state is StepState.REOPENED:
-            # Also REOPENED, in which only some ranks may be: all vote alike at the step.
+        if synchronize:
             self._enter(StepState.SENDING)
         elif self.state in _MEANS_ARE_THERE:
             self._enter(StepState.ACCUMULATING)
@@ -188,10 +186,14 @@ class OptimizerPipeline:
                 self._enter(StepState.ACCUMULATING)
             return
         if self._backward is _NONE and self.state in _MEANS_ARE_THERE:
-            # Perhaps on this rank only: the step asks the others.
-            self._interrupted = self.state
-            self._enter(StepState.REOPENED)
-        elif self.state not in _ARE_ON_THEIR_WAY:
+            # Perhaps on this rank only, and others do not ask for it.
+            raise RuntimeError(
+                f"A gradient for '{self.plans.trained.names[index]}' came when the mean gradient"
+                " had been looked at or changed, such as by clipping, and from no backward of the"
+                " strategy's. Call self.manual_backward(loss) or fabric.backward(loss) in place of"
+                " loss.backward(), on all ranks."
+            )
+        if self.state is not StepState.SENDING:
             self._enter(StepState.SENDING)
         if self.timer.is_on:
             self.timer.note_gradient(index)
@@ -257,32 +259,19 @@ class OptimizerPipeline:
         self.stepper.set_gradients(self._active.reducer.conceal())
         self._enter(StepState.CHANGED)
 
-    def _bring_means(self, *, votes: bool = False) -> None:
-        """As `reduce`, but leaves them exposed where they are.
-
-        If `votes`, and gradients were reduced before, asks all ranks for new ones from outside
-        `backward`, perhaps of some ranks only.
-        """
+    def _bring_means(self) -> None:
+        """As `reduce`, but leaves them exposed where they are."""
         self._check_is_on()
-        if self.state not in (*_MEANS_ARE_THERE, StepState.REOPENED):
-            self._add_round()
-            return
-        has_new = self.state is StepState.REOPENED
-        if votes and self._collectives.reads_flags_freely:
-            has_new = self.plans.shared.anyone(has_new)
-        if has_new:
-            self._add_round()
-        else:
+        if self.state in _MEANS_ARE_THERE:
             self.plans.trained.check_unchanged(counts_thawed=False)
-
-    def _add_round(self) -> None:
+            return
         self.plans.trained.check_unchanged()
         if self._has_leftovers and self._collectives.rank == 0:
             warn_of_leftovers(self.optimizer)
         self.complete_parameters("step")
         active = self.plans.active or self.plans.start()
         self.stepper.set_gradients(active.reducer.reduce(self._on_reduce))
-        self._enter(StepState.CHANGED if self._means in _WERE_CHANGED else StepState.REDUCED)
+        self._enter(StepState.REDUCED)
 
     def _before_hooks(self) -> None:
         """In front of others' pre-hooks, which may read parameters."""
@@ -296,11 +285,6 @@ class OptimizerPipeline:
             self._end_broken_step()
             self.complete_parameters("optimizer step hook")
 
-    @property
-    def _means(self) -> StepState:
-        """The state, without regard to gradients that came outside any backward since."""
-        return self._interrupted if self.state is StepState.REOPENED else self.state
-
     def _refuse_changes(self) -> None:
         if self.plans.active is not None and self.plans.active.reducer.steps_early:
             raise clipping.used_early()
@@ -310,7 +294,7 @@ class OptimizerPipeline:
 
         Costs an all-gather. What is done to `.grad` counts: it is taken back before the step.
         """
-        if self._means is StepState.EXPOSED:
+        if self.state is StepState.EXPOSED:
             return
         self._refuse_changes()
         self._bring_means()
@@ -322,9 +306,9 @@ class OptimizerPipeline:
         """This rank's pieces, with mean gradients; the user's `.grad` stays exposed if it was."""
         if mutates:
             self._refuse_changes()
-        was_exposed = self._means is StepState.EXPOSED
+        was_exposed = self.state is StepState.EXPOSED
         self._bring_means()
-        if self.state is StepState.EXPOSED:
+        if was_exposed:
             self._conceal()
         if mutates:
             self._enter(StepState.CHANGED)
@@ -394,7 +378,7 @@ class OptimizerPipeline:
                     "zero_grad() was called between the backward of a step and its end, when part"
                     " of the parameters had been updated. Call it before backward."
                 )
-            if self.state in _ARE_ON_THEIR_WAY:
+            if self.state is StepState.SENDING:
                 self.complete_parameters("zero_grad")
                 active.reducer.reduce()
             active.reducer.drop()
@@ -448,10 +432,8 @@ class OptimizerPipeline:
     def _prepare_step(self) -> ActivePlan:
         """Reduces, makes the plan at the first step, takes over what was written meanwhile."""
         check_momentum(self.optimizer, self._options)
-        self._bring_means(votes=True)
+        self.reduce()
         active = self._active
-        if self.state is StepState.EXPOSED:
-            self._conceal()
         active.exchange.check()
         self.plans.take_over(but=self.stepper.stepped_early)
         self.plans.follow_readers()

@@ -73,7 +73,7 @@ WAITS = [
     ),
     Mutation(
         "completing parameters before the step",
-        "OptimizerPipeline._add_round",
+        "OptimizerPipeline._bring_means",
         '        self.complete_parameters("step")\n',
         "",
         (f"{READING}::test_nothing_is_under_way_into_a_parameter_when_it_is_stepped",),
@@ -180,13 +180,6 @@ GUARDS = [
         "            bucket.mean.add_(earlier)\n",
         "            pass\n",
         (f"{GRADIENTS}::test_a_backward_after_a_reduce_is_added",),
-    ),
-    Mutation(
-        "asking all ranks for new gradients",
-        "OptimizerPipeline._prepare_step",
-        "        self._bring_means(votes=True)\n",
-        "        self._bring_means()\n",
-        (f"{GRADIENTS}::test_late_on_one_rank_only_is_reduced_by_all",),
     ),
     Mutation(
         "the vote on an overflow",
