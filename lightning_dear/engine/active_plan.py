@@ -152,12 +152,9 @@ def agree_on_plan(plan: BucketPlan, recording: Recording, collectives: Collectiv
             f"The plan '{plan.name}' has {len(plan.buckets)} buckets, and at most {MAX_BUCKETS}"
             " are possible; fuse more, such as with fusion='threshold'."
         )
-    known = {tensor.index for tensor in recording.tensors}
-    if any(piece.tensor not in known for bucket in plan.buckets for piece in bucket.slices):
-        raise ValueError(f"The plan '{plan.name}' is for another model; plan anew.")
     try:
         check_plan(plan, recording.tensors)
-    except ValueError as error:
+    except (KeyError, ValueError) as error:
         raise ValueError(
             f"The plan '{plan.name}' is broken, or for another model: {error}"
         ) from None

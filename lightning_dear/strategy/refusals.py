@@ -161,8 +161,7 @@ def say_what_hosts_cost(pipeline: Pipeline) -> None:
     rank_zero_warn(
         f"With {layout} up to {own * (num_ranks - own) / (num_ranks - 1):.1f} times as many bytes"
         " leave a host as a ring's all-reduce would send, before any compression: each rank's go"
-        " straight to the owners of shards. Compare with strategy='ddp' and hops=2, or run one rank"
-        " a host."
+        " straight to the owners of shards. Compare with strategy='ddp', or run one rank a host."
     )
 
 
