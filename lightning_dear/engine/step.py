@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_dear.checkpoint.optimizer_state import ShardedState, gathered, sharded_state
 from lightning_dear.collectives.work import uncounted
 from lightning_dear.compression import Compressor
-from lightning_dear.engine import clipping
 from lightning_dear.engine.active_plan import ActivePlan, audit
 from lightning_dear.engine.hooks import StepHooks, warn_of_hooks, warn_of_leftovers
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle, Training
@@ -153,8 +152,15 @@ class OptimizerPipeline:
     @contextmanager
     def backward(self, *, synchronize: bool) -> Iterator[None]:
         """Around a backward; see `Pipeline.backward`."""
-        if self.state in _WERE_CHANGED:
-            clipping.check_may_add(self._options)
+        codec = self._options.codec
+        if self.state in _WERE_CHANGED and codec is not None and codec.encodes_once:
+            raise RuntimeError(
+                "Another backward would add to mean gradients that a hook was shown, that"
+                " whole_gradients() has shown or that were clipped, which"
+                f" compressor={codec.name!r} would encode once more. Run all backwards of a step"
+                " before that, or, if only hooks see them, pass"
+                " DearStrategy(gradients_in_hooks=False)."
+            )
         self.plans.trained.hooks.stay_last()
         if synchronize:
             self._enter(StepState.SENDING)
@@ -287,7 +293,11 @@ class OptimizerPipeline:
 
     def _refuse_changes(self) -> None:
         if self.plans.active is not None and self.plans.active.reducer.steps_early:
-            raise clipping.used_early()
+            raise RuntimeError(
+                "Gradients cannot be changed after a backward that has used part of them for its"
+                " early gathers. Override on_before_optimizer_step or configure_gradient_clipping"
+                " to change them there, which turns early gathers off, or use fusion='threshold'."
+            )
 
     def expose_gradients(self) -> None:
         """Puts the mean gradient into every `.grad`, as DDP leaves it. All ranks call; blocks.
@@ -326,29 +336,26 @@ class OptimizerPipeline:
         The next step uses it, or what is left of it if it is encoded to be gathered.
         """
         with self._on_shards(mutates=False):
-            return self._norm(norm_type)
-
-    def _norm(self, norm_type: float) -> Tensor:
-        like = self._active.flat.buckets[0].shard
-        return clipping.global_norm(self.stepper.pieces, norm_type, self._collectives, like)
+            return self._active.global_norm(self.stepper.pieces, norm_type)
 
     def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the mean gradient to at most `max_norm`; returns its norm before. Blocks."""
         with self._on_shards(mutates=True) as pieces:
-            norm = self._norm(norm_type)
+            norm = self._active.global_norm(self.stepper.pieces, norm_type)
             clip_grads_with_norm_(pieces, max_norm, norm)
             return norm
 
     def clip_by_value(self, clip_value: float) -> None:
         """Clips every element of the mean gradient to [-clip_value, clip_value]. Blocks."""
         with self._on_shards(mutates=True) as pieces:
-            clipping.clip_to_value(pieces, clip_value)
+            # torch's own raises if there is none, as on a rank that has no shard of what was used.
+            if any(one.grad is not None for one in pieces):
+                clip_grad_value_(pieces, clip_value)
 
     def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
         """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""
         with self._on_shards(mutates=True):
-            like = self._active.flat.buckets[0].shard
-            clipping.unscale_shards(unscale, self.stepper, self._collectives, like)
+            self._active.unscale(unscale, self.stepper)
 
     # --- the step -------------------------------------------------------------------------------
 

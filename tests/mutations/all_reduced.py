@@ -12,7 +12,7 @@ AUTO = "tests/planning/test_auto.py"
 ALL_REDUCED = [
     Mutation(
         "counting an all-reduced gradient's norm once",
-        "global_norm",
+        "ActivePlan.global_norm",
         "        and (not piece.is_all_reduced or ",
         "        and (True or ",
         (f"{ENGINE}::test_between_backward_and_step_it_is_as_with_shards",),

@@ -183,8 +183,8 @@ GUARDS = [
     ),
     Mutation(
         "the vote on an overflow",
-        "unscale_shards",
-        "    collectives.launch_any(overflow).wait()\n",
+        "ActivePlan.unscale",
+        "        self.exchange.collectives.launch_any(overflow).wait()\n",
         "",
         (f"{GRADIENTS}::test_an_overflow_in_one_shard_skips_the_step_on_all",),
     ),
