@@ -12,6 +12,8 @@ of any rank travels with the flags of the reduce-scatters instead (`Signal`, `St
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -121,21 +123,23 @@ def unwrapped(optimizer: Any) -> Optimizer:
 _QUESTION = "_broadcast_sigterm_tensor"
 _HANDLER = "_sigterm_notifier_fn"
 
-_MAX_RANK = 254
-"""Of those that a byte can name, which ranks tell each other in every step."""
+_CTRL_C = 128
+_MAX_RANK = _CTRL_C - 2
 
 
 class StopRequest:
-    """SIGTERM on any rank stops all ranks after the same step.
+    """SIGTERM or Ctrl-C on any rank stops all ranks after the same step.
 
-    Who was asked is one number, 1 + its rank, of which the largest counts. In training it travels
-    with the flags of every step, or, before a batch whose predecessor has not stepped, in the place
-    of Lightning's own question. Elsewhere, such as in validation, it travels over the board of
-    failures, at which every rank looks twice a second. A rank that has heard of it raises
-    Lightning's `SIGTERMException` at the end of the batch.
+    What a rank was asked is one number, of which the largest counts: 1 + its rank for SIGTERM, 128
+    more for Ctrl-C. In training it travels with the flags of every step, or, before a batch whose
+    predecessor has not stepped, in the place of Lightning's own question. Elsewhere, such as in
+    validation, it travels over the board of failures, at which every rank looks twice a second. A
+    rank that has heard of it raises Lightning's `SIGTERMException` at the end of the batch.
+
+    The second Ctrl-C ends the process at once. Outside of training it raises, on this rank alone.
 
     Args:
-        trainer: Mutated until `disconnect`: its handler of SIGTERM, its loop's question.
+        trainer: Mutated until `disconnect`: its handlers of signals, its loop's question.
         board: Of this run.
         before: The run before, whose wish may have come too late for it.
 
@@ -155,8 +159,20 @@ class StopRequest:
         """What this rank was asked, or has heard on the board."""
         return self._board.asked
 
+    def take_ctrl_c(self) -> None:
+        """From here on Ctrl-C is one's own, if nobody else handles it; Lightning puts it back."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._on_signal)
+
     def _on_signal(self, number: int, frame: Any) -> None:
-        self._board.asked = max(self.asked, 1 + min(self._board.rank, _MAX_RANK))
+        is_ctrl_c = number == signal.SIGINT
+        if is_ctrl_c and not self.trainer.training:
+            raise KeyboardInterrupt
+        if is_ctrl_c:
+            signal.signal(number, signal.SIG_DFL)
+        rank = min(self._board.rank, _MAX_RANK)
+        self._board.asked = max(self.asked, 1 + rank + _CTRL_C * is_ctrl_c)
 
     def ask_through(self, collectives: Collectives) -> None:
         """Lets the wish travel with the flags of `collectives`, and answers the loop's question."""
@@ -191,12 +207,15 @@ class StopRequest:
             log.warning("%s: all ranks end.", self)
 
     def __str__(self) -> str:
-        rank = self.heard - 1
-        return f"{f'Rank {rank}' if rank < _MAX_RANK else 'A rank'} was asked to stop (SIGTERM)"
+        rank, how = self.heard % _CTRL_C - 1, "Ctrl-C" if self.heard > _CTRL_C else "SIGTERM"
+        return f"{f'Rank {rank}' if rank < _MAX_RANK else 'A rank'} was asked to stop ({how})"
 
     def end_by(self, exception: BaseException) -> str:
-        """Who was asked for the end that `exception` is, or nothing."""
-        return str(self) if self.heard and isinstance(exception, SIGTERMException) else ""
+        """Who was asked for the end that `exception` is, or nothing; Ctrl-C: the exit code is 1."""
+        if not (self.heard and isinstance(exception, SIGTERMException)):
+            return ""
+        exception.code = 1 if self.heard > _CTRL_C else None
+        return str(self)
 
     def disconnect(self) -> None:
         """Undoes what was done to the trainer, and tells those that expect more of this rank."""

@@ -262,6 +262,12 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     # --- a step ---------------------------------------------------------------------------------
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._stop is not None:
+            self._stop.take_ctrl_c()
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._check_optimizers()
         with nullcontext() if self._pipeline is None else self._pipeline.forward():

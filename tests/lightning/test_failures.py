@@ -150,6 +150,20 @@ def test_interrupts_leave_no_process(
 
 
 @slow
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    """The first one waits for a step, which does not end since rank 1 sleeps in it."""
+    job = Job("popen", tmp_path, Fault("pause", "forward", 1, 3), FAULT_LONG_TIMEOUT="1")
+    job.wait_until_it_strikes()
+    for _ in range(2):
+        time.sleep(1)
+        os.killpg(job.process.pid, signal.SIGINT)
+    start_s = time.monotonic()
+    code, output = job.end()
+    assert code != 0, output
+    assert time.monotonic() - start_s < 8, output
+
+
+@slow
 @pytest.mark.parametrize("launcher", ["popen", "torchrun", "spawn"])
 def test_a_rank_alone_is_asked_to_stop(launcher: str, tmp_path: Path) -> None:
     """As by the end of a spot instance; the others run on as if nothing was."""

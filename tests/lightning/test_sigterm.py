@@ -89,14 +89,17 @@ def stopped(
         (2, signal.SIGTERM, [1], "Rank 1 was asked to stop (SIGTERM)"),
         (2, signal.SIGTERM, [0, 1], "Rank 1 was asked to stop (SIGTERM)"),
         (3, signal.SIGTERM, [0], "Rank 0 was asked to stop (SIGTERM)"),
+        (2, signal.SIGINT, [1], "Rank 1 was asked to stop (Ctrl-C)"),
+        (3, signal.SIGINT, [0, 1, 2], "Rank 2 was asked to stop (Ctrl-C)"),
     ],
 )
 def test_all_stop_after_the_same_step(
     world_size: int, number: int, ranks: list[int], words: str, tmp_path: Path
 ) -> None:
     seen = stopped(tmp_path, world_size, number, ranks, "on_train_batch_start")
+    code = 1 if number == signal.SIGINT else None
     for name, ended_with, step, lines in seen:
-        assert (name, ended_with, step) == ("SIGTERMException", None, 4)
+        assert (name, ended_with, step) == ("SIGTERMException", code, 4)
         assert any(words in line for line in lines), lines
         # Nobody has failed.
         assert not any("failed" in line for line in lines), lines
