@@ -39,7 +39,7 @@ from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineSt
 from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
 from lightning_dear.strategy.connections import StopRequest, unwrapped
 from lightning_dear.strategy.failures import FailureBoard, FailureWatch, is_consequence
-from lightning_dear.strategy.launchers import configure_launcher
+from lightning_dear.strategy.launchers import JobLauncher, configure_launcher
 
 log = logging.getLogger(__name__)
 
@@ -421,6 +421,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
         Acts once a run; `CompletionGuard` calls it before any other callback sees the exception.
         """
+        if isinstance(self.launcher, JobLauncher):
+            self.launcher.has_heard_signal.set()
         if self._pipeline is not None and is_consequence(exception):
             self._pipeline.collectives.has_given_up = True
         asked = "" if self._stop is None else self._stop.end_by(exception)

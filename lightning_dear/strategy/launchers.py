@@ -17,7 +17,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,10 @@ GRACE_S = 5.0
 
 END_S = 60.0
 """Seconds the other ranks have to end once rank 0 has ended in good order."""
+
+BLOCKED_S = 30.0
+"""Seconds after which a Ctrl-C or SIGTERM that has no effect on rank 0 ends the other ranks. It has
+one when a batch has ended."""
 
 PARENT_VARIABLE = "LIGHTNING_DEAR_PARENT"
 """Tells a child rank the process number of rank 0."""
@@ -152,6 +157,9 @@ class JobLauncher(_SubprocessScriptLauncher):
         cluster_environment: Knows the main address, its port and this host's number.
         num_processes: Ranks on this host.
         num_nodes: Hosts.
+
+    Attributes:
+        has_heard_signal: To be set by whoever ends this rank's run.
     """
 
     def __init__(
@@ -159,6 +167,7 @@ class JobLauncher(_SubprocessScriptLauncher):
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._is_failing = threading.Event()
+        self.has_heard_signal = threading.Event()
         self._watcher: threading.Thread | None = None
         watch_parent()
 
@@ -170,8 +179,9 @@ class JobLauncher(_SubprocessScriptLauncher):
         ends, so that all ranks can still save what they save after an exception.
         """
         kwargs.pop("trainer", None)
-        # Of this launch: one before may have failed, and been survived.
+        # Of this launch: one before may have failed, or been interrupted, and been survived.
         self._is_failing.clear()
+        self.has_heard_signal = threading.Event()
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
@@ -182,13 +192,25 @@ class JobLauncher(_SubprocessScriptLauncher):
         self._watch_children()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
-            return function(*args, **kwargs)
+            with call_if_unheard(self.has_heard_signal, BLOCKED_S, self._end_deaf_children):
+                return function(*args, **kwargs)
         except _TunerExitException:
             # Not a failure: the tuner leaves its trial fit this way, on every rank.
             raise
         except BaseException:
             self._is_failing.set()
             raise
+
+    @override
+    def kill(self, signum: signal.Signals | int) -> None:
+        """Send a signal to the children; Lightning's own handler of SIGTERM does so."""
+        self.has_heard_signal.set()
+        super().kill(signum)
+
+    def _end_deaf_children(self) -> None:
+        if self.procs:
+            log.error("Rank 0 cannot be interrupted while it waits for others: ending those.")
+            end_processes(self.procs, 0.0)
 
     @override
     def _call_children_scripts(self) -> None:
@@ -251,6 +273,55 @@ class JobLauncher(_SubprocessScriptLauncher):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(1)
+
+
+@contextmanager
+def call_if_unheard(
+    heard: threading.Event, after_s: float, act: Callable[[], None]
+) -> Iterator[None]:
+    """Within, calls `act` if the first SIGINT or SIGTERM goes unheard.
+
+    Python runs a signal's handler in the main thread, once that thread runs Python again: never, if
+    it waits in a collective for a rank that hangs. Does nothing outside the main thread, or where
+    somebody else uses `signal.set_wakeup_fd`, such as asyncio.
+
+    Args:
+        heard: Set by what the handlers do.
+        after_s: Seconds that they have for it.
+        act: Called once, in a thread of its own.
+    """
+    if threading.current_thread() is not threading.main_thread() or _is_wakeup_taken():
+        yield
+        return
+    read_end, write_end = os.pipe()
+    # `set_wakeup_fd` refuses a descriptor that blocks.
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+
+    def listen() -> None:
+        has_waited = False
+        # Read to the end: whoever writes into a pipe that nobody reads is told so on stderr.
+        with os.fdopen(read_end, "rb", buffering=0) as signals:
+            while number := signals.read(1):
+                if not has_waited and number[0] in (signal.SIGINT, signal.SIGTERM):
+                    has_waited = True
+                    if not heard.wait(after_s):
+                        act()
+
+    threading.Thread(target=listen, daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(-1)
+        heard.set()
+        os.close(write_end)
+
+
+def _is_wakeup_taken() -> bool:
+    # To be asked only by setting it.
+    before = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before)
+    return before != -1
 
 
 def print_first_failure() -> None:

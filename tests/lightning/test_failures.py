@@ -124,6 +124,9 @@ def test_every_launcher_ends_all_ranks(launcher: str, kind: str, rank: int, tmp_
 @pytest.mark.parametrize(
     ("launcher", "kind", "signum"),
     [
+        pytest.param("popen", "hang", signal.SIGINT, marks=slow),
+        pytest.param("popen", "hang", signal.SIGTERM, marks=slow),
+        pytest.param("popen", "pause", signal.SIGINT, marks=slow),
         pytest.param("spawn", "pause", signal.SIGINT, marks=slow),
         pytest.param("torchrun", "pause", signal.SIGINT, marks=slow),
         pytest.param("torchrun", "pause", signal.SIGTERM, marks=slow),

@@ -274,6 +274,7 @@ def test_a_launch_after_a_failed_one_is_watched_again(make_launcher, monkeypatch
 
     with pytest.raises(ValueError, match="bad batch"):
         made.launch(fail)
+    first_heard = made.has_heard_signal
 
     def child_fails():
         made.procs[0].communicate(b"\n")
@@ -281,6 +282,9 @@ def test_a_launch_after_a_failed_one_is_watched_again(make_launcher, monkeypatch
 
     assert made.launch(child_fails)
     assert codes == [1]
+    # Each launch waits for a signal of its own.
+    assert first_heard.is_set()
+    assert made.has_heard_signal is not first_heard
 
 
 _CHILD = """
