@@ -52,6 +52,21 @@ class GradientHooks:
                 # Not by `move_to_end`: autograd does not look at an OrderedDict's own order.
                 hooks[hook.id] = hooks.pop(hook.id)
 
+    def refuse_another_sum(self) -> None:
+        """Refuses another backward of a step, if hooks would not see in `.grad` what DDP shows.
+
+        Raises:
+            RuntimeError: If a parameter has a post-accumulate hook.
+        """
+        if any(parameter._post_accumulate_grad_hooks for parameter in self._parameters):
+            raise RuntimeError(
+                "A second backward came before the step, and a parameter has a"
+                " post-accumulate-grad hook, which would see another sum than under DDP: the first"
+                " gradients are not averaged yet. Add up the losses, or run all backwards of a step"
+                " but the last in `with trainer.strategy.block_backward_sync():`, or `with"
+                " fabric.no_backward_sync(model):`."
+            )
+
     def remove(self) -> None:
         """Takes the hooks away. Idempotent."""
         for hook in self._hooks:

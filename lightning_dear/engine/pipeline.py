@@ -257,20 +257,22 @@ class Pipeline(Training):
     def backward(
         self,
         *,
-        synchronize: bool = True,
+        synchronize: bool | None = True,
         optimizers: Sequence[Optimizer] | None = None,
     ) -> Iterator[None]:
         """Around a backward.
 
         Args:
             synchronize: False on all but the last backward of a step: gradients accumulate in
-                `.grad` and nothing is sent before the step.
+                `.grad` and nothing is sent before the step. None: the same where it is not known
+                whether more come, and DDP would average.
             optimizers: Those whose last backward it is; None: all.
         """
         with ExitStack() as stack:
             for part in self.parts:
                 is_meant = optimizers is None or part.optimizer in optimizers
-                stack.enter_context(part.backward(synchronize=synchronize and is_meant))
+                is_last = synchronize and (is_meant or None)
+                stack.enter_context(part.backward(synchronize=is_last))
             if (timeline := self.instruments.timeline) is not None:
                 stack.enter_context(timeline.span("backward", "backward"))
             yield

@@ -70,7 +70,8 @@ class OptimizerPipeline:
         self._instruments = training.instruments
         # The latter is where a step that raises has to go back to.
         self.state = self._interrupted = StepState.EMPTY
-        self._has_leftovers = self.warns_of_hooks = False
+        # The last: whether DDP would have averaged since the last step.
+        self._has_leftovers = self.warns_of_hooks = self._is_due = False
         self.timer = StepTimer(training.module, self._instruments.clock)
         self.num_steps = 0
         self.sending = SendTime.IN_BACKWARD
@@ -150,7 +151,7 @@ class OptimizerPipeline:
             active.gatherer.complete(active.gatherer.entry, "training_step")
 
     @contextmanager
-    def backward(self, *, synchronize: bool) -> Iterator[None]:
+    def backward(self, *, synchronize: bool | None) -> Iterator[None]:
         """Around a backward; see `Pipeline.backward`."""
         codec = self._options.codec
         if self.state in _WERE_CHANGED and codec is not None and codec.encodes_once:
@@ -162,6 +163,9 @@ class OptimizerPipeline:
                 " DearStrategy(gradients_in_hooks=False)."
             )
         self.plans.trained.hooks.stay_last()
+        if self._is_due and self.state not in (StepState.EMPTY, StepState.EXPOSED):
+            self.plans.trained.hooks.refuse_another_sum()
+        self._is_due |= synchronize is not False
         if synchronize:
             self._enter(StepState.SENDING)
         elif self.state in _MEANS_ARE_THERE:
@@ -503,6 +507,7 @@ class OptimizerPipeline:
         self._check_is_on()
         if state in _MEANS_ARE_THERE and not self._uses_buckets:
             state = StepState.EMPTY
+        self._is_due = state is StepState.SENDING or (self._is_due and state is not StepState.EMPTY)
         self.state = state
 
     # --- plans and codecs -----------------------------------------------------------------------

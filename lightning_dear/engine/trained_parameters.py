@@ -346,9 +346,7 @@ def check_momentum(optimizer: Optimizer, options: ExchangeOptions) -> None:
 
 
 def _difference(rank: int, first: Described, other: Described) -> str:
-    pairs = zip_longest(
-        first, other, fillvalue=("nothing", f"{len(first)} and {len(other)} in all")
-    )
+    pairs = zip_longest(first, other, fillvalue=("", f"only {min(len(first), len(other))}"))
     left, right = next((left, right) for left, right in pairs if left != right)
     return (
         f"Ranks hold different models: rank 0 has '{left[0]}' ({left[1]}), rank {rank} has"

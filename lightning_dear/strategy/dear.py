@@ -279,7 +279,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         assert self.lightning_module is not None
         # Under manual optimisation any number of backwards may come before a step.
         is_automatic = self.lightning_module.automatic_optimization
-        is_last = is_automatic or self._last_of is not None
+        is_last = is_automatic or self._last_of is not None or None
         synchronize = not self._is_sync_blocked and is_last
         with self._pipeline.backward(
             synchronize=synchronize,

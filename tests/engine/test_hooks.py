@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -113,6 +113,35 @@ def test_a_pre_hook_sees_the_users_groups_and_the_values_of_the_last_step() -> N
             assert all(map(torch.equal, seen[-1], seen[-2]))
         common.remove()
     assert not all(map(torch.equal, seen[0], seen[-1]))
+    pipeline.detach()
+
+
+@distributed(world_sizes=(2,))
+def test_another_backward_is_refused_where_a_hook_would_see_another_sum() -> None:
+    model, optimizer, pipeline = _hooked()
+    train_steps(pipeline, model, [0])
+    bias = cast(Any, model.layers[0].bias)
+    handle = bias.register_post_accumulate_grad_hook(lambda one: None)
+
+    def backward(number: int, synchronize: bool | None) -> None:
+        with pipeline.forward():
+            loss = loss_of(model, *batch("mlp", number, dist.get_rank()))
+        with pipeline.backward(synchronize=synchronize):
+            loss.backward()
+
+    for first in (True, None):
+        optimizer.zero_grad()
+        backward(1, first)
+        with pytest.raises(RuntimeError, match=r"has a post-acc.*block_backward"):
+            backward(2, True)
+    optimizer.zero_grad()
+    backward(1, False)
+    backward(2, None)
+    optimizer.step()
+    handle.remove()
+    backward(3, True)
+    backward(4, True)
+    optimizer.step()
     pipeline.detach()
 
 
