@@ -275,7 +275,7 @@ class _Trial:
 
 def _new_tensor(shape: Sequence[int], device: torch.device) -> Tensor:
     values = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float32, device=device)
-    return values.view(*shape)
+    return values.view(tuple(shape))
 
 
 def _new_twin(optimizer: Optimizer, places: Sequence[int], in_place_of_others: Tensor) -> Any:
@@ -287,7 +287,8 @@ def _new_twin(optimizer: Optimizer, places: Sequence[int], in_place_of_others: T
     memo = {id(one): in_place_of_others for group in groups for one in group["params"]}
     # Not by its constructor, of whose arguments nothing is known here.
     twin: Any = object.__new__(type(optimizer))
-    state = {key: deepcopy(own) for key, own in optimizer.state.items() if isinstance(key, str)}
+    kept = optimizer.state.items()
+    state = {key: deepcopy(own) for key, own in kept if not isinstance(key, Tensor)}
     vars(twin)["state"] = defaultdict(dict, state)
     for name, value in vars(optimizer).items():
         # `zero_grad` may be the engine's, and drop what other ranks wait for.

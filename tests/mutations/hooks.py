@@ -10,7 +10,7 @@ HOOKS = [
     Mutation(
         "staying behind others' hooks of AccumulateGrad",
         "OptimizerPipeline.backward",
-        "        trained.hooks.stay_last()\n",
+        "        self.plans.trained.hooks.stay_last()\n",
         "",
         row("register_hook, register_multi_grad_hook and hooks of AccumulateGrad, at any time"),
     ),
