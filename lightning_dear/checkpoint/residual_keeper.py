@@ -68,15 +68,10 @@ class ResidualKeeper:
             self._held = self.taken()
         self._coded = self._parameters = ()
 
-    def inherit(self, others: Iterable[ResidualKeeper], *, goes_on: bool) -> None:
-        """Holds what others hold, whose plans have ended; to be called before the first plan.
-
-        Args:
-            others: See above.
-            goes_on: Whether what is counted and the seed go on where nothing else is held.
-        """
+    def inherit(self, others: Iterable[ResidualKeeper]) -> None:
+        """Holds what others hold, whose plans have ended; to be called before the first plan."""
         for held in (other.taken(self._collectives, self._rows) for other in others):
-            if not held.is_of_nothing or (goes_on and held.seed is not None):
+            if not held.is_of_nothing or held.seed is not None:
                 self._held = held if self._held is None else self._held.joined(held)
 
     def detach(self) -> None:

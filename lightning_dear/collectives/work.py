@@ -37,9 +37,6 @@ SELECTION_NUMBERS = 3 << 22
 is expected after a step that was broken off: of whole gradients, of saved state, and of what owners
 select."""
 
-OTHER_NUMBERS = 1 << 24
-"""Of exchanges of gradients that are in no bucket."""
-
 
 @dataclass
 class WireLedger:

@@ -57,12 +57,10 @@ class Setting:
     Attributes:
         gather: "parameters": each rank steps its shard, and the new values are gathered.
             "gradients": the mean gradient is gathered, and each rank steps whole tensors.
-        depth: Most all-gathers in flight at once; None: all of a step.
         decouple: False: no bucket is gathered, all are all-reduced during backward instead.
     """
 
     gather: str = "parameters"
-    depth: int | None = None
     decouple: bool = True
 
     @cached_property
@@ -196,11 +194,6 @@ class Compressor(ABC):
         """For those of which every rank, or an owner, has means alone."""
         if not setting.is_of_gradients:
             raise ValueError(f"{self.name} {sends}: set gather='gradients', or leave gather out.")
-        if setting.depth is not None and self.all_reduces:
-            raise ValueError(
-                f"gather_depth={setting.depth} has no effect with {self.name}, which gathers"
-                " nothing; leave it out."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

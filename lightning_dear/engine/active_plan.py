@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
-from lightning_dear.bucket import FlatBuffers
+from lightning_dear.bucket import FlatBuffers, Piece
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec
 from lightning_dear.engine.gradient_reducer import GradientReducer
@@ -20,8 +22,11 @@ from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.exchange import Exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.sparse.figures import figures_of
+from lightning_dear.optimizers.sharded import OptimizerShards
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, check_plan
+
+_NORM_TAG = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -70,11 +75,64 @@ class ActivePlan:
             figures["lag"] = torch.stack(behind).norm() / torch.stack(whole).norm()
         return figures
 
+    @torch.no_grad()
+    def global_norm(self, pieces: Sequence[Piece], norm_type: float) -> Tensor:
+        """Norm of the whole gradient, from every rank's shard: one number from each. Collective.
+
+        Equal on all ranks by the bit, since every rank adds in rank order. Differs from
+        `torch.nn.utils.clip_grad_norm_`'s in the order of the summation alone.
+
+        Args:
+            pieces: This rank's; of those that several ranks have, one rank counts each.
+            norm_type: p of the p-norm; `inf` for the largest absolute value.
+
+        Returns:
+            A scalar; 0 if there is no gradient anywhere.
+        """
+        collectives, like = self.exchange.collectives, self.flat.buckets[0].shard
+        num_ranks, rank = collectives.world_size, collectives.rank
+        # What all ranks have, one of them counts.
+        gradients = [
+            piece.parameter.grad
+            for piece in pieces
+            if piece.parameter.grad is not None
+            and (not piece.is_all_reduced or piece.tensor_index % num_ranks == rank)
+        ]
+        parts = torch.zeros(num_ranks, dtype=torch.float64, device=like.device)
+        if gradients:
+            norms = _norms(gradients, norm_type)
+            parts[rank] = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+        collectives.launch_all_gather(parts, _NORM_TAG).wait()
+        total = parts.max() if math.isinf(norm_type) else parts.sum().pow(1.0 / norm_type)
+        return total.to(like.dtype)
+
+    def unscale(self, unscale: Callable[[Optimizer], None], shards: OptimizerShards) -> None:
+        """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Collective.
+
+        Args:
+            unscale: Divides the optimizer's gradients and looks for inf and NaN in them.
+            shards: Their gradients are mutated.
+        """
+        like = self.flat.buckets[0].shard
+        overflow = torch.zeros(1, dtype=torch.uint8, device=like.device)
+        if gradients := shards.gradients:
+            overflow.copy_(~torch.isfinite(_norms(gradients, math.inf)).all())
+        self.exchange.collectives.launch_any(overflow).wait()
+        # The scaler looks at gradients only, and at least at one: this one brings it the vote.
+        vote = torch.zeros(1, dtype=like.dtype, device=like.device)
+        vote.grad = torch.where(overflow.bool(), math.inf, 0.0).to(like.dtype)
+        with shards.on_shards(vote):
+            unscale(shards.optimizer)
+
     def release(self) -> Sequence[Parameter]:
         """Removes hooks and gates; returns the parameters that are still views of its buffers."""
         self.gatherer.detach()
         self.reducer.release()
         return [one.parameter for one in self.flat.placements if not one.was_replaced()]
+
+
+def _norms(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    return torch.stack(torch._foreach_norm(list(gradients), norm_type)).double()
 
 
 @dataclass(frozen=True)
@@ -152,12 +210,9 @@ def agree_on_plan(plan: BucketPlan, recording: Recording, collectives: Collectiv
             f"The plan '{plan.name}' has {len(plan.buckets)} buckets, and at most {MAX_BUCKETS}"
             " are possible; fuse more, such as with fusion='threshold'."
         )
-    known = {tensor.index for tensor in recording.tensors}
-    if any(piece.tensor not in known for bucket in plan.buckets for piece in bucket.slices):
-        raise ValueError(f"The plan '{plan.name}' is for another model; plan anew.")
     try:
         check_plan(plan, recording.tensors)
-    except ValueError as error:
+    except (KeyError, ValueError) as error:
         raise ValueError(
             f"The plan '{plan.name}' is broken, or for another model: {error}"
         ) from None

@@ -89,8 +89,6 @@ class GradientReducer:
     Attributes:
         steps_early: Whether early buckets may have been stepped since `reset`, here or elsewhere.
             Their gradients cannot be added to any more.
-        wishes: Whether hooks of this rank look for whole mean gradients; to be assigned to.
-        granted: Whether any rank wished so when gradients were last reduced.
     """
 
     def __init__(
@@ -122,7 +120,6 @@ class GradientReducer:
             for one in buffers.placements
         ]
         self._waiter = Background("dear-early-steps")
-        self.wishes = self.granted = False
         self.reset()
 
     def end_step(self) -> None:
@@ -353,25 +350,20 @@ class GradientReducer:
         """What this rank tells the others, [n] uint8.
 
         What it says per parameter; of those that are voted on, so that all ranks hear of it,
-        whether it has no gradient; a digest of the optimizer's options; whether hooks look for
-        whole mean gradients; whether it has found inf or nan, which is still to be filled in; its
-        signal.
+        whether it has no gradient; a digest of the optimizer's options; whether it has found inf or
+        nan, which is still to be filled in; its signal.
         """
         # Who is alone has nobody to hear from: the host reads what it has said itself, and waits
         # for no device.
         is_alone, shared = self._collectives.world_size == 1, self._shared
         device = torch.device("cpu") if is_alone else self._buckets[0].parameters.device
         num_told = len(says) + len(voted)
-        flags = torch.ones(num_told + shared.num_bytes + 3, dtype=torch.uint8, device=device)
+        flags = torch.ones(num_told + shared.num_bytes + 2, dtype=torch.uint8, device=device)
         if voted or says.count(USED) < len(says):
             lacks = [says[number] == UNUSED for number in voted]
             flags[:num_told] = torch.tensor([*says, *lacks], dtype=torch.uint8)
         if shared.num_bytes:
-            flags[num_told:-3] = shared.digest(device)
-        if self.wishes:
-            # The 1 of who wishes nothing is less where all read flags, and where only some do more:
-            # these hear whether others read them, too.
-            flags[-3] = 2 if self._collectives.reads_flags_freely else 0
+            flags[num_told:-2] = shared.digest(device)
         flags[-1] = self._collectives.signal.ask()
         return flags
 
@@ -386,17 +378,15 @@ class GradientReducer:
         all_read, num_told = self._collectives.reads_flags_freely, len(says) + len(voted)
         # Where the host would have to wait, all hear of these one step later.
         behind = flags[num_told:]
-        *digest, _, _, heard = behind.tolist() if all_read else self._shared.said_before(behind)
+        *digest, _, heard = behind.tolist() if all_read else self._shared.said_before(behind)
         self._shared.hear(digest, is_late=not all_read)
         self._collectives.signal.hear(heard)
         self._exchange.hear_found_inf(found)
-        self.granted = False
         # Where reading flags blocks the host, late gradients were refused, and a rank that used
         # everything learns nothing new from them.
-        if not (all_read or self.wishes) and not voted and says.count(USED) == len(says):
+        if not all_read and not voted and says.count(USED) == len(says):
             return says
-        *told, wished, _, _ = flags.tolist()
-        self.granted = wished == (2 if all_read else 0)
+        told = flags.tolist()
         split = [
             number
             for number, lacked in zip(voted, told[len(says) : num_told], strict=True)

@@ -52,22 +52,20 @@ class GradientHooks:
                 # Not by `move_to_end`: autograd does not look at an OrderedDict's own order.
                 hooks[hook.id] = hooks.pop(hook.id)
 
-    def refuse_another_sum(self, names: Sequence[str]) -> None:
+    def refuse_another_sum(self) -> None:
         """Refuses another backward of a step, if hooks would not see in `.grad` what DDP shows.
 
         Raises:
-            RuntimeError: If a parameter has a post-accumulate hook, naming it and what to do.
+            RuntimeError: If a parameter has a post-accumulate hook.
         """
-        for name, parameter in zip(names, self._parameters, strict=False):
-            if parameter._post_accumulate_grad_hooks:
-                raise RuntimeError(
-                    f"'{name}' has a post-accumulate-grad hook, and another backward came before"
-                    " the step. Under DDP the hook would see the mean of the earlier gradients plus"
-                    " this rank's new one; here the earlier ones are not averaged yet. Add up the"
-                    " losses, or run every backward of a step but its last one in `with"
-                    " trainer.strategy.block_backward_sync():`, or `with"
-                    " fabric.no_backward_sync(model):`."
-                )
+        if any(parameter._post_accumulate_grad_hooks for parameter in self._parameters):
+            raise RuntimeError(
+                "A second backward came before the step, and a parameter has a"
+                " post-accumulate-grad hook, which would see another sum than under DDP: the first"
+                " gradients are not averaged yet. Add up the losses, or run all backwards of a step"
+                " but the last in `with trainer.strategy.block_backward_sync():`, or `with"
+                " fabric.no_backward_sync(model):`."
+            )
 
     def remove(self) -> None:
         """Takes the hooks away. Idempotent."""
@@ -141,22 +139,14 @@ def _call(method: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         on_step(optimizer)
 
 
-def warn_of_shown(optimizer: Optimizer) -> None:
-    """Warns, once, that gradients are gathered for hooks that may look at them."""
+def warn_of_hooks(optimizer: Optimizer) -> None:
+    """Warns that `.grad` is None in hooks that somebody has registered."""
     warnings.warn(
-        "strategy='dear' gathers the mean gradient into .grad for hooks of the step of"
-        f" {type(optimizer).__name__}, which costs one more all-gather in every step. If .grad is"
-        " not needed there, pass DearStrategy(gradients_in_hooks=False).",
+        f"Hooks of the step of {type(optimizer).__name__} find no gradient in .grad under"
+        " strategy='dear'. What needs it belongs into on_before_optimizer_step, or before the step"
+        " into `with strategy.whole_gradients():`. If nothing does, pass"
+        " DearStrategy(gradients_in_hooks=False).",
         stacklevel=2,
-    )
-
-
-def not_shown(optimizer: Optimizer) -> RuntimeError:
-    """What is raised if hooks would find nothing in `.grad`, as other ranks do not know of them."""
-    return RuntimeError(
-        f"Hooks of the step of {type(optimizer).__name__} cannot be shown the mean gradient: they"
-        " were registered after it had been reduced or, with NCCL, on some ranks only. Register"
-        " them on all ranks, before the backward."
     )
 
 

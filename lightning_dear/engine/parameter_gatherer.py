@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,7 +14,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_dear.bucket import Bucket, FlatBuffers
-from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.streams import Streams
 from lightning_dear.collectives.work import Work
 from lightning_dear.engine.gate import close_gate, has_gate, owners, remove_gate
@@ -64,7 +60,7 @@ class ParameterGatherer:
         self,
         module: Module,
         buffers: FlatBuffers,
-        exchange: Exchange | LimitedGathers,
+        exchange: Exchange,
         ungated: Mapping[int, Module | None],
         waiting: Waiting,
         streams: Streams,
@@ -266,83 +262,3 @@ class _WaitBeforeForward:
 
 def _wait_for_nothing(module: Module, args: Any) -> None:
     return None
-
-
-class LimitedGathers:
-    """Launches gathers in the order given, at most `depth` at a time.
-
-    What does not fit is launched by a thread as earlier ones arrive, never by whoever waits: ranks
-    wait at other times, and if a launch came with a wait, two ranks could wait for each other.
-
-    Args:
-        exchange: Prepares gathers, called by the caller of `launch_gather`, and starts them, called
-            by whoever has room, the caller or the thread.
-        depth: Most gathers in flight.
-    """
-
-    def __init__(self, exchange: Exchange, depth: int) -> None:
-        self._exchange, self._depth = exchange, depth
-        self._lock = threading.Lock()
-        self._queued: deque[_Ticket] = deque()
-        self._num_in_flight = 0
-        self._waiter = Background("dear gathers")
-
-    def expect_gather(self, bucket: Bucket) -> None:
-        """Lets other ranks' shards arrive from now on, which takes nothing of this rank's link."""
-        self._exchange.expect_gather(bucket)
-
-    def launch_gather(self, bucket: Bucket) -> Work:
-        """Starts the bucket's gather, now or when earlier ones have arrived. Does not block."""
-        if bucket.is_all_reduced:
-            # Has nothing to wait for, and would wait for all those before it.
-            return self._exchange.launch_gather(bucket)
-        ticket = _Ticket(self._exchange.prepare_gather(bucket))
-        with self._lock:
-            self._queued.append(ticket)
-            self._start_queued()
-        if ticket.work is not None and ticket.work.is_done:
-            return ticket.work
-        return Work(ticket.wait)
-
-    def _start_queued(self) -> None:
-        """Starts what may be in flight; under the lock."""
-        while self._queued and self._num_in_flight < self._depth:
-            ticket = self._queued.popleft()
-            try:
-                ticket.work = ticket.launch()
-            except BaseException as error:
-                ticket.ended.set_exception(error)
-                continue
-            if ticket.work.is_done:
-                ticket.ended.set_result(None)
-            else:
-                self._num_in_flight += 1
-                self._waiter.submit(partial(self._wait_for, ticket, ticket.work))
-
-    def _wait_for(self, ticket: _Ticket, work: Work) -> None:
-        try:
-            work.arrive()
-            end: Callable[[], None] = partial(ticket.ended.set_result, None)
-        except BaseException as error:
-            end = partial(ticket.ended.set_exception, error)
-        with self._lock:
-            self._num_in_flight -= 1
-            self._start_queued()
-        end()
-
-
-@dataclass
-class _Ticket:
-    """A gather that was or will be launched, and how it ended."""
-
-    launch: Callable[[], Work]
-    work: Work | None = None
-    ended: Future[None] = field(default_factory=Future)
-
-    def wait(self) -> None:
-        if (failure := self.ended.exception()) is not None:
-            raise RuntimeError(f"An all-gather failed: {failure}") from failure
-        assert self.work is not None
-        # What the data is for (a backward may still need the old values) is the reader's to do.
-        self.work.arrive = lambda: None
-        self.work.wait()

@@ -42,9 +42,12 @@ from lightning_dear.engine.plan_lifecycle import Training
 from lightning_dear.engine.read_order import has_compiled_region
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.step_state import SendTime, StepState
-from lightning_dear.engine.trained_parameters import OtherGradients, check_layout, ignored_names
+from lightning_dear.engine.trained_parameters import (
+    check_layout,
+    ignored_names,
+    warn_of_others,
+)
 from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
-from lightning_dear.optimizers.masters import MASTER_KEY
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.telemetry.clock import Clock, clock_of
 from lightning_dear.telemetry.statistics import Instruments, StepStatistics, Waiting
@@ -80,7 +83,6 @@ class Pipeline(Training):
     Attributes:
         remark: What people are to be told of how optimizers are stepped; None: nothing.
         parts: What each optimizer has of its own, in the order of the optimizers.
-        others: Averages what no optimizer holds.
         is_stepping: Whether somebody is in `stepping_early`.
         before_change: Called before a change of the optimizers is followed. May block, and raise
             where other ranks do not come.
@@ -142,7 +144,8 @@ class Pipeline(Training):
             OptimizerPipeline(self, optimizer, number, self._on_reduce, self._on_step)
             for number, optimizer in enumerate(optimizers, start=self._first_number)
         ]
-        self.others = OtherGradients(self.module, optimizers, self.collectives)
+        if self.collectives.world_size > 1 and self.collectives.rank == 0:
+            warn_of_others(self.module, optimizers)
         self.early_refusal = self._first_refusal()
         is_one = len(optimizers) == 1 and not self._shares_groups
         self.all_reduce_refusal = why_not_all_reduce(self.options, is_one_optimizer=is_one)
@@ -154,43 +157,6 @@ class Pipeline(Training):
         """Those that train at present."""
         return [part.optimizer for part in self.parts]
 
-    def use_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Trains on with these, in new plans. All ranks call, between steps; collective, blocks.
-
-        Optimizers that were there before and are no more are free again, with their whole state in
-        `optimizer.state`. What a compressor has left to be sent is not lost.
-
-        Raises:
-            RuntimeError: Within a forward, or with gradients that no step has used yet.
-            ValueError: As the constructor; nothing has changed then.
-        """
-        if self._is_in_forward:
-            raise RuntimeError(
-                "Optimizers were exchanged within a training_step; do it in a hook before it."
-            )
-        self.before_change()
-        # Optimizers are tried on copies of what arrives.
-        self.complete_parameters("re-plan")
-        self._check(optimizers, optimizers)
-        codec, shows = self.parts[0].plans.codec, self.parts[0].shows_gradients
-        before, find_plan = list(self.parts), self.parts[0].plans.find_plan
-        for part in before:
-            part.sync_replicas()
-            part.follow()
-            part.detach()
-            if part.optimizer not in optimizers:
-                part.plans.give_back()
-                # It would be old, should the optimizer come back.
-                for state in part.optimizer.state.values():
-                    state.pop(MASTER_KEY, None)
-        self._start(optimizers)
-        self.parts[0].plans.find_plan = find_plan
-        for part in self.parts:
-            part.shows_gradients = shows
-            part.inherit(before, goes_on=False)
-            if codec is not None:
-                part.use_codec(codec)
-
     def _follow(self, changed: Sequence[OptimizerPipeline]) -> None:
         """Goes on with what optimizers hold now. Collective, blocks."""
         self.before_change()
@@ -198,24 +164,23 @@ class Pipeline(Training):
         self._check(self.optimizers, [part.optimizer for part in changed])
         for part in changed:
             part.follow()
-        self.others = OtherGradients(self.module, self.optimizers, self.collectives)
 
     def _refuse_stranger(self, optimizer: Optimizer) -> None:
-        """In front of every optimizer's step: refuses those that step what ours train."""
+        """In front of every optimizer's step: refuses others that step parameters of the module."""
         # Whoever has its state stands for one of ours, see `DeferredStep`.
         is_ours = any(optimizer.state is one.state for one in self.optimizers)
         is_known = is_ours or REFUSALS in vars(optimizer)
         # Without buckets gradients are where anybody finds them.
         if is_known or not self.options.uses_buckets(self.collectives):
             return
-        trained = {one for part in self.parts for one in part.parameters}
-        if any(one in trained for group in optimizer.param_groups for one in group["params"]):
+        ignored = ignored_names(self.module)
+        own = {one for name, one in self.module.named_parameters() if name not in ignored}
+        if any(one in own for group in optimizer.param_groups for one in group["params"]):
             raise RuntimeError(
-                f"A {type(optimizer).__name__} that the training does not know steps parameters"
-                " that another optimizer trains, and whose .grad is not the mean over ranks. Let"
-                " one of both hold them. What is to be trained is returned from"
-                " configure_optimizers, or assigned to trainer.optimizers before a training_step;"
-                " under Fabric fabric.setup takes it."
+                f"A {type(optimizer).__name__} that the training does not know steps parameters of"
+                f" the {type(self.module).__name__}, whose .grad is not the mean over ranks. What"
+                " is to be trained is returned from configure_optimizers; under Fabric"
+                " fabric.setup takes it."
             )
 
     def hold_back(self) -> None:
@@ -294,7 +259,6 @@ class Pipeline(Training):
         *,
         synchronize: bool | None = True,
         optimizers: Sequence[Optimizer] | None = None,
-        averages_others: bool = True,
     ) -> Iterator[None]:
         """Around a backward.
 
@@ -303,8 +267,6 @@ class Pipeline(Training):
                 `.grad` and nothing is sent before the step. None: the same where it is not known
                 whether more come, and DDP would average.
             optimizers: Those whose last backward it is; None: all.
-            averages_others: Whether gradients that no optimizer holds are averaged when it ends;
-                blocks, see `OtherGradients`.
         """
         with ExitStack() as stack:
             for part in self.parts:
@@ -314,13 +276,6 @@ class Pipeline(Training):
             if (timeline := self.instruments.timeline) is not None:
                 stack.enter_context(timeline.span("backward", "backward"))
             yield
-        if averages_others and self.others.are_trained:
-            for part in self.parts:
-                # Some ranks have launched all buckets, and one order must be kept.
-                if part.state is StepState.SENDING and not self.collectives.reads_flags_freely:
-                    part.reduce()
-            with Waiting(self.instruments, "reduce_scatter", "gradients of no optimizer"):
-                self.others.average()
 
     def refuse_early(self, reason: str | None) -> None:
         """Lets plans gather nothing early if a rank gives a reason, for people. Collective."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from lightning_dear.engine.active_plan import (
 )
 from lightning_dear.engine.gradient_reducer import GradientReducer
 from lightning_dear.engine.hooks import OnGradient
-from lightning_dear.engine.parameter_gatherer import LimitedGathers, ParameterGatherer
+from lightning_dear.engine.parameter_gatherer import ParameterGatherer
 from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.exchange import LossScale, new_exchange
@@ -157,7 +157,7 @@ class PlanLifecycle:
     @torch.no_grad()
     def _build(self, plan: BucketPlan, recording: Recording) -> ActivePlan:
         """Makes all that `plan` needs; the parameters move, and keep their values. Local."""
-        options, collectives, depth = self._options, self._collectives, self._options.depth
+        options, collectives = self._options, self._collectives
         waiting = partial(Waiting, self._training.instruments)
         number, num_shards = options.shards(collectives)
         sends_bytes = options.codec is not None and options.ranks_together(collectives) == 1
@@ -180,7 +180,7 @@ class PlanLifecycle:
         gatherer = ParameterGatherer(
             self._module,
             flat,
-            exchange if depth is None else LimitedGathers(exchange, depth),
+            exchange,
             recording.ungated,
             partial(waiting, "all_gather"),
             collectives.streams,
@@ -339,17 +339,13 @@ class PlanLifecycle:
         self.plan = None
         self._start_recording()
 
-    def inherit(
-        self, others: Iterable[PlanLifecycle], givers: Iterable[ResidualKeeper], *, goes_on: bool
-    ) -> None:
+    def inherit(self, others: Sequence[PlanLifecycle]) -> None:
         """Goes on with what trainings have left that are over. Collective, blocks.
 
         Args:
             others: The same optimizer's, mutated: their state is here then.
-            givers: What has residuals, for the first step.
-            goes_on: See `ResidualKeeper.inherit`.
         """
-        self.residuals.inherit(givers, goes_on=goes_on)
+        self.residuals.inherit([other.residuals for other in others])
         for other in others:
             left, was_written = other.hand_over(self._collectives)
             if left is not None:
@@ -363,7 +359,7 @@ class PlanLifecycle:
                 self._tell_of_masters(AdoptedState(False, bool(lost.entries)))
                 self._stepper.left = left
         if isinstance(self._stepper, ReplicatedOptimizer):
-            self.give_back()
+            self._give_back()
 
     def hand_over(self, through: Collectives) -> tuple[SpreadState | None, dict[Parameter, bool]]:
         """Lets go of the state of a training that is over. Collective, blocks.
@@ -378,7 +374,7 @@ class PlanLifecycle:
         at_end = self._lagging_at_end.items()
         return left, {one: _digest(one) != digest for one, digest in at_end}
 
-    def give_back(self) -> None:
+    def _give_back(self) -> None:
         """Makes `optimizer.state` whole, on every rank; the plans have ended. Collective, blocks.
 
         Needs memory for the whole state.

@@ -85,7 +85,7 @@ class SharedOptions:
         self._before: Options = {}
         self._digest: Tensor | None = None
         # Nobody has said anything.
-        self._said: Callable[[], list[int]] = lambda: [0, 0, 0]
+        self._said: Callable[[], list[int]] = lambda: [0, 0]
 
     def digest(self, device: torch.device) -> Tensor:
         """A hash of the present options, and its complement: [num_bytes], uint8, on `device`."""
@@ -101,7 +101,7 @@ class SharedOptions:
     def said_before(self, flags: Tensor) -> list[int]:
         """What `flags` were at the call before, which is long past.
 
-        At the first call nothing, as the last three of them say it.
+        At the first call nothing, as the last two of them say it.
         """
         said, self._said = self._said, self._collectives.streams.read_later(flags)
         return said()
@@ -118,13 +118,3 @@ class SharedOptions:
         what = f"step with other options: {type(self._optimizer).__name__} {self._number}"
         options = self._before if is_late else self._options
         check_options(what, self._collectives.all_gather_object(options))
-
-    def anyone(self, says: bool) -> bool:
-        """Whether any rank says so. Collective; blocks the host; raises as `hear`."""
-        flags = torch.zeros(1 + self.num_bytes, dtype=torch.uint8)
-        flags[0] = says
-        if self.num_bytes:
-            flags[1:] = self.digest(flags.device)
-        self._collectives.launch_any(flags).wait()
-        self.hear(flags[1:].tolist())
-        return bool(flags[0])

@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from lightning_dear.bucket import Placement
 from lightning_dear.checkpoint.optimizer_state import ShardedState, gathered, sharded_state
 from lightning_dear.collectives.work import uncounted
 from lightning_dear.compression import Compressor
-from lightning_dear.engine import clipping
 from lightning_dear.engine.active_plan import ActivePlan, audit
-from lightning_dear.engine.hooks import StepHooks, not_shown, warn_of_leftovers, warn_of_shown
+from lightning_dear.engine.hooks import StepHooks, warn_of_hooks, warn_of_leftovers
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle, Training
 from lightning_dear.engine.step_state import Backward, SendTime, StepState
 from lightning_dear.engine.step_timer import StepTimer
@@ -29,7 +27,7 @@ from lightning_dear.planning import BucketPlan, TensorSpec
 
 _MEANS_ARE_THERE = (StepState.REDUCED, StepState.CHANGED, StepState.EXPOSED)
 _WERE_CHANGED = (StepState.CHANGED, StepState.EXPOSED)
-_ARE_ON_THEIR_WAY = (StepState.SENDING, StepState.REOPENED)
+_NOTHING_IS_SENT = (StepState.EMPTY, StepState.ACCUMULATING)
 # As constants, since a look into an enumeration takes longer than the comparison.
 _LOCAL, _NONE, _BEFORE_STEP = Backward.LOCAL, Backward.NONE, SendTime.BEFORE_STEP
 
@@ -55,8 +53,8 @@ class OptimizerPipeline:
         timer: Times of the step that `measure_next_step` asked for, on this rank.
         num_steps: Optimizer steps so far, without those that a GradScaler left out.
         sending: When buckets are sent; to be assigned to.
-        shows_gradients: Whether hooks of the optimizer's step find in `.grad` what they would under
-            DDP, which costs them an all-gather; to be assigned to, the same on all ranks.
+        warns_of_hooks: Whether people are told that hooks of the optimizer's step find no gradient;
+            to be assigned to.
     """
 
     def __init__(
@@ -70,12 +68,10 @@ class OptimizerPipeline:
         self.optimizer = optimizer
         self._collectives, self._options = training.collectives, training.options
         self._instruments = training.instruments
-        # The latter is where REOPENED and STEPPING may have to go back to.
+        # The latter is where a step that raises has to go back to.
         self.state = self._interrupted = StepState.EMPTY
-        self._has_leftovers = self.shows_gradients = False
-        # Whether DDP would have averaged since the last step, and whether a rank has hooks of it.
-        self._is_due = self._has_hooks = False
-        self._shown: Sequence[Tensor | None] = ()
+        # The last: whether DDP would have averaged since the last step.
+        self._has_leftovers = self.warns_of_hooks = self._is_due = False
         self.timer = StepTimer(training.module, self._instruments.clock)
         self.num_steps = 0
         self.sending = SendTime.IN_BACKWARD
@@ -122,15 +118,8 @@ class OptimizerPipeline:
         Raises:
             RuntimeError: With gradients under way, or of several rounds, that no step has used.
         """
-        active = self.plans.active
-        if active is not None and self.state in _MEANS_ARE_THERE:
-            # In `.grad` they outlive the plan: of equal gradients the mean is what they are.
-            clipping.check_may_add(self._options)
-            self._refuse_changes()
-            if self.state is not StepState.EXPOSED:
-                active.reducer.expose()
-            self._enter(StepState.ACCUMULATING)
-        elif active is not None and (self.state in _ARE_ON_THEIR_WAY or active.reducer.has_begun):
+        active, is_idle = self.plans.active, self.state in _NOTHING_IS_SENT
+        if active is not None and not (is_idle and not active.reducer.has_begun):
             # What other ranks wait for is sent first.
             active.reducer.reduce()
             raise changed_with_gradients()
@@ -164,15 +153,20 @@ class OptimizerPipeline:
     @contextmanager
     def backward(self, *, synchronize: bool | None) -> Iterator[None]:
         """Around a backward; see `Pipeline.backward`."""
-        if self._means in _WERE_CHANGED:
-            clipping.check_may_add(self._options)
-        trained = self.plans.trained
-        trained.hooks.stay_last()
+        codec = self._options.codec
+        if self.state in _WERE_CHANGED and codec is not None and codec.encodes_once:
+            raise RuntimeError(
+                "Another backward would add to mean gradients that a hook was shown, that"
+                " whole_gradients() has shown or that were clipped, which"
+                f" compressor={codec.name!r} would encode once more. Run all backwards of a step"
+                " before that, or, if only hooks see them, pass"
+                " DearStrategy(gradients_in_hooks=False)."
+            )
+        self.plans.trained.hooks.stay_last()
         if self._is_due and self.state not in (StepState.EMPTY, StepState.EXPOSED):
-            trained.hooks.refuse_another_sum(trained.names)
+            self.plans.trained.hooks.refuse_another_sum()
         self._is_due |= synchronize is not False
-        if synchronize or self.state is StepState.REOPENED:
-            # Also REOPENED, in which only some ranks may be: all vote alike at the step.
+        if synchronize:
             self._enter(StepState.SENDING)
         elif self.state in _MEANS_ARE_THERE:
             self._enter(StepState.ACCUMULATING)
@@ -202,10 +196,14 @@ class OptimizerPipeline:
                 self._enter(StepState.ACCUMULATING)
             return
         if self._backward is _NONE and self.state in _MEANS_ARE_THERE:
-            # Perhaps on this rank only: the step asks the others.
-            self._interrupted = self.state
-            self._enter(StepState.REOPENED)
-        elif self.state not in _ARE_ON_THEIR_WAY:
+            # Perhaps on this rank only, and others do not ask for it.
+            raise RuntimeError(
+                f"A gradient for '{self.plans.trained.names[index]}' came when the mean gradient"
+                " had been looked at or changed, such as by clipping, and from no backward of the"
+                " strategy's. Call self.manual_backward(loss) or fabric.backward(loss) in place of"
+                " loss.backward(), on all ranks."
+            )
+        if self.state is not StepState.SENDING:
             self._enter(StepState.SENDING)
         if self.timer.is_on:
             self.timer.note_gradient(index)
@@ -271,84 +269,49 @@ class OptimizerPipeline:
         self.stepper.set_gradients(self._active.reducer.conceal())
         self._enter(StepState.CHANGED)
 
-    def _bring_means(self, *, votes: bool = False) -> None:
-        """As `reduce`, but leaves them exposed where they are, or where a rank has pre-hooks.
-
-        If `votes`, and gradients were reduced before, asks all ranks for new ones from outside
-        `backward`, perhaps of some ranks only.
-        """
+    def _bring_means(self) -> None:
+        """As `reduce`, but leaves them exposed where they are."""
         self._check_is_on()
-        if self.state not in (*_MEANS_ARE_THERE, StepState.REOPENED):
-            self._add_round()
-            if self.state is not StepState.EXPOSED:
-                return
-        # Other ranks may have been here before, in front of their hooks.
-        has_new = self.state is StepState.REOPENED
-        if votes and self._collectives.reads_flags_freely:
-            has_new = self.plans.shared.anyone(has_new)
-        if has_new:
-            self._add_round()
-        else:
+        if self.state in _MEANS_ARE_THERE:
             self.plans.trained.check_unchanged(counts_thawed=False)
-
-    def _add_round(self) -> None:
+            return
         self.plans.trained.check_unchanged()
         if self._has_leftovers and self._collectives.rank == 0:
             warn_of_leftovers(self.optimizer)
         self.complete_parameters("step")
         active = self.plans.active or self.plans.start()
-        has_own = self._step_hooks.are_behind or self._step_hooks.are_in_front
-        active.reducer.wishes = self.shows_gradients and has_own
         self.stepper.set_gradients(active.reducer.reduce(self._on_reduce))
-        self._enter(StepState.CHANGED if self._means in _WERE_CHANGED else StepState.REDUCED)
-        had_hooks, self._has_hooks = self._has_hooks, active.reducer.granted
-        if active.reducer.wishes and not self._has_hooks:
-            raise not_shown(self.optimizer)
-        if self._has_hooks and self._uses_buckets:
-            if not had_hooks and self._collectives.rank == 0:
-                warn_of_shown(self.optimizer)
-            # Of a step that has begun, hooks behind it alone are still to come.
-            if not active.reducer.steps_early:
-                self._expose()
+        self._enter(StepState.REDUCED)
 
     def _before_hooks(self) -> None:
-        """In front of others' pre-hooks, which may read parameters and what DDP has in `.grad`."""
+        """In front of others' pre-hooks, which may read parameters."""
         are_in_front = self._step_hooks.are_in_front
-        if not (are_in_front or self._has_hooks):
-            return
-        self.stepper.restore()
-        self._end_broken_step()
-        self.complete_parameters("optimizer step hook")
-        # Else it is this rank's own sum, or what the last step has used, and there already.
-        if self._is_due and self.shows_gradients and self._uses_buckets:
-            self._bring_means()
-            if self._has_hooks:
-                self.expose_gradients()
-            elif are_in_front:
-                raise not_shown(self.optimizer)
-
-    @property
-    def _means(self) -> StepState:
-        """The state, without regard to gradients that came outside any backward since."""
-        return self._interrupted if self.state is StepState.REOPENED else self.state
+        if self.warns_of_hooks and (are_in_front or self._step_hooks.are_behind):
+            self.warns_of_hooks = False
+            if self._uses_buckets:
+                warn_of_hooks(self.optimizer)
+        if are_in_front:
+            self.stepper.restore()
+            self._end_broken_step()
+            self.complete_parameters("optimizer step hook")
 
     def _refuse_changes(self) -> None:
         if self.plans.active is not None and self.plans.active.reducer.steps_early:
-            raise clipping.used_early()
+            raise RuntimeError(
+                "Gradients cannot be changed after a backward that has used part of them for its"
+                " early gathers. Override on_before_optimizer_step or configure_gradient_clipping"
+                " to change them there, which turns early gathers off, or use fusion='threshold'."
+            )
 
     def expose_gradients(self) -> None:
         """Puts the mean gradient into every `.grad`, as DDP leaves it. All ranks call; blocks.
 
         Costs an all-gather. What is done to `.grad` counts: it is taken back before the step.
         """
-        if self._means is StepState.EXPOSED:
+        if self.state is StepState.EXPOSED:
             return
         self._refuse_changes()
         self._bring_means()
-        if self.state is not StepState.EXPOSED:
-            self._expose()
-
-    def _expose(self) -> None:
         self._active.reducer.expose()
         self._enter(StepState.EXPOSED)
 
@@ -357,10 +320,9 @@ class OptimizerPipeline:
         """This rank's pieces, with mean gradients; the user's `.grad` stays exposed if it was."""
         if mutates:
             self._refuse_changes()
-        was_exposed = self._means is StepState.EXPOSED
+        was_exposed = self.state is StepState.EXPOSED
         self._bring_means()
-        if self.state is StepState.EXPOSED:
-            was_exposed = True
+        if was_exposed:
             self._conceal()
         if mutates:
             self._enter(StepState.CHANGED)
@@ -378,31 +340,26 @@ class OptimizerPipeline:
         The next step uses it, or what is left of it if it is encoded to be gathered.
         """
         with self._on_shards(mutates=False):
-            return self._norm(norm_type)
-
-    def _norm(self, norm_type: float) -> Tensor:
-        like = self._active.flat.buckets[0].shard
-        return clipping.global_norm(self.stepper.pieces, norm_type, self._collectives, like)
+            return self._active.global_norm(self.stepper.pieces, norm_type)
 
     def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the mean gradient to at most `max_norm`; returns its norm before. Blocks."""
-        clipping.warn_of_votes(self._options, self._collectives.rank)
         with self._on_shards(mutates=True) as pieces:
-            norm = self._norm(norm_type)
+            norm = self._active.global_norm(self.stepper.pieces, norm_type)
             clip_grads_with_norm_(pieces, max_norm, norm)
             return norm
 
     def clip_by_value(self, clip_value: float) -> None:
         """Clips every element of the mean gradient to [-clip_value, clip_value]. Blocks."""
-        clipping.warn_of_votes(self._options, self._collectives.rank)
         with self._on_shards(mutates=True) as pieces:
-            clipping.clip_to_value(pieces, clip_value)
+            # torch's own raises if there is none, as on a rank that has no shard of what was used.
+            if any(one.grad is not None for one in pieces):
+                clip_grad_value_(pieces, clip_value)
 
     def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
         """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""
         with self._on_shards(mutates=True):
-            like = self._active.flat.buckets[0].shard
-            clipping.unscale_shards(unscale, self.stepper, self._collectives, like)
+            self._active.unscale(unscale, self.stepper)
 
     # --- the step -------------------------------------------------------------------------------
 
@@ -432,7 +389,7 @@ class OptimizerPipeline:
                     "zero_grad() was called between the backward of a step and its end, when part"
                     " of the parameters had been updated. Call it before backward."
                 )
-            if self.state in _ARE_ON_THEIR_WAY:
+            if self.state is StepState.SENDING:
                 self.complete_parameters("zero_grad")
                 active.reducer.reduce()
             active.reducer.drop()
@@ -449,7 +406,16 @@ class OptimizerPipeline:
             self._begin_step()
             return None
 
+        was_called = False
+
         def closure_then_step() -> Any:
+            nonlocal was_called
+            if was_called:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} calls its closure more than once in a step, which"
+                    " strategy='dear' does not do; use strategy='ddp'."
+                )
+            was_called = True
             loss = closure()
             self._begin_step()
             return loss
@@ -477,15 +443,8 @@ class OptimizerPipeline:
     def _prepare_step(self) -> ActivePlan:
         """Reduces, makes the plan at the first step, takes over what was written meanwhile."""
         check_momentum(self.optimizer, self._options)
-        self._shown = ()
-        self._bring_means(votes=True)
+        self.reduce()
         active = self._active
-        if self._has_hooks:
-            if self.state is not StepState.EXPOSED:
-                self._expose()
-            self._shown = [_kept(one) for one in active.flat.placements]
-        if self._has_hooks or self.state is StepState.EXPOSED:
-            self._conceal()
         active.exchange.check()
         self.plans.take_over(but=self.stepper.stepped_early)
         self.plans.follow_readers()
@@ -517,9 +476,7 @@ class OptimizerPipeline:
         active.reducer.end_step()
         active.gatherer.close_gates()
         self._enter(StepState.EMPTY)
-        for parameter, gradient in zip(self.parameters, self._shown, strict=False):
-            parameter.grad = gradient
-        self._has_leftovers, self._shown = self._uses_buckets and not self._shown, ()
+        self._has_leftovers = self._uses_buckets
         self.num_steps += 1
         self.timer.step_ends()
         self._on_step()
@@ -550,7 +507,7 @@ class OptimizerPipeline:
         self._check_is_on()
         if state in _MEANS_ARE_THERE and not self._uses_buckets:
             state = StepState.EMPTY
-        self._is_due = state in _ARE_ON_THEIR_WAY or (self._is_due and state is not StepState.EMPTY)
+        self._is_due = state is StepState.SENDING or (self._is_due and state is not StepState.EMPTY)
         self.state = state
 
     # --- plans and codecs -----------------------------------------------------------------------
@@ -598,7 +555,7 @@ class OptimizerPipeline:
             ValueError: See `PlanLifecycle.use_codec`.
         """
         active = self.plans.active
-        is_idle = self.state in (StepState.EMPTY, StepState.ACCUMULATING)
+        is_idle = self.state in _NOTHING_IS_SENT
         has_begun = active is not None and active.reducer.has_begun
         self.plans.use_codec(codec, is_idle=is_idle and not has_begun)
 
@@ -631,16 +588,12 @@ class OptimizerPipeline:
         state = sharded_state(self.stepper, self._collectives)
         return self.plans.residuals.add_to_sharded(state)
 
-    def inherit(self, others: Sequence[OptimizerPipeline], *, goes_on: bool = True) -> None:
-        """See `PlanLifecycle.inherit`; of this optimizer or, unless it `goes_on`, residuals of all.
-
-        Raises as `prepare_state`.
-        """
+    def inherit(self, others: Sequence[OptimizerPipeline]) -> None:
+        """See `PlanLifecycle.inherit`; of those of this optimizer. Raises as `prepare_state`."""
         own = [one for one in others if one.optimizer is self.optimizer]
         for other in own:
             other.prepare_state()
-        givers = [one.plans.residuals for one in (own if goes_on else others)]
-        self.plans.inherit([one.plans for one in own], givers, goes_on=goes_on)
+        self.plans.inherit([one.plans for one in own])
 
     @torch.no_grad()
     def sync_replicas(self) -> None:
@@ -691,9 +644,3 @@ class OptimizerPipeline:
         self.stepper.remove_hooks()
         self.plans.detach()
         self.state = StepState.ENDED
-
-
-def _kept(placement: Placement) -> Tensor | None:
-    """The parameter's `.grad`; a copy where gathers of the step may be decoded."""
-    gradient = placement.parameter.grad
-    return gradient if gradient is None or placement.gradient is None else gradient.clone()

@@ -5,16 +5,13 @@
     state                          event                                        next
     -----------------------------  -------------------------------------------  ------------------
     any                            backward(synchronize=True)                   SENDING
-    SENDING, REOPENED              backward(synchronize=False)                  SENDING
+    SENDING                        backward(synchronize=False)                  SENDING
     REDUCED, CHANGED, EXPOSED      backward(synchronize=False)                  ACCUMULATING
     EMPTY                          a gradient in backward(synchronize=False)    ACCUMULATING
     EMPTY, ACCUMULATING            a gradient outside any backward              SENDING
-    REDUCED, CHANGED, EXPOSED      a gradient outside any backward              REOPENED
+    REDUCED, CHANGED, EXPOSED      a gradient outside any backward              raises
     EMPTY, ACCUMULATING, SENDING   reduce (by step, norm, clip, unscale)        REDUCED
-    REOPENED                       reduce                                       REDUCED or CHANGED
-    EXPOSED                        reduce, if no rank has a new gradient        CHANGED
-    the four above                 reduce, if a rank has hooks of the step      EXPOSED, CHANGED
-    REDUCED, CHANGED, EXPOSED      the optimizer's parameters are exchanged     ACCUMULATING
+    EXPOSED                        reduce                                       CHANGED
     REDUCED, CHANGED               clip, unscale                                CHANGED
     REDUCED, CHANGED               expose                                       EXPOSED
     REDUCED, CHANGED               step begins                                  STEPPING
@@ -44,7 +41,6 @@ class StepState(Enum):
     REDUCED = "the shards hold the mean gradient, as it came"
     CHANGED = "the shards hold the mean gradient, clipped or otherwise changed"
     EXPOSED = "so does `.grad`, whole, and what is done to it counts"
-    REOPENED = "as one of the three above, and a gradient came outside any backward"
     STEPPING = "the optimizer steps bucket by bucket; others' reads wait"
     ENDED = "the training is over"
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
-import torch
 from torch import Tensor, strided
 from torch.nn import Module, Parameter
 from torch.optim import AdamW, Optimizer
 
 from lightning_dear.bucket import storage_strides
 from lightning_dear.collectives.streams import Streams
-from lightning_dear.collectives.work import OTHER_NUMBERS, Collectives, shard_of
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression.groups import unused_group
 from lightning_dear.engine.gate import owners, plain_parameters
 from lightning_dear.engine.hooks import GradientHooks, OnGradient
@@ -53,8 +53,6 @@ class TrainedParameters:
         self._untrained = [p for group in groups for p in group["params"] if id(p) not in known]
         self._module = module
         self._homes = owners(module, self.parameters)
-        self._tables = _tables_of(module)
-        self._tree = _tree_of(self._tables)
         self._streams = streams
         self.recorder = self.new_recorder()
         self.hooks = GradientHooks((), lambda *_: None)
@@ -100,13 +98,9 @@ class TrainedParameters:
 
         Users exchange modules for others with the same parameters, such as fused or scripted ones.
         """
-        # Quicker than to go through the tree: modules with the same children are the same tree.
-        if _tree_of(self._tables) == self._tree:
-            return False
         before, present = self._homes, owners(self._module, self.parameters)
-        if notes or present == before:
-            self._homes, self._tables = present, _tables_of(self._module)
-            self._tree = _tree_of(self._tables)
+        if notes:
+            self._homes = present
         return present != before
 
     def restore_replaced(self) -> None:
@@ -138,22 +132,6 @@ class TrainedParameters:
                 )
             parameter.data = other.data.to(parameter.dtype)
             part._parameters[name] = parameter
-
-
-def _tables_of(module: Module) -> list[dict[Any, Any]]:
-    """All modules; of each its children, and its parameters; of TorchScript copies."""
-    # Held, so that no new module has an old one's identity.
-    tables: list[dict[Any, Any]] = [dict(enumerate(module.modules()))]
-    for part in tables[0].values():
-        children: Any = part._modules
-        is_plain = isinstance(children, dict)
-        tables += (children if is_plain else dict(children.items()), plain_parameters(part))
-    return tables
-
-
-def _tree_of(tables: Sequence[dict[Any, Any]]) -> list[int]:
-    """How many there are in each, and which objects they are."""
-    return [*map(len, tables), *map(id, chain.from_iterable(map(dict.values, tables)))]
 
 
 def _held_by(optimizer: Optimizer) -> list[list[int]]:
@@ -262,8 +240,8 @@ def check_layout(
         if other_how != reports[0][3]:
             raise ValueError(
                 f"Ranks exchange in other ways: {reports[0][3]} on rank 0 and {other_how} on rank"
-                f" {rank}. Give all the same compressor, gather and gather_depth, and devices of"
-                " one model if it draws on them, as others draw others ('randomk' uses the CPU)."
+                f" {rank}. Give all the same compressor and gather, and devices of one model if it"
+                " draws on them, as others draw others ('randomk' uses the CPU)."
             )
     for number, optimizer in enumerate(optimizers):
         what = f"set up other optimizers: {type(optimizer).__name__} {number}"
@@ -368,85 +346,27 @@ def check_momentum(optimizer: Optimizer, options: ExchangeOptions) -> None:
 
 
 def _difference(rank: int, first: Described, other: Described) -> str:
-    for left, right in zip(first, other, strict=False):
-        if left != right:
-            return (
-                f"Ranks hold different models: rank 0 has '{left[0]}' ({left[1]}), rank {rank} has"
-                f" '{right[0]}' ({right[1]}). Build the same model on every rank."
-            )
+    pairs = zip_longest(first, other, fillvalue=("", f"only {min(len(first), len(other))}"))
+    left, right = next((left, right) for left, right in pairs if left != right)
     return (
-        f"Ranks hold different models: rank 0 trains {len(first)} parameters, rank {rank}"
-        f" {len(other)}. Build the same model on every rank."
+        f"Ranks hold different models: rank 0 has '{left[0]}' ({left[1]}), rank {rank} has"
+        f" '{right[0]}' ({right[1]}). Build the same model on every rank."
     )
 
 
-class OtherGradients:
-    """Averages gradients of parameters that no optimizer of the training holds.
-
-    Somebody steps them by hand, or with an optimizer of their own. DistributedDataParallel leaves
-    the mean in `.grad` at the end of backward, and so does this: a local sum that was there before,
-    is averaged with the rest.
-
-    Args:
-        module: Whose parameters count.
-        optimizers: Those of the training.
-        collectives: What moves the bytes.
-    """
-
-    def __init__(
-        self, module: Module, optimizers: Sequence[Optimizer], collectives: Collectives
-    ) -> None:
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        held = {id(parameter) for group in groups for parameter in group["params"]}
-        ignored = ignored_names(module)
-        self._collectives = collectives
-        self._named = [
-            (name, one)
-            for name, one in module.named_parameters()
-            if id(one) not in held and one.numel() and name not in ignored
-        ]
-
-    @property
-    def are_trained(self) -> bool:
-        """Whether there are any, more ranks than one, and something to do in each backward."""
-        return self._collectives.world_size > 1 and any(one.requires_grad for _, one in self._named)
-
-    @torch.no_grad()
-    def average(self) -> None:
-        """Puts the mean into the `.grad` of those that have one on any rank.
-
-        All ranks call, at the end of the same backward; blocks.
-
-        Raises:
-            RuntimeError: On all ranks, if a gradient is sparse on one.
-        """
-        own = [one.grad if one.requires_grad else None for _, one in self._named]
-        flags = torch.tensor([one is not None and 1 + one.is_sparse for one in own])
-        flags = flags.to(self._named[0][1].device, torch.uint8)
-        # Asked first, so that what nobody has used is not sent, and keeps a `.grad` of None.
-        self._collectives.launch_any(flags).wait()
-        used = [(*one, said) for one, said in zip(self._named, flags.tolist(), strict=True) if said]
-        for name, _, said in used:
-            if said > 1:
-                raise sparse_gradient(name)
-        for number, dtype in enumerate(dict.fromkeys(one.dtype for _, one, _ in used)):
-            self._average([one for _, one, _ in used if one.dtype == dtype], OTHER_NUMBERS + number)
-
-    def _average(self, parameters: Sequence[Parameter], number: int) -> None:
-        num_ranks = self._collectives.world_size
-        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        sizes = [gradient.numel() for gradient in own]
-        padding = -sum(sizes) % num_ranks
-        flat = torch.cat([*(one.reshape(-1) for one in own), own[0].new_zeros(padding)])
-        # Scaled before the sum, as in buckets.
-        flat.mul_(1.0 / num_ranks)
-        shard = shard_of(flat, self._collectives.rank, num_ranks)
-        received = flat.new_empty(self._collectives.scratch_numel(flat.numel()))
-        self._collectives.launch_reduce_scatter(flat, received, shard, number).wait()
-        self._collectives.launch_all_gather(flat, number).wait()
-        *means, _ = torch.split(flat, [*sizes, padding])
-        for parameter, gradient, mean in zip(parameters, own, means, strict=True):
-            parameter.grad = gradient.copy_(mean.view_as(gradient))
+def warn_of_others(module: Module, optimizers: Sequence[Optimizer]) -> None:
+    """Warns of parameters that no optimizer holds, although they may have gradients. Local."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    ignored = ignored_names(module)
+    named = ((name, one) for name, one in module.named_parameters() if name not in ignored)
+    if others := [name for name, one in named if one.requires_grad and id(one) not in held]:
+        warnings.warn(
+            f"No optimizer of the training holds '{others[0]}' ({len(others)} such parameters), and"
+            " strategy='dear' does not average their gradients over ranks. Put them into an"
+            " optimizer that the training knows, or freeze them: requires_grad_(False).",
+            stacklevel=2,
+        )
 
 
 def changed_with_gradients() -> RuntimeError:

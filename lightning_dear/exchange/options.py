@@ -1,4 +1,4 @@
-"""What travels in each half, in what form, and how much of it at once."""
+"""What travels in each half, and in what form."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from lightning_dear.compression import Codec, Compressor, SparseAllReduce
 from lightning_dear.compression.codec import Setting
 from lightning_dear.compression.groups import Groups, check_groups, codec_for
 
+GATHERS = ("parameters", "gradients")
+"""Names of what an all-gather may carry."""
+
 
 @dataclass(frozen=True)
 class ExchangeOptions(Setting):
@@ -21,33 +24,24 @@ class ExchangeOptions(Setting):
         groups: Other codecs for some tensors.
 
     Raises:
-        ValueError: For a depth below 1, and options that exclude each other.
+        ValueError: For unknown names, and options that exclude each other.
     """
 
     codec: Compressor | None = None
     groups: Groups = ()
 
     def __post_init__(self) -> None:
-        if self.depth is not None and (not isinstance(self.depth, int) or self.depth < 1):
-            raise ValueError(
-                f"gather_depth must be an integer >= 1, or None for no limit; got {self.depth!r}."
-            )
+        if self.gather not in GATHERS:
+            raise ValueError(f"Unknown gather {self.gather!r}; valid names: {', '.join(GATHERS)}.")
         check_groups(self.groups, self.codec)
         # What cannot be used beside what is the compressors' own matter.
         for codec in (self.codec, *(codec for _, codec in self.groups)):
             if codec is not None:
                 codec.check_with(self)
-        if self.decouple:
-            return
-        if not self.is_of_gradients:
+        if not (self.decouple or self.is_of_gradients):
             raise ValueError(
                 "decouple=False all-reduces whole gradients, which gather='parameters' has no use"
                 " for; set gather='gradients' with it."
-            )
-        if self.depth is not None:
-            raise ValueError(
-                f"gather_depth={self.depth} has no effect with decouple=False, where nothing is"
-                " gathered; leave it out."
             )
 
     @cached_property
@@ -81,11 +75,6 @@ class ExchangeOptions(Setting):
         Raises:
             ValueError: Saying what to leave out.
         """
-        if self.depth is not None and not collectives.reads_flags_freely:
-            raise ValueError(
-                f"gather_depth={self.depth} works with gloo only: NCCL orders all-gathers on the"
-                " device by itself, and nobody on the host knows when one has ended. Leave it out."
-            )
         codec = self.codec
         looks_up_counts = isinstance(codec, SparseAllReduce) and not codec.is_static
         if codec is not None and looks_up_counts and not collectives.reads_flags_freely:

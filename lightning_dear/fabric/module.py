@@ -92,7 +92,7 @@ class DearModule(Module):
     def _may_train(self) -> bool:
         assert self.pipeline is not None
         trained = (p for part in self.pipeline.parts for p in part.parameters)
-        return self.pipeline.others.are_trained or any(p.requires_grad for p in trained)
+        return any(p.requires_grad for p in trained)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -76,7 +76,6 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         fusion: str | FusionPlanner = "threshold",
         bucket_cap_mb: float | None = None,
         gather: Literal["parameters", "gradients"] | None = None,
-        gather_depth: int | None = None,
         hops: int | None = None,
         broadcast_buffers: bool = True,
         audit: bool = False,
@@ -221,8 +220,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
             for one in trained:
                 takes_part = one is module if isinstance(module, DearModule) else one.has_run
                 synchronize = takes_part and not one.is_sync_blocked
-                how = {"synchronize": synchronize, "averages_others": not one.is_sync_blocked}
-                stack.enter_context(one.pipeline.backward(**how))
+                stack.enter_context(one.pipeline.backward(synchronize=synchronize))
             super().backward(tensor, module, *args, **kwargs)
         for one in self._all:
             if one.pipeline is None:

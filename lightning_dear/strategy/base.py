@@ -74,7 +74,7 @@ class PipelineStrategy(ABC):
         self._hops: int | None = given["hops"]
         if self._hops not in (None, 1, 2):
             raise ValueError(f"hops must be 1, 2 or None, got {self._hops!r}.")
-        how = given["gather_depth"], given.get("decouple", True), codec, groups
+        how = given.get("decouple", True), codec, groups
         self._options = ExchangeOptions(self._gather or default_gather(codec, groups), *how)
         self._or_else: ExchangeOptions | None = None
         if self._gather is None:
@@ -136,7 +136,7 @@ class PipelineStrategy(ABC):
             or_else=self._or_else,
         )
         for part in pipeline.parts:
-            part.shows_gradients = self._gradients_in_hooks
+            part.warns_of_hooks = self._gradients_in_hooks and collectives.rank == 0
         if pipeline.remark is not None:
             rank_zero_info(pipeline.remark)
         refusals.say_what_hosts_cost(pipeline)

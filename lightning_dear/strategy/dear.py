@@ -22,7 +22,6 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, device
 from torch.optim import Optimizer
@@ -69,7 +68,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             whole tensors (Adafactor, Muon, LARS): every rank then steps all of them, each bucket
             when forward reads it, and has the whole optimizer state. None: parameters, unless the
             compressor can send gradients only.
-        gather_depth: Most all-gathers in flight at once; None: all of a step. With gloo only.
         hops: How shards travel where several hosts have several ranks each: 1, straight to their
             owners, or 2, within a host and then between hosts, which sends less between hosts.
             None: 2 on gloo, where all hosts have as many ranks; else 1. On NCCL 2 is for
@@ -79,9 +77,9 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         broadcast_buffers: Whether BatchNorm statistics follow rank 0, as under DDP.
         gradients_in_hooks: Whether hooks between backward and step that the user overrides
             (`on_after_backward`, `on_before_optimizer_step`, `configure_gradient_clipping`, and
-            `optimizer_step` behind the closure), and torch's hooks of the optimizer's step, find
-            the mean gradient in `.grad`, as under DDP. Costs one more all-gather in steps with
-            such a hook; without, `.grad` is None there.
+            `optimizer_step` behind the closure) find the mean gradient in `.grad`, as under DDP.
+            Costs one more all-gather in steps with such a hook; without, `.grad` is None there, as
+            it always is in torch's own hooks of the optimizer's step.
         audit: Whether to look at every read of every forward, and raise where a parameter is read
             while it is still being gathered. Slow; for finding such a read.
         save_distributed_checkpoint: Whether checkpoints are folders into which every rank writes
@@ -114,7 +112,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         fusion: str | FusionPlanner = "threshold",
         bucket_cap_mb: float | None = None,
         gather: Literal["parameters", "gradients"] | None = None,
-        gather_depth: int | None = None,
         hops: int | None = None,
         decouple: bool = True,
         broadcast_buffers: bool = True,
@@ -228,18 +225,15 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         readers = gradient_readers((*callbacks, self.lightning_module))
         self._pipeline.refuse_early(refusals.why_not_early(trainer, self.optimizers, readers))
 
-    def _follow_optimizers(self) -> None:
-        """Trains on with optimizers given since, or refuses them. Collective then, blocks."""
-        module, wrappers = self.lightning_module, self._lightning_optimizers
+    def _check_optimizers(self) -> None:
+        """Refuses optimizers that were assigned since the fit began."""
         # Whoever assigns optimizers gets new wrappers.
-        if self._pipeline is None or module is None or wrappers is self._connected:
-            return
-        refusals.check_optimizers(self.optimizers, self.precision_plugin)
-        self._pipeline.use_optimizers([unwrapped(one) for one in self.optimizers])
-        if self._pipeline.remark is not None:
-            rank_zero_info(self._pipeline.remark)
-        connections.disconnect_precision(self.precision_plugin)
-        self._connect(module.trainer)
+        if self._pipeline is not None and self._lightning_optimizers is not self._connected:
+            raise RuntimeError(
+                "trainer.optimizers was assigned in the midst of a fit, and strategy='dear' trains"
+                " on with those of configure_optimizers. Return all of them there and step by"
+                " turns, change the param_groups of one, or begin another fit."
+            )
 
     def _insert_guard(self, trainer: pl.Trainer) -> None:
         """In front of all other callbacks, for as long as there is a pipeline."""
@@ -275,7 +269,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._follow_optimizers()
+        self._check_optimizers()
         with nullcontext() if self._pipeline is None else self._pipeline.forward():
             return super().training_step(*args, **kwargs)
 
@@ -290,7 +284,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         with self._pipeline.backward(
             synchronize=synchronize,
             optimizers=self._last_of or None,
-            averages_others=not self._is_sync_blocked,
         ):
             loss = super().backward(*args, **kwargs)
         # The module's `optimizer_step` has called the closure before the optimizer.
@@ -302,7 +295,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._follow_optimizers()
+        self._check_optimizers()
         with nullcontext() if self._pipeline is None else self._pipeline.stepping_early():
             return super().optimizer_step(*args, **kwargs)
 
@@ -428,7 +421,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
         Acts once a run; `CompletionGuard` calls it before any other callback sees the exception.
         """
-        refusals.explain(exception)
         if isinstance(self.launcher, JobLauncher):
             self.launcher.has_heard_signal.set()
         if self._pipeline is not None and is_consequence(exception):

@@ -15,15 +15,17 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.plugins import precision as fabric_precision
 from lightning.pytorch.plugins import precision as trainer_precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import device
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_dear.callbacks.fusion_tuner import option_of
-from lightning_dear.collectives.hosts import ranks_on_a_host, ranks_on_each_host
+from lightning_dear.collectives.hosts import ranks_on_a_host
 from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.collectives.work import is_uneven
 from lightning_dear.compression import class_with
@@ -34,27 +36,13 @@ from lightning_dear.names import is_meant
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
 from lightning_dear.planning.search import PredictingPlanner
 
-_DDP_OPTIONS = {
-    "ddp_comm_hook": "it hooks DistributedDataParallel, which is not used; see compressor=",
-    "ddp_comm_state": "it belongs to ddp_comm_hook, which is not used",
-    "ddp_comm_wrapper": "it belongs to ddp_comm_hook, which is not used",
-    "model_averaging_period": "post-local SGD averages what strategy='dear' keeps equal",
-    "static_graph": "the execution order is recorded in any case",
-    "gradient_as_bucket_view": "gradients always lie in the buckets",
-    "delay_all_reduce_named_params": "there is no all-reduce to delay",
+_INSTEAD = {
+    "ddp_comm_hook": "use compressor=",
     "mixed_precision": "use Trainer(precision=...)",
     "device_ids": "use Trainer(devices=...)",
     "output_device": "use Trainer(devices=...)",
-    "dim": "outputs are never scattered",
-    "process_group": "strategy='dear' makes process groups of its own",
     "bucket_cap_mb_list": "use fusion=",
-    "init_sync": "weights always start from rank 0's",
-    "param_to_hook_all_reduce": "there is no all-reduce to hook",
-    "skip_all_reduce_unused_params": "unused parameters always work",
-    "batched_grad_copy": "gradients always lie in the buckets",
     "forward_sync_buffers": "use broadcast_buffers=",
-    "device_mesh": "strategy='dear' is plain data parallel",
-    "check_reduction": "DistributedDataParallel itself ignores it",
     # Of ours, and taken by the Trainer's strategy.
     "compression_schedule": "it needs a Trainer, which counts steps",
     "decouple": "it needs a Trainer",
@@ -79,10 +67,10 @@ def check_options(create: Callable[..., None], given: Mapping[str, Any]) -> None
     """
     own, others = signature(create).parameters, given["ddp_options"]
     if others:
-        reasons = [f"{one} ({_DDP_OPTIONS.get(one) or _guess(one, own)})" for one in others]
-        or_else = ", or use strategy='ddp'" if any(one in _DDP_OPTIONS for one in others) else ""
-        what = "; ".join(reasons)
-        raise ValueError(f"strategy='dear' does not take {what}. Leave it out{or_else}.")
+        what = "; ".join(f"{one} ({_INSTEAD.get(one) or _guess(one, own)})" for one in others)
+        raise ValueError(
+            f"strategy='dear' does not take {what}. Leave it out, or use strategy='ddp'."
+        )
     for option, hint in get_type_hints(create).items():
         takes = get_args(hint) or (hint,)
         # Who resolves compressors and planners refuses their names.
@@ -110,6 +98,8 @@ def _check_value(option: str, value: Any, takes: Sequence[Any], words: str) -> N
 
 
 def _guess(option: str, own: Iterable[str]) -> str:
+    if any(option in signature(one).parameters for one in (DDPStrategy, DistributedDataParallel)):
+        return "it is of DistributedDataParallel, which is not used"
     if (kind := class_with(option)) is not None:
         return (
             "unknown option; compressors have it: compressor="
@@ -168,29 +158,11 @@ def say_what_hosts_cost(pipeline: Pipeline) -> None:
             " after the other. Every rank keeps the whole optimizer state."
         )
         return
-    times, why = own * (num_ranks - own) / (num_ranks - 1), "shards go straight to their owners"
-    is_gloo = collectives.reads_flags_freely
-    if collectives.hops == 2 and options.codec is not None:
-        why = f"{options.codec.name} encodes what a rank has itself, not a host's sum"
-    elif options.codec is None and not is_gloo:
-        times, why = 2.0, "NCCL's all-reduce may use trees, both halves not"
-    is_helped = options.encodes_row_by_row or options.codec is None
-    has_choice = collectives.hops == 1 and ranks_on_each_host(collectives.hosts) > 1 and is_helped
-    or_hops = f", or {'leave out hops=1' if is_gloo else 'set hops=2'}" if has_choice else ""
     rank_zero_warn(
-        f"With {layout} up to {times:.1f} times as many bytes leave a host as an all-reduce would"
-        f" send, before any compression: {why}. Compare with strategy='ddp', or run one rank a"
-        f" host{or_hops}."
+        f"With {layout} up to {own * (num_ranks - own) / (num_ranks - 1):.1f} times as many bytes"
+        " leave a host as a ring's all-reduce would send, before any compression: each rank's go"
+        " straight to the owners of shards. Compare with strategy='ddp', or run one rank a host."
     )
-
-
-def explain(exception: BaseException) -> None:
-    """Adds what to do instead, if a method of DistributedDataParallel was looked for in vain."""
-    if isinstance(exception, AttributeError) and str(exception).endswith("attribute 'no_sync'"):
-        exception.args = (
-            f"{exception}. strategy='dear' puts no DistributedDataParallel around the model: use"
-            " `with trainer.strategy.block_backward_sync():` instead.",
-        )
 
 
 _PRECISIONS = {

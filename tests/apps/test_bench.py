@@ -82,8 +82,8 @@ def test_papers_get_every_competitor_and_rounds() -> None:
 
 
 def test_what_is_wrong_with_an_entry_is_said_before_ranks_start() -> None:
-    odd = job("entries=[ddp,{name: odd, strategy: dear, strategy.gather_depth: -1}]")
-    with odd as cfg, pytest.raises(ValueError, match="gather_depth must be"):
+    odd = job("entries=[ddp,{name: odd, strategy: dear, strategy.bucket_cap_mb: -1}]")
+    with odd as cfg, pytest.raises(ValueError, match="bucket_cap_mb must be"):
         check_points(points_of(cfg))
 
 

@@ -139,7 +139,8 @@ def report(rows: list[Judged]) -> str:
         ("simulated to be the fastest", rows, fastest),
         ("advised of what has DDP's gradients", lossless, recommended),
     ):
-        lines.append(f"What is {title} is at most {max(regrets(of, pick)):.1%} slower than the fastest.")
+        most = max(regrets(of, pick))
+        lines.append(f"What is {title} is at most {most:.1%} slower than the fastest.")
     return "\n".join(lines)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,16 +91,6 @@ def test_a_schedule_is_driven_for_one_fit() -> None:
     fit(strategy, Net("mlp", "sgd"))
     with pytest.raises(ValueError, match="changes nothing by itself"):
         fit(dear(compressor="int8"), Net("mlp", "sgd"), schedule)
-
-
-@distributed(world_sizes=(1,))
-def test_clipping_votes_is_warned_of() -> None:
-    for compressor in ("signsgd", "int8"):
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            fit(dear(compressor=compressor), Net("mlp", "sgd"), gradient_clip_val=0.5)
-        is_warned = any("Gradients are clipped, and with" in str(one.message) for one in said)
-        assert is_warned is (compressor == "signsgd")
 
 
 def test_the_monitor_reads_nothing_where_nothing_is_logged() -> None:

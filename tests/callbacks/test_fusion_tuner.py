@@ -25,13 +25,10 @@ from lightning_dear.planning import (
     ThresholdFusion,
 )
 from lightning_dear.planning.predict import StepModel
-from lightning_dear.tuning.tuner import Tuning
 from tests.distributed.harness import distributed, run_ranks
 from tests.lightning.fitting import WeightRecorder, assert_ranks_agree, assert_same, dear, fit
 from tests.lightning.nets import Net, copies
 from tests.lightning.test_sharded_saving import StepNet
-from tests.training.models import build, optimizer_for
-from tests.training.three_ways import new_pipeline, train_steps
 
 SMALL = ThresholdFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005)
 NUM_STEPS = 4 + 2 * 7 + 2
@@ -263,24 +260,3 @@ def test_several_optimizers_and_manual_optimisation_are_told_what_to_give() -> N
     with pytest.warns(UserWarning, match="finds no plan under manual optimisation"):
         tuner, _ = _tuned(_Small(), _Manual(), max_steps=2)
     assert tuner.plan is None
-
-
-@distributed(world_sizes=(2,))
-def test_a_plan_that_was_found_is_that_of_the_next_optimizer() -> None:
-    model, said = build("mlp"), list[str]()
-    pipeline = new_pipeline(model, optimizer_for("sgd", model))
-    train_steps(pipeline, model, [0])
-    tensors = pipeline.parts[0].tensors
-    found = SingleFusion().plan(tensors, 2).to_dict(tensors)
-    tuning = Tuning(pipeline, AutoFusion(), said.append, found)
-    for optimizer in ("sgd", "adamw"):
-        pipeline.use_optimizers([optimizer_for(optimizer, model)])
-        for step in range(3):
-            tuning.before_forward()
-            train_steps(pipeline, model, [step])
-        assert tuning.plan is not None
-        assert len(tuning.plan.buckets) == 1
-        assert pipeline.parts[0].plan is tuning.plan
-        assert not tuning.is_searching
-    assert [line[:32] for line in said] == ["The plan found before is used ag"] * 2
-    pipeline.detach()

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lightning_dear.checkpoint.folder import load, save
 from lightning_dear.engine.step import OptimizerPipeline
-from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from tests.checkpoint.test_distributed_checkpoint import assert_equal as assert_same
 from tests.distributed.harness import distributed, run_ranks
@@ -75,13 +74,6 @@ def test_two_ranks_have_the_bits_of_ddp(world_size: int) -> None:
             assert_equal_traces(ours, theirs)
             assert ours[1] == theirs[1]
             assert_same_on_all_ranks(ours[0][-1])
-
-
-@distributed(world_sizes=(2,))
-def test_a_limit_on_gathers_in_flight_changes_nothing() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        limited = train_dear("mlp", "sgd", 4, MIXED, dtype, LATE, options=ExchangeOptions(depth=1))
-        assert_equal(limited[0][-1], train_dear("mlp", "sgd", 4, dtype=dtype)[0][-1])
 
 
 @distributed(world_sizes=(3,))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,10 +13,9 @@ from torch import Tensor, nn
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
+from lightning_dear.planning import FusionPlanner
 from tests.distributed.harness import distributed
 from tests.engine.test_all_reduced import ALL
-from tests.training.delays import Delays
 from tests.training.models import batch, build, loss_of
 from tests.training.three_ways import SMALL_BUCKETS, new_pipeline
 
@@ -85,34 +82,6 @@ def test_state_is_saved_between_a_backward_that_one_rank_used_less_in_and_the_st
         loss.backward()
     assert len(pipeline.parts[0].optimizer_state_dict()["state"]) == 20
     pipeline.parts[0].optimizer.step()
-    pipeline.complete_parameters()
-
-
-class _FirstRead:
-    """Small buckets; the one that forward reads first is all-reduced."""
-
-    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
-        return replace(SMALL_BUCKETS.plan(tensors, world_size), all_reduced=(0,))
-
-
-@distributed(world_sizes=(2,))
-def test_forward_does_not_wait_for_gathers_before_an_all_reduced_bucket() -> None:
-    late_s = 0.3
-    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
-    pipeline = new_pipeline(
-        net,
-        torch.optim.SGD(net.parameters(), lr=0.01),
-        _FirstRead(),
-        Delays(before_all_gather_s=late_s),
-        options=ExchangeOptions(depth=1),
-    )
-    for step in range(2):
-        _step(pipeline, net, step)
-    began_s = time.perf_counter()
-    with pipeline.forward():
-        net[0].weight.sum().item()
-        waited_s = time.perf_counter() - began_s
-        assert waited_s < late_s, waited_s
     pipeline.complete_parameters()
 
 

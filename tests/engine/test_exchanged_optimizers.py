@@ -1,4 +1,4 @@
-"""Optimizers, and what they hold, may be exchanged between a step and the next forward."""
+"""What an optimizer holds may be exchanged between a step and the next forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dear.compression import TopK
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
@@ -20,8 +19,8 @@ from tests.training.three_ways import new_pipeline, train_steps
 
 NUM_STEPS = 6
 StateOf = Callable[[int], dict[str, Any]]
-Change = Callable[[nn.Module, Optimizer, int, StateOf], Optimizer | None]
-"""(model, optimizer, step, state by number of a parameter) -> another optimizer; before a step."""
+Change = Callable[[nn.Module, Optimizer, int, StateOf], None]
+"""Takes the model, the optimizer, the step and state by number of a parameter; before a step."""
 
 
 def _by_hand(model: nn.Module, optimizer: Optimizer, change: Change) -> list[Tensor]:
@@ -29,7 +28,7 @@ def _by_hand(model: nn.Module, optimizer: Optimizer, change: Change) -> list[Ten
     seen = []
     for step in range(NUM_STEPS):
         states = optimizer.state_dict if step else dict
-        optimizer = change(model, optimizer, step, lambda n, s=states: s()["state"][n]) or optimizer
+        change(model, optimizer, step, lambda n, s=states: s()["state"][n])
         model.zero_grad()
         loss_of(model, *batch("mlp", step, dist.get_rank())).backward()
         for parameter in model.parameters():
@@ -51,9 +50,7 @@ def _ours(
     seen = []
     for step in range(NUM_STEPS):
         part = pipeline.parts[0]
-        other = change(model, part.optimizer, step, lambda n, p=part: _state_of(p)[n])
-        if other is not None:
-            pipeline.use_optimizers([other])
+        change(model, part.optimizer, step, lambda n, p=part: _state_of(p)[n])
         model.zero_grad()
         train_steps(pipeline, model, [step])
         pipeline.complete_parameters()
@@ -184,131 +181,24 @@ def test_an_exchange_between_forward_and_step_is_refused(is_reduced: bool) -> No
     assert pipeline.parts[0].num_steps == 1
 
 
-@pytest.mark.parametrize("exposes", [False, True])
+@pytest.mark.parametrize("is_reduced", [False, True])
 @distributed(world_sizes=(2,))
-def test_means_that_no_step_has_used_outlive_the_plan(exposes: bool) -> None:
-    ends = []
-    for looks in (True, False):
-        model = build("mlp")
-        optimizer = torch.optim.SGD(model.layers[0].parameters(), lr=0.1)
-        pipeline = new_pipeline(model, optimizer)
-        train_steps(pipeline, model, [0])
-        optimizer.zero_grad()
-        if looks:
-            _backward(pipeline, model, 1)
-            pipeline.parts[0].grad_norm()
-            if exposes:
-                pipeline.parts[0].expose_gradients()
-        optimizer.add_param_group({"params": list(model.layers[2].parameters())})
-        if not looks:
-            _backward(pipeline, model, 1, synchronize=False)
+def test_nor_may_it_come_while_gradients_wait_for_a_step(is_reduced: bool) -> None:
+    model = build("mlp")
+    optimizer = torch.optim.SGD(model.layers[0].parameters(), lr=0.1)
+    pipeline = new_pipeline(model, optimizer)
+    train_steps(pipeline, model, [0])
+    optimizer.zero_grad()
+    _backward(pipeline, model, 1)
+    if is_reduced:
+        pipeline.parts[0].grad_norm()
+    optimizer.add_param_group({"params": list(model.layers[2].parameters())})
+    with pytest.raises(RuntimeError, match="after a backward whose gradients no step has used"):
         _backward(pipeline, model, 2)
-        optimizer.step()
-        pipeline.detach()
-        ends.append(weights(model))
-    for left, right in zip(*ends, strict=True):
-        torch.testing.assert_close(left, right)
 
 
-def _backward(pipeline: Pipeline, model: nn.Module, step: int, synchronize: bool = True) -> None:
+def _backward(pipeline: Pipeline, model: nn.Module, step: int) -> None:
     with pipeline.forward():
         loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
-    with pipeline.backward(synchronize=synchronize):
+    with pipeline.backward():
         loss.backward()
-
-
-# --- other optimizers -------------------------------------------------------------------------
-
-
-def _taking_turns() -> Change:
-    optimizers: dict[str, Optimizer] = {}
-
-    def change(model: nn.Module, optimizer: Optimizer, step: int, _: StateOf) -> Optimizer | None:
-        """SGD in the middle; Adam goes on with its own state afterwards."""
-        if step == 0:
-            optimizers["adam"] = optimizer
-        if step == 2:
-            return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        return optimizers["adam"] if step == 4 else None
-
-    return change
-
-
-@pytest.mark.parametrize("gather", ["parameters", "gradients"])
-@distributed(world_sizes=(1, 2))
-def test_another_optimizer_goes_on(gather: str) -> None:
-    ours, theirs = (build("mlp") for _ in range(2))
-    seen = _ours(ours, _adam(ours), _taking_turns(), ExchangeOptions(gather))
-    _assert_same(seen, _by_hand(theirs, _adam(theirs), _taking_turns()))
-
-
-def _sgd(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05)
-
-
-@pytest.mark.parametrize("halves", ["both", "reduce"])
-@distributed(world_sizes=(2,))
-def test_what_a_compressor_has_left_to_be_sent_is_not_lost(halves: str) -> None:
-    """SGD has no state: another one is as good as the first, if all that was left is sent."""
-    ends = []
-    for exchanges in (True, False):
-        model = build("mlp")
-        options = ExchangeOptions("gradients", codec=TopK(density=0.1, halves=halves))
-        ends.append(
-            _ours(
-                model,
-                _sgd(model),
-                lambda m, o, step, s, does=exchanges: _sgd(m) if does and step == 3 else None,
-                options,
-            )
-        )
-    _assert_same(*ends)
-
-
-@distributed(world_sizes=(2,))
-def test_one_optimizer_becomes_two_and_one_again() -> None:
-    ours = build("mlp")
-    first = _adam(ours)
-    pipeline = new_pipeline(ours, first)
-    train_steps(pipeline, ours, [0])
-    both = [_adam(ours.layers[0]), _adam(nn.ModuleList([ours.layers[2], ours.layers[4]]))]
-    pipeline.use_optimizers(both)
-    train_steps(pipeline, ours, [1])
-    assert [part.num_steps for part in pipeline.parts] == [1, 0]
-    both[1].step()
-    pipeline.use_optimizers([first])
-    train_steps(pipeline, ours, [2])
-    pipeline.detach()
-    assert first.zero_grad.__name__ == "zero_grad"
-
-
-@distributed(world_sizes=(1, 2))
-def test_optimizers_are_not_exchanged_within_a_forward() -> None:
-    model = build("mlp")
-    pipeline = new_pipeline(model, _sgd(model))
-    with (
-        pipeline.forward(),
-        pytest.raises(RuntimeError, match="were exchanged within a training_step"),
-    ):
-        pipeline.use_optimizers([_sgd(model)])
-
-
-@distributed(world_sizes=(2,))
-def test_nor_with_gradients_under_way() -> None:
-    model = build("mlp")
-    pipeline = new_pipeline(model, _sgd(model))
-    train_steps(pipeline, model, [0])
-    _backward(pipeline, model, 1)
-    with pytest.raises(RuntimeError, match="or the optimizer's were exchanged, after a backward"):
-        pipeline.use_optimizers([_sgd(model)])
-
-
-@distributed(world_sizes=(2,))
-def test_an_optimizer_that_could_not_have_been_the_first_changes_nothing() -> None:
-    model = build("mlp")
-    pipeline = new_pipeline(model, _sgd(model))
-    train_steps(pipeline, model, [0])
-    with pytest.raises(ValueError, match="cannot shard Adafactor"):
-        pipeline.use_optimizers([torch.optim.Adafactor(model.parameters())])
-    train_steps(pipeline, model, [1])
-    pipeline.detach()

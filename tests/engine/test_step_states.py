@@ -20,7 +20,6 @@ from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion
 
 ARE_THERE = (StepState.REDUCED, StepState.CHANGED, StepState.EXPOSED)
-ON_THEIR_WAY = (StepState.SENDING, StepState.REOPENED)
 RANK, WORLD_SIZE = 0, 1
 
 
@@ -33,7 +32,7 @@ class Steps(RuleBasedStateMachine):
         self.model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         # With a codec there are buckets on one rank too.
-        self.options = ExchangeOptions("parameters", None, True, Int8())
+        self.options = ExchangeOptions("parameters", True, Int8())
         self.pipeline = Pipeline(
             self.model,
             [self.optimizer],
@@ -44,7 +43,6 @@ class Steps(RuleBasedStateMachine):
         self.part = self.pipeline.parts[0]
         self.expected = StepState.EMPTY
         self.num_steps = 0
-        self.interrupted = StepState.EMPTY
         # The first step is recorded.
         self.backward_last()
         self.step()
@@ -53,16 +51,13 @@ class Steps(RuleBasedStateMachine):
         with self.pipeline.forward():
             return self.model(torch.ones(4, 3)).square().sum()
 
-    def _means(self) -> StepState:
-        return self.interrupted if self.expected is StepState.REOPENED else self.expected
-
     def _check(self, expected: StepState) -> None:
         self.expected = expected
         assert self.part.state is expected
 
     def _refuses_more(self) -> bool:
         """Means that were changed or shown would be encoded twice."""
-        is_changed = self._means() in (StepState.CHANGED, StepState.EXPOSED)
+        is_changed = self.expected in (StepState.CHANGED, StepState.EXPOSED)
         return Int8().encodes_once and is_changed
 
     def _backward(self, *, synchronize: bool) -> None:
@@ -88,36 +83,40 @@ class Steps(RuleBasedStateMachine):
         if self._refuses_more():
             return
         self._backward(synchronize=False)
-        is_sent = self.expected in ON_THEIR_WAY
+        is_sent = self.expected is StepState.SENDING
         self._check(StepState.SENDING if is_sent else StepState.ACCUMULATING)
 
     @precondition(lambda self: self.expected is not StepState.ENDED)
     @rule()
     def gradient_outside(self) -> None:
-        self._loss().backward()
         if self.expected in ARE_THERE:
-            self.interrupted = self.expected
-        reopens = self.expected in (*ARE_THERE, StepState.REOPENED)
-        self._check(StepState.REOPENED if reopens else StepState.SENDING)
+            with pytest.raises(RuntimeError, match="from no backward of the strategy's"):
+                self._loss().backward()
+            self._check(self.expected)
+            # What it has left in `.grad` is in nobody's way.
+            self.zero_grad()
+            return
+        self._loss().backward()
+        self._check(StepState.SENDING)
 
     @precondition(lambda self: self.expected is not StepState.ENDED)
     @rule()
     def reduce(self) -> None:
-        was_changed = self._means() in (StepState.CHANGED, StepState.EXPOSED)
+        was_changed = self.expected in (StepState.CHANGED, StepState.EXPOSED)
         self.part.reduce()
         self._check(StepState.CHANGED if was_changed else StepState.REDUCED)
 
     @precondition(lambda self: self.expected is not StepState.ENDED)
     @rule()
     def clip(self) -> None:
-        was_exposed = self._means() is StepState.EXPOSED
+        was_exposed = self.expected is StepState.EXPOSED
         self.part.clip_by_value(0.5)
         self._check(StepState.EXPOSED if was_exposed else StepState.CHANGED)
 
     @precondition(lambda self: self.expected is not StepState.ENDED)
     @rule()
     def expose(self) -> None:
-        was_exposed = self._means() is StepState.EXPOSED
+        was_exposed = self.expected is StepState.EXPOSED
         self.part.expose_gradients()
         self._check(self.expected if was_exposed else StepState.EXPOSED)
 

@@ -41,7 +41,7 @@ def test_a_dense_step_sends_all_that_was_left(gather: str) -> None:
 @distributed(world_sizes=(2,))
 def test_densities_may_change_with_gathers_still_under_way() -> None:
     for codec in (TopK(density=0.5), RandomK(density=0.5)):
-        run = Run(ExchangeOptions("gradients", depth=1, codec=codec))
+        run = Run(ExchangeOptions("gradients", codec=codec))
         for step in range(12):
             run.part.use_codec(codec.at_density(1 / (1 + step)))
             run.step()

@@ -123,14 +123,6 @@ def _check_plans(num_steps: int) -> None:
 
 
 @distributed(world_sizes=(2,))
-def test_the_same_with_a_limit_on_gathers() -> None:
-    run = Run(coded(TopK(density=0.05), depth=1))
-    for _ in range(10):
-        run.step()
-    assert run.error() <= 1e-5
-
-
-@distributed(world_sizes=(2,))
 def test_the_same_with_several_backwards_a_step() -> None:
     run = Run(coded(Int4(block_size=64)))
     run.step()

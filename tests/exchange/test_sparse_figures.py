@@ -13,14 +13,11 @@ from lightning_dear.bucket import Bucket
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.compression import (
     Fp32,
-    Gaussiank,
-    GTopk,
     OkTopk,
     SparseAllReduce,
     TopkA,
     TopkDSA,
 )
-from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.sparse.exchange import check_buckets
 from lightning_dear.planning.plan import BucketSpec, Slice
 from tests.distributed.harness import distributed
@@ -79,14 +76,6 @@ def test_never_more_than_k_come_back_whatever_the_density_was() -> None:
             # Regions follow, too.
             assert one.selection.k / 2 <= one.tally.num_kept <= one.selection.k, density
         run.step()
-
-
-def test_what_has_no_effect_is_refused() -> None:
-    for codec in (TopkA(), GTopk(), Gaussiank()):
-        with pytest.raises(ValueError, match=f"gather_depth=2 has no effect with {codec.name}"):
-            ExchangeOptions("gradients", depth=2, codec=codec)
-        ExchangeOptions("gradients", decouple=False, codec=codec)
-    ExchangeOptions("gradients", depth=2, codec=OkTopk())
 
 
 @distributed(world_sizes=(2,))

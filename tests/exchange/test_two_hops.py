@@ -383,7 +383,7 @@ def test_residuals_go_on_where_others_encode_them() -> None:
             run.pipeline.complete_parameters()
             # As the next fit does, which finds the same parameters.
             run.part.plans.residuals.release()
-            other.part.plans.residuals.inherit([run.part.plans.residuals], goes_on=True)
+            other.part.plans.residuals.inherit([run.part.plans.residuals])
             other.model = run.model
             ours, theirs = (
                 torch.cat([summed(number.double()) / one.together for number in kept_of(one)])

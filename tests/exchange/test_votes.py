@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from functools import partial
 
 import pytest
@@ -99,29 +98,6 @@ def test_a_gradient_that_one_rank_lacks_is_refused_on_all(reads: bool) -> None:
     # What no rank has is not voted on.
     _backward_without(run, is_left_out=True)
     run.optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("halves", "message"),
-    [("both", "changes nothing"), ("reduce", "learning rate")],
-)
-@distributed(world_sizes=(2,))
-def test_clipping_votes_is_warned_of(halves: str, message: str) -> None:
-    """And does what the warning says."""
-    plain, clipped = (
-        Run(ExchangeOptions("gradients", codec=SignSGD(halves=halves))) for _ in range(2)
-    )
-    for run in (plain, clipped):
-        run.step()
-    plain.step()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        clipped.step(before=lambda: clipped.part.clip_by_norm(1e-3))
-    assert sum(message in str(one.message) for one in said) == (dist.get_rank() == 0)
-    plain.pipeline.complete_parameters()
-    clipped.pipeline.complete_parameters()
-    for left, right in zip(weights(plain.model), weights(clipped.model), strict=True):
-        assert torch.equal(left, right) is (halves != "reduce")
 
 
 def _backward_without(run: Run, *, is_left_out: bool) -> None:

@@ -71,18 +71,14 @@ def clips_value(run: Run) -> None:
 
 
 def hooks(run: Run) -> None:
-    """Clips in hooks of gradients and of steps, registered after the setup and in between."""
+    """Clips in hooks of gradients; hooks of steps are registered after the setup and in between."""
     raw, model, optimizer = _set_up(run, "mlp")
 
     def clip(parameter: Any) -> None:
         parameter.grad.clamp_(-CLIP, CLIP)
 
-    def clip_whole(*_: Any) -> None:
-        run.note("before steps", nn.utils.clip_grad_norm_(raw.parameters(), CLIP))
-
     def look(*_: Any) -> None:
-        run.note("behind steps", nn.utils.parameters_to_vector([p.grad for p in held]))
-        run.note("weights behind steps", nn.utils.parameters_to_vector(held))
+        run.note("weights around steps", nn.utils.parameters_to_vector(held))
 
     held = list(raw.parameters())
     for parameter in held:
@@ -91,7 +87,7 @@ def hooks(run: Run) -> None:
         optimizer.zero_grad()
         run.fabric.backward(loss_of(model, *run.data("mlp", step)))
         if step == 1:
-            optimizer.register_step_pre_hook(clip_whole)
+            optimizer.register_step_pre_hook(look)
         if step == 2:
             optimizer.register_step_post_hook(look)
         optimizer.step()

@@ -72,14 +72,10 @@ def test_training_is_that_of_ddp_in_every_layout() -> None:
 
 @distributed(world_sizes=(4,))
 def test_one_hop_is_told_with_its_cost() -> None:
-    for options, why in (
-        ({"hops": 1}, "straight to their owners"),
-        ({"compressor": "signsgd"}, "signsgd encodes what a rank has itself"),
-    ):
+    for options in ({"hops": 1}, {"compressor": "signsgd"}):
         ours, said = _fit(**options)
         assert_ranks_agree(ours.seen)
         (one,) = said
         assert "up to 1.3 times as many bytes leave a host" in one
-        assert why in one
     _, (one,) = _fit(compressor="int8")
     assert "in two hops" in one

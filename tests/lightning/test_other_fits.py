@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor
 
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import STRATEGIES, assert_same, dear, fit
@@ -75,20 +74,6 @@ def test_fits_that_end_early_end_as_under_ddp(end: str) -> None:
             fit(strategy(), nets[name], *callbacks, model="gpt", **options)
     assert_same(nets["dear"].losses, nets["ddp"].losses, "loss")
     assert_same(copies(nets["dear"]), copies(nets["ddp"]), "weights after fit")
-
-
-class _OfDdp(Net):
-    """Accumulates as under DDP, whose wrapper the trainer's model is."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        with self.trainer.model.no_sync():
-            return super().training_step(batch, batch_idx)
-
-
-@distributed(world_sizes=[2])
-def test_who_looks_for_no_sync_is_told_what_to_use() -> None:
-    with pytest.raises(AttributeError, match=r"`with trainer\.strategy\.block_backward_sync\(\):`"):
-        fit(dear(), _OfDdp("mlp"))
 
 
 class _Exporting(Net):

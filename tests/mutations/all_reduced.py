@@ -12,7 +12,7 @@ AUTO = "tests/planning/test_auto.py"
 ALL_REDUCED = [
     Mutation(
         "counting an all-reduced gradient's norm once",
-        "global_norm",
+        "ActivePlan.global_norm",
         "        and (not piece.is_all_reduced or ",
         "        and (True or ",
         (f"{ENGINE}::test_between_backward_and_step_it_is_as_with_shards",),
@@ -99,13 +99,6 @@ ALL_REDUCED = [
             "tests/collectives/test_collectives.py"
             "::test_beside_groups_of_another_backend_objects_have_one_of_gloos",
         ),
-    ),
-    Mutation(
-        "all-reduced buckets that wait for no gather before them",
-        "LimitedGathers.launch_gather",
-        "        if bucket.is_all_reduced:\n",
-        "        if False:\n",
-        (f"{LIFE}::test_forward_does_not_wait_for_gathers_before_an_all_reduced_bucket",),
     ),
     Mutation(
         "leaving alone at one rank what was not stepped",

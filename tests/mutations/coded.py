@@ -305,13 +305,6 @@ CODED = [
         (f"{SCHEDULE}::test_a_schedule_is_driven_for_one_fit",),
     ),
     Mutation(
-        "warning of clipped votes",
-        "warn_of_votes",
-        "    if codec is None or not codec.votes or rank:\n",
-        "    if True:\n",
-        (f"{VOTES}::test_clipping_votes_is_warned_of",),
-    ),
-    Mutation(
         "refusing densities that no step would have",
         "CompressionSchedule.__init__",
         "            if later <= dense_steps:\n",

@@ -136,24 +136,8 @@ GATHERING = [
         (f"{REPLICATED}::test_another_plan_keeps_state_and_cuts_no_tensor",),
     ),
     Mutation(
-        "a limit on gathers in flight",
-        "LimitedGathers._start_queued",
-        "        while self._queued and self._num_in_flight < self._depth:\n",
-        "        while self._queued:\n",
-        (f"{GATHERING_TESTS}::test_a_thread_keeps_to_the_depth",),
-    ),
-    Mutation(
-        "leaving early buckets to the reader where gathers are limited",
-        "LimitedGathers._wait_for",
-        "            work.arrive()\n",
-        "            work.wait()\n",
-        (
-            "tests/engine/test_early_steps.py::test_a_backward_in_progress_still_reads_the_old_weights",
-        ),
-    ),
-    Mutation(
         "trying the options of every parameter group",
-        "_samples",
+        "_Trial.__init__",
         "enumerate(optimizer.param_groups)",
         "enumerate(optimizer.param_groups[:1])",
         ("tests/optimizers/test_elementwise.py::test_every_group_is_tried_with_its_own_options",),

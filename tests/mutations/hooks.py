@@ -10,7 +10,7 @@ HOOKS = [
     Mutation(
         "staying behind others' hooks of AccumulateGrad",
         "OptimizerPipeline.backward",
-        "        trained.hooks.stay_last()\n",
+        "        self.plans.trained.hooks.stay_last()\n",
         "",
         row("register_hook, register_multi_grad_hook and hooks of AccumulateGrad, at any time"),
     ),
@@ -42,13 +42,6 @@ HOOKS = [
         '        self.complete_parameters("optimizer step hook")\n',
         "",
         (f"{TESTS}::test_a_pre_hook_sees_the_users_groups_and_the_values_of_the_last_step",),
-    ),
-    Mutation(
-        "hearing of other ranks' hooks",
-        "GradientReducer._hear",
-        "        self.granted = wished == (2 if all_read else 0)\n",
-        "        self.granted = self.wishes\n",
-        (f"{TESTS}::test_hooks_on_one_rank_only_find_the_mean_until_they_are_removed",),
     ),
     Mutation(
         "gradients between the closure and the step",

@@ -49,9 +49,9 @@ KEPT = [
     ),
     Mutation(
         "trying an optimizer out with fp32",
-        "_stand_in",
-        "torch.empty_like(whole[corner], dtype=dtype)",
-        "torch.empty(whole[corner].shape)",
+        "_new_tensor",
+        "dtype=torch.float32, device=device",
+        "device=device",
         (f"tests/optimizers/test_elementwise.py::{SHORT}",),
     ),
     Mutation(

@@ -73,7 +73,7 @@ WAITS = [
     ),
     Mutation(
         "completing parameters before the step",
-        "OptimizerPipeline._add_round",
+        "OptimizerPipeline._bring_means",
         '        self.complete_parameters("step")\n',
         "",
         (f"{READING}::test_nothing_is_under_way_into_a_parameter_when_it_is_stepped",),
@@ -182,16 +182,9 @@ GUARDS = [
         (f"{GRADIENTS}::test_a_backward_after_a_reduce_is_added",),
     ),
     Mutation(
-        "asking all ranks for new gradients",
-        "OptimizerPipeline._prepare_step",
-        "        self._bring_means(votes=True)\n",
-        "        self._bring_means()\n",
-        (f"{GRADIENTS}::test_late_on_one_rank_only_is_reduced_by_all",),
-    ),
-    Mutation(
         "the vote on an overflow",
-        "unscale_shards",
-        "    collectives.launch_any(overflow).wait()\n",
+        "ActivePlan.unscale",
+        "        self.exchange.collectives.launch_any(overflow).wait()\n",
         "",
         (f"{GRADIENTS}::test_an_overflow_in_one_shard_skips_the_step_on_all",),
     ),
@@ -222,20 +215,6 @@ GUARDS = [
         "        return _held_by(self._optimizer) != self._held or (\n",
         "        return False or (\n",
         (f"{EXCHANGED}::test_other_parameters_in_a_group_are_trained",),
-    ),
-    Mutation(
-        "what a compressor has left to be sent, for another optimizer",
-        "PlanLifecycle.inherit",
-        "        self.residuals.inherit(givers, goes_on=goes_on)\n",
-        "",
-        (f"{EXCHANGED}::test_what_a_compressor_has_left_to_be_sent_is_not_lost",),
-    ),
-    Mutation(
-        "averaging what no optimizer holds",
-        "Pipeline.backward",
-        "                self.others.average()\n",
-        "                pass\n",
-        ("tests/engine/test_other_gradients.py::test_they_end_in_grad_as_under_ddp",),
     ),
     Mutation(
         "comparing options in every step",

@@ -53,22 +53,6 @@ class Plain(ByTensor):
     """SGD after all."""
 
 
-class Riemannian(ByTensor):
-    """Puts what is on a sphere back on it."""
-
-    def after(self, p: Tensor) -> None:
-        if isinstance(p, OnSphere):
-            p.copy_(p.radius * nn.functional.normalize(p, dim=-1))
-
-
-class ByAttribute(ByTensor):
-    """Does so with what has the attribute, of whatever class."""
-
-    def after(self, p: Tensor) -> None:
-        if hasattr(p, "radius"):
-            p.copy_(p.radius * nn.functional.normalize(p, dim=-1))
-
-
 def _centre(p: Tensor) -> None:
     assert p.grad is not None
     p.grad.sub_(p.grad.mean(tuple(range(1, p.ndim)), keepdim=True))
@@ -156,12 +140,6 @@ class LaterSteps(_Later):
     first = 10
 
 
-class MuchLaterSteps(_Later):
-    """From the thousandth step on."""
-
-    first = 1000
-
-
 class KeepsNorm(ByTensor):
     """Keeps the norm of a tensor's gradient, for later."""
 
@@ -169,28 +147,6 @@ class KeepsNorm(ByTensor):
         assert p.grad is not None
         own = self.state[p]
         own["norm"] = 0.9 * own.get("norm", torch.zeros(())) + 0.1 * p.grad.norm()
-
-
-class CountsCalls(ByTensor):
-    """Counts its steps in the group, for later: parts of a step would count, too."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        for group in self.param_groups:
-            group["num_steps"] = group.get("num_steps", 0) + 1
-        return loss
-
-
-class CountsInItself(ByTensor):
-    """Counts them in a dictionary of its own."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options)
-        self.counts = {"steps": 0}
-
-    def step(self, closure: Any = None) -> Any:
-        self.counts["steps"] += 1
-        return super().step(closure)
 
 
 class ByPlace(ByTensor):
@@ -270,9 +226,9 @@ class Lookahead(Optimizer):
 
 NOT_ELEMENTWISE: tuple[Callable[..., Optimizer], ...] = (
     *(CentralConvolutions, Central3d, ClipsNorm, ClipsLargeNorm, ForgetsSmall, SkipsZeros),
-    *(LargeBlocks, LaterSteps, MuchLaterSteps, KeepsNorm),
+    *(LargeBlocks, LaterSteps, KeepsNorm),
 )
 """Of which each tensor can be stepped by itself."""
 
-NEITHER: tuple[Callable[..., Optimizer], ...] = (Draws, ByLoss, Global, Sharpness)
+NEITHER: tuple[Callable[..., Optimizer], ...] = (Draws, ByLoss, Global)
 """Of which none can."""

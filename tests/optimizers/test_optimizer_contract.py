@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.distributed.harness import distributed
+from tests.optimizers.strangers import Sharpness
 from tests.training.delays import Delays
 from tests.training.models import batch, build, loss_of, weights
 from tests.training.three_ways import new_pipeline, train_steps
@@ -212,6 +213,23 @@ def test_a_step_that_never_calls_its_closure_is_refused() -> None:
     new_pipeline(model, optimizer)
     with pytest.raises(RuntimeError, match="did not call its closure"):
         optimizer.step(lambda: torch.zeros(()))
+
+
+@distributed(world_sizes=(1, 2), keeps_ranks=False)
+def test_a_step_that_calls_its_closure_twice_is_refused() -> None:
+    model = build("mlp")
+    optimizer = Sharpness(model.parameters(), lr=0.1)
+    pipeline = new_pipeline(model, optimizer)
+
+    def closure() -> Tensor:
+        with pipeline.forward():
+            loss = loss_of(model, *batch("mlp", 0, dist.get_rank()))
+        with pipeline.backward():
+            loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="Sharpness calls its closure more than once"):
+        optimizer.step(closure)
 
 
 @distributed(world_sizes=(1, 2))

@@ -14,10 +14,8 @@ from torch import nn
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.tensorwise import (
     choose_options,
-    is_trusted,
     why_not_elementwise,
     why_not_steppable,
-    why_not_tensorwise,
 )
 from tests.optimizers import strangers
 from tests.optimizers.strangers import NEITHER, NOT_ELEMENTWISE, Lookahead, OnSphere, Plain
@@ -51,13 +49,6 @@ def test_what_looks_at_whole_tensors_is_stepped_on_whole_tensors(kind: Any) -> N
     assert "every rank gets whole gradients" in remark
 
 
-@pytest.mark.parametrize("kind", [strangers.CountsCalls, strangers.CountsInItself], ids=_name)
-def test_what_would_be_counted_too_often_is_not_sharded(kind: Any) -> None:
-    assert re.search(
-        "what it notes in its groups or attributes differs", str(why_not_elementwise(_new(kind)))
-    )
-
-
 def test_what_depends_on_a_place_in_the_group_is_refused() -> None:
     assert re.search(
         "cannot shard ByPlace.*gather='gradients' is no way out",
@@ -77,23 +68,15 @@ def test_what_can_be_stepped_in_neither_way_is_refused(kind: Any) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("kind", [strangers.Riemannian, strangers.ByAttribute], ids=_name)
-def test_the_class_and_attributes_of_parameters_are_those_that_there_are(kind: Any) -> None:
-    assert why_not_elementwise(_new(kind)) is None
-    on_sphere = [OnSphere.of(torch.randn(9, 30), radius=2.0)]
-    optimizer = kind([*_model().parameters(), *on_sphere], lr=0.1)
-    assert re.search(f"cannot shard {kind.__name__}: a matrix", str(why_not_elementwise(optimizer)))
-    assert why_not_tensorwise(optimizer) is None
-    assert vars(on_sphere[0]) == {"radius": 2.0}
-
-
-def test_torchs_own_are_trusted_by_their_class_and_that_of_their_parameters() -> None:
-    parameters = [*_model().parameters()]
-    assert is_trusted(torch.optim.SGD(parameters, lr=0.1))
-    assert not is_trusted(Plain(parameters, lr=0.1))
-    on_sphere = torch.optim.SGD([*parameters, OnSphere.of(torch.randn(9, 30))], lr=0.1)
-    assert not is_trusted(on_sphere)
-    assert why_not_steppable(on_sphere, PARTS) is None
+def test_parameters_of_a_class_of_their_own_are_stepped_whole() -> None:
+    on_sphere = OnSphere.of(torch.randn(9, 30))
+    for kind in (Plain, torch.optim.SGD):
+        optimizer = kind([*_model().parameters(), on_sphere], lr=0.1)
+        assert re.search(
+            f"cannot shard {kind.__name__}: it holds parameters of class OnSphere",
+            str(why_not_elementwise(optimizer)),
+        )
+        assert choose_options([optimizer], PARTS, WHOLE)[0] is WHOLE
 
 
 def test_who_passes_is_named() -> None:
@@ -140,7 +123,7 @@ def test_16_bits_are_stepped_as_masters_and_cannot_be_whole() -> None:
     problem = choose_options([strangers.ClipsNorm(model.parameters(), lr=0.1)], PARTS, WHOLE)[1]
     assert problem is not None
     assert "is no way out: gather='gradients' steps parameters as they are" in problem
-    assert problem.endswith("use a mixed precision.")
+    assert problem.endswith("or a mixed precision.")
 
 
 def test_a_large_model_is_tried_within_a_second() -> None:

@@ -64,7 +64,6 @@ HOOKS = (
     "configure_gradient_clipping",
     "tensor",
     "post_accumulate",
-    "step_pre",
     "step_post",
     "reads",
 )
@@ -161,8 +160,6 @@ def _strategy(draw: random.Random, needs_whole: bool) -> dict[str, Any]:
         options["gather"] = gather
     if gather == "gradients" and "compressor" not in options and draw.random() < 0.3:
         options["decouple"] = False
-    if draw.random() < 0.2 and options.get("decouple", True):
-        options["gather_depth"] = draw.choice((1, 2))
     return options
 
 

@@ -37,8 +37,6 @@ class SoakNet(LightningModule):
     def configure_optimizers(self) -> Any:
         """A schedule, too, where Lightning steps it."""
         made = optimizers_of(self.job, self.net)
-        if self.job.hook == "step_pre":
-            made[0].register_step_pre_hook(self._clip_in_step)
         if self.job.hook == "step_post":
             made[0].register_step_post_hook(self._note_in_step)
         if not self.automatic_optimization:

@@ -84,11 +84,6 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
         ("weights", True, 3),
         "Unknown gather {value!r}; valid names: parameters, gradients, or None",
     ),
-    "gather_depth": (
-        (None, 1, 2),
-        ("2", 1.0, True, 0, -1),
-        "gather_depth must be (int|an integer >= 1,) or None.*got {value!r}",
-    ),
     "hops": (
         (None, 1, 2),
         ("2", 1.0, True, 0, 3),

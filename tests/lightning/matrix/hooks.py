@@ -89,7 +89,7 @@ class _Clearing(RowNet):
 
 
 class _StepNotes:
-    """Hooks of steps: what `.grad` and the weights in the optimizer's groups are."""
+    """Hooks of steps: what the weights in the optimizer's groups are."""
 
     def __init__(self, note: Callable[[str, Iterable[Tensor]], None]) -> None:
         self.note = note
@@ -100,8 +100,6 @@ class _StepNotes:
 
         def hook(optimizer: Optimizer, *_: Any) -> None:
             parameters = [one for group in optimizer.param_groups for one in group["params"]]
-            gradients = [one.grad for one in parameters if one.grad is not None]
-            self.note(f"gradients {name}", gradients)
             self.note(f"weights {name}", [one.detach() for one in parameters])
             if change is not None:
                 change(parameters)
@@ -126,7 +124,7 @@ class _StepNotes:
 
 
 class _StepHooked(RowNet):
-    """Automatic optimisation: pre-hooks come before the closure, and see what was used before."""
+    """Automatic optimisation: pre-hooks come before the closure."""
 
     def configure_optimizers(self) -> Any:
         self.notes = _StepNotes(self.note)
@@ -174,7 +172,7 @@ class _ClosureFirst(RowNet):
 
 
 class _Manual(ManualNet):
-    """Sums of this rank in a blocked backward, then a step whose hooks clip the mean."""
+    """Sums of this rank in a blocked backward, then a step with hooks."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -187,9 +185,6 @@ class _Manual(ManualNet):
         with self.trainer.strategy.block_backward_sync():
             self.backward_of(batch)
         self.backward_of(batch)
-        if batch_idx == 0:
-            clips = partial(clip_grad_norm_, max_norm=CLIP)
-            optimizer.register_step_pre_hook(self.notes.look("clipped", clips))
         if batch_idx == LATE_BATCH:
             self.notes.register(optimizer, "late")
         optimizer.step()
@@ -203,12 +198,6 @@ def _clipped(seen: Seen) -> None:
     hooked = [entries for name, entries in seen.series.items() if name.startswith("accumulated")]
     assert len(hooked) == 6
     assert any(one.abs().max() > CLIP for entries in hooked for (one,) in entries)
-
-
-def _saw_gradients(seen: Seen) -> None:
-    names = [name for name in seen.series if name.startswith("gradients")]
-    assert len(names) == 8
-    assert all(seen.series[name][-1] for name in names)
 
 
 FEATURES = (
@@ -239,9 +228,7 @@ FEATURES = (
     row(
         name="hooks before and behind the optimizer's step, own and common, at any time",
         net=_StepHooked,
-        check=_saw_gradients,
-        remark=f"{GATHERED}; as under DDP `.grad` is what the last step has used, but that a hook"
-        " registered in mid-training finds None there once, if it comes before the closure",
+        remark="`.grad` is None there, unless gradients accumulate, and a warning says so",
     ),
     row(
         name="a step's pre-hook that changes gradients while accumulating",
@@ -256,9 +243,8 @@ FEATURES = (
         remark=GATHERED,
     ),
     row(
-        name="hooks of gradients and of steps that clip, in manual optimisation",
+        name="hooks of gradients that clip, and of steps, in manual optimisation",
         net=_Manual,
         check=_clipped,
-        remark=GATHERED,
     ),
 )

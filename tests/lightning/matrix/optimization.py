@@ -111,60 +111,6 @@ class _Rate(RowNet):
         return optimizer
 
 
-class _OwnOptimizer(RowNet):
-    """Keeps an optimizer for one of its parameters to itself."""
-
-    def __init__(self, optimizer: str) -> None:
-        super().__init__(optimizer)
-        self.scale = nn.Parameter(torch.ones(7))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        return super().loss([batch[0] * self.scale, batch[1]])
-
-    def configure_optimizers(self) -> Any:
-        self.own = torch.optim.SGD([self.scale], lr=0.01)
-        return self.new_optimizer(self.net)
-
-    def on_train_batch_end(self, outputs: Any, batch: list[Tensor], batch_idx: int) -> None:
-        if batch_idx % 2:
-            self.own.step()
-            self.own.zero_grad()
-
-
-class _OwnInManual(_OwnOptimizer):
-    """Steps it right behind the backward."""
-
-    def __init__(self, optimizer: str) -> None:
-        super().__init__(optimizer)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.losses.append(loss.detach().clone())
-        self.manual_backward(loss)
-        self.note("gradient", [self.scale.grad])
-        self.own.step()
-        self.own.zero_grad()
-        optimizer.step()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Nothing is left to do."""
-
-
-class _Exchanging(RowNet):
-    """Trains with another optimizer in the second epoch, and with its first one again."""
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 0:
-            self.first = self.trainer.optimizers
-        if self.current_epoch == 1:
-            self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)]
-        if self.current_epoch == 2:
-            self.trainer.optimizers = self.first
-
-
 class _Blocks(RowNet):
     """One layer after the other takes its turn in the optimizer's groups."""
 
@@ -185,22 +131,6 @@ def _every_epoch_trains(seen: Seen) -> None:
 
 FEATURES = (
     *MANUAL,
-    row(
-        name="a parameter under an optimizer that is not returned",
-        net=_OwnOptimizer,
-        trainer={"accumulate_grad_batches": 2},
-        num_steps=3,
-        remark="its gradients are averaged when backward ends, without overlap",
-    ),
-    row(name="an optimizer that is not returned, in manual optimisation", net=_OwnInManual),
-    row(
-        name="trainer.optimizers assigned in mid-training",
-        net=_Exchanging,
-        trainer={"max_epochs": 3},
-        num_batches=2,
-        check=_every_epoch_trains,
-        remark="on all ranks, before a training step; state is kept, whole for one that leaves",
-    ),
     row(
         name="other parameters put into an optimizer's groups",
         net=_Blocks,

@@ -192,7 +192,7 @@ class _StrangerNet(_TrainedNet):
 
 
 class _HastyNet(_TrainedNet):
-    """Exchanges its optimizer between backward and step."""
+    """Exchanges its optimizer between two steps."""
 
     def __init__(self) -> None:
         super().__init__(sgd)
@@ -200,8 +200,8 @@ class _HastyNet(_TrainedNet):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.manual_backward(self.loss(batch))
-        self.trainer.optimizers = [sgd(self.net)]
         self.optimizers().step()
+        self.trainer.optimizers = [sgd(self.net)]
 
 
 def _not_elementwise(kind: Any, **options: Any) -> Refused:
@@ -222,7 +222,7 @@ OPTIMIZERS = (
     row(
         name="any other optimizer that is not element-wise",
         run=partial(_fit, partial(_of, HomeMadeLars), gather="parameters"),
-        message="strategy='dear' cannot shard HomeMadeLars: a matrix stepped in two parts",
+        message="strategy='dear' cannot shard HomeMadeLars: a tensor of shape",
         why="found by stepping a matrix whole and in two parts",
         instead=ELEMENTWISE,
     ),
@@ -352,17 +352,17 @@ OPTIMIZERS = (
     row(
         name="a step of another optimizer than those that are trained with",
         run=partial(_fit_net, partial(_StrangerNet, sgd)),
-        message="A SGD that the training does not know steps parameters that another optimizer",
+        message="A SGD that the training does not know steps parameters of the",
         why="its `.grad` is not the mean over ranks",
-        instead="return it from `configure_optimizers`, or assign it to `trainer.optimizers`",
+        instead="return it from `configure_optimizers`",
         error="RuntimeError",
     ),
     row(
-        name="other optimizers within a training_step",
+        name="trainer.optimizers assigned in mid-training",
         run=partial(_fit_net, _HastyNet),
-        message="Optimizers were exchanged within a training_step; do it in a hook before it",
-        why="gradients are on their way for the first ones",
-        instead="assign them in a hook before the training step",
+        message="trainer.optimizers was assigned in the midst of a fit, and strategy='dear' trains",
+        why="buckets and state belong to the first ones",
+        instead="return all of them from `configure_optimizers`, or begin another fit",
         error="RuntimeError",
     ),
     row(

@@ -14,7 +14,6 @@ from tests.lightning.matrix.table import FEATURES
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "gradients": {"gather": "gradients"},
-    "depth": {"gather": "gradients", "gather_depth": 1},
     "all_reduced": {"gather": "gradients", "decouple": False},
 }
 WORLD_SIZE = 2
