@@ -36,6 +36,8 @@ MAX_HOSTS = 200
 _QUEUE_MIB = 16
 _TBF_BURST = "64kb"
 
+_LEAST_BUFFER = 4096  # a page: the kernel's own least
+
 _KILL_S = 5.0
 _POLL_S = 0.02
 
@@ -100,6 +102,8 @@ class EmulatedCluster:
             Needs a kernel with netem.
         congestion_control: TCP's algorithm between hosts and within them, whatever this machine is
             set to; it moves figures by up to a third. "cubic" is Linux's default.
+        socket_buffer_bytes: What a socket may hold of what it sends, at most, and half of what it
+            may hold of what it receives. None: as the kernel sets it.
 
     Attributes:
         hosts: The hosts in order; empty while the cluster is not entered.
@@ -113,6 +117,7 @@ class EmulatedCluster:
     mtu: int = 9000
     delay_ms: float = 0.0
     congestion_control: str = "cubic"
+    socket_buffer_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_hosts <= MAX_HOSTS:
@@ -125,6 +130,12 @@ class EmulatedCluster:
             raise ValueError(f"mtu must be 576 to 65535 bytes, not {self.mtu}")
         if not self.delay_ms >= 0:
             raise ValueError(f"delay_ms must be 0 or more, not {self.delay_ms}")
+        most = self.socket_buffer_bytes
+        if most is not None and not _LEAST_BUFFER <= most < 1 << 30:
+            raise ValueError(
+                f"socket_buffer_bytes must be {_LEAST_BUFFER} to 2^30 - 1, or None for the kernel's"
+                f" own, not {most}"
+            )
         self.hosts: tuple[EmulatedHost, ...] = ()
         self._namespaces: list[str] = []
 
@@ -162,12 +173,13 @@ class EmulatedCluster:
         limits = (f"/proc/sys/net/ipv4/{name}" for name in ("tcp_wmem", "tcp_rmem"))
         buffers = run(self.hosts[0].command(["cat", *limits])).splitlines()
         most = [f"{int(buffer.split()[2]) / (1 << 20):g}" for buffer in buffers]
+        whose = "the kernel's" if self.socket_buffer_bytes is None else "capped"
         shape = "not shaped", "no port queue"
         if self.rate_mbit is not None:
             shape = f"{self.rate_mbit:g} Mb/s", f"port queue {_QUEUE_MIB} MiB"
         return (
             f"{self.num_hosts} emulated hosts x {ranks_per_host} ranks, {shape[0]},"
-            f" {self.congestion_control}, socket buffers the kernel's ({most[0]} MiB out,"
+            f" {self.congestion_control}, socket buffers {whose} ({most[0]} MiB out,"
             f" {most[1]} in), MTU {self.mtu}, {shape[1]}"
             + (f", delay {self.delay_ms:g} ms" if self.delay_ms else "")
         )
@@ -205,6 +217,7 @@ class EmulatedCluster:
                 _shape(namespace, interface, f"root handle {_TBF_NUMBER} tbf {rate}")
         self._delay(host)
         self._set_congestion_control(host)
+        self._limit_socket_buffers(host)
         return host
 
     def _delay(self, host: EmulatedHost) -> None:
@@ -238,6 +251,15 @@ class EmulatedCluster:
                 f"TCP knows no congestion_control={self.congestion_control!r} here ({error}):"
                 " choose one of /proc/sys/net/ipv4/tcp_available_congestion_control"
             ) from None
+
+    def _limit_socket_buffers(self, host: EmulatedHost) -> None:
+        if self.socket_buffer_bytes is None:
+            return
+        # Of what is received, half is for the window, and the rest for the kernel's own needs.
+        for name, usual, times in (("tcp_wmem", 16 << 10, 1), ("tcp_rmem", 128 << 10, 2)):
+            most = times * int(self.socket_buffer_bytes)
+            limits = f"{_LEAST_BUFFER} {min(usual, most)} {most}"
+            run(host.command(["sh", "-c", f"echo {limits} > /proc/sys/net/ipv4/{name}"]))
 
     def _remove(self) -> None:
         self.end_processes()

@@ -57,16 +57,24 @@ def _interfaces() -> set[str]:
 
 
 @pytest.mark.netns
-def test_one_line_says_what_figures_depend_on() -> None:
-    with EmulatedCluster(num_hosts=1, rate_mbit=1) as cluster:
+@pytest.mark.parametrize("most", [None, 8192, 512 << 10])
+def test_sockets_hold_what_the_kernel_lets_them_or_the_option_says(most: int | None) -> None:
+    paths = [Path(f"/proc/sys/net/ipv4/tcp_{what}mem") for what in "wr"]
+    own = [path.read_text().split() for path in paths]
+    with EmulatedCluster(num_hosts=1, rate_mbit=1, socket_buffer_bytes=most) as cluster:
+        show = cluster.hosts[0].command(["cat", *map(str, paths)])
+        said = subprocess.run(show, capture_output=True, text=True, check=True).stdout
         rig = cluster.describe(4)
-    sizes = [
-        int(Path(f"/proc/sys/net/ipv4/tcp_{what}mem").read_text().split()[2]) / 2**20
-        for what in "wr"
-    ]
+    limits = [line.split() for line in said.splitlines()]
+    assert (
+        limits == own if most is None else [one[2] for one in limits] == [f"{most}", f"{2 * most}"]
+    )
+    assert own == [path.read_text().split() for path in paths]
+    sizes = [int(one[2]) / 2**20 for one in limits]
+    whose = "the kernel's" if most is None else "capped"
     assert rig == (
-        f"1 emulated hosts x 4 ranks, 1 Mb/s, cubic, socket buffers the kernel's ({sizes[0]:g} MiB"
-        f" out, {sizes[1]:g} in), MTU 9000, port queue 16 MiB"
+        f"1 emulated hosts x 4 ranks, 1 Mb/s, cubic, socket buffers {whose} ({sizes[0]:g} MiB out,"
+        f" {sizes[1]:g} in), MTU 9000, port queue 16 MiB"
     )
 
 
@@ -272,6 +280,10 @@ def test_ranks_reduce_over_the_emulated_links() -> None:
         ({"num_hosts": 1, "rate_mbit": 0}, "rate_mbit must be positive"),
         ({"num_hosts": 1, "rate_mbit": 1, "mtu": 10}, "mtu must be 576 to 65535"),
         ({"num_hosts": 1, "rate_mbit": 1, "delay_ms": -1}, "delay_ms must be 0 or more"),
+        (
+            {"num_hosts": 1, "rate_mbit": 1, "socket_buffer_bytes": -1},
+            "socket_buffer_bytes must be 4096 to .*, or None for the kernel's own, not -1",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, float], words: str) -> None:
