@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -149,7 +148,7 @@ def _problem(optimizers: Sequence[Optimizer], options: ExchangeOptions) -> str |
 
 # --- trials on small tensors ----------------------------------------------------------------------
 
-_SHAPES = ((8, 12), (72, 96), (130,), (4, 6, 24), (16, 33, 3, 3), ())
+_SHAPES = ((8, 12), (72, 96), (40,), (130,), (4, 6, 24), (16, 33, 3, 3), (4, 2, 3, 3, 3), ())
 _SCALES = (1e-7, 1e-4, 1.0, 0.0, 1e4, 1.0, 1e-9, 1.0, 30.0, 1.0, 1e2, 1.0, 1.0, 1.0, 1.0)
 """Of the gradients, step by step."""
 
@@ -172,8 +171,9 @@ def find_difference(optimizer: Optimizer, *, on_parts: bool) -> str | None:
     device = next(held, torch.device("cpu"))
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            whole = _Trial(optimizer, device, "whole")
-            other = _Trial(optimizer, device, "parts" if on_parts else "late")
+            shapes = _shapes(optimizer, tries_all=on_parts)
+            whole = _Trial(optimizer, device, "whole", shapes)
+            other = _Trial(optimizer, device, "parts" if on_parts else "late", shapes)
             for number in range(len(_SCALES)):
                 whole.step(number)
                 other.step(number)
@@ -188,6 +188,21 @@ def find_difference(optimizer: Optimizer, *, on_parts: bool) -> str | None:
     except Exception as error:
         hint = "" if on_parts else "; note that a step must skip parameters whose .grad is None"
         return f"stepping it on small tensors failed ({error}{hint})"
+
+
+def _shapes(optimizer: Optimizer, *, tries_all: bool) -> dict[int, set[tuple[int, ...]]]:
+    """Shapes to try, by the number of the first group with the same options.
+
+    All, or those with as many dimensions as what is in such groups: some take matrices alone.
+    """
+    first: dict[str, int] = {}
+    shapes: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
+    for number, group in enumerate(optimizer.param_groups):
+        options = repr({key: value for key, value in group.items() if key not in _VARYING})
+        held = {one.ndim for one in group["params"]}
+        tried = {shape for shape in _SHAPES if tries_all or len(shape) in held}
+        shapes[first.setdefault(options, number)] |= tried
+    return shapes
 
 
 class _Piece(NamedTuple):
@@ -207,14 +222,24 @@ class _Trial:
         device: Where its tensors are.
         way: "whole": all tensors at once. "late": one by one, after a call of `step` that finds no
             gradient. "parts": both parts of each, one by one.
+        shapes: See `_shapes`.
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device, way: str) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        device: torch.device,
+        way: str,
+        shapes: Mapping[int, Collection[tuple[int, ...]]],
+    ) -> None:
         self._way, self.pieces = way, list[_Piece]()
-        kinds: dict[str, int] = {}
-        for number, group in enumerate(optimizer.param_groups):
-            kinds.setdefault(repr({k: v for k, v in group.items() if k not in _VARYING}), number)
-        for number, (place, shape) in enumerate(product(range(len(kinds)), _SHAPES)):
+        tried = [
+            (place, shape)
+            for place, own in enumerate(shapes.values())
+            for shape in _SHAPES
+            if shape in own
+        ]
+        for number, (place, shape) in enumerate(tried):
             tensor = _new_tensor(shape, device)
             cut = -(-tensor.numel() // (2 * ALIGNMENT)) * ALIGNMENT
             for where in (slice(0, cut), slice(cut, None)) if way == "parts" else ():
@@ -222,7 +247,7 @@ class _Trial:
                 self.pieces += [_Piece(place, number, where, part)] if part.numel() else []
             if way != "parts":
                 self.pieces.append(_Piece(place, number, slice(None), Parameter(tensor)))
-        self.twin = _new_twin(optimizer, [*kinds.values()], self.pieces[0].tensor)
+        self.twin = _new_twin(optimizer, [*shapes], self.pieces[0].tensor)
         self._put(self.pieces)
 
     def step(self, number: int) -> None:

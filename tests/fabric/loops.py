@@ -289,22 +289,6 @@ def two_optimizers(run: Run) -> None:
     run.end(raw)
 
 
-def own_optimizer(run: Run) -> None:
-    """Part of the model is trained by an optimizer that `setup` was not given."""
-    raw = build("mlp")
-    own = optimizer_for(run.optimizer, raw.layers[4:])
-    model, optimizer = run.fabric.setup(raw, optimizer_for(run.optimizer, raw.layers[:4]))
-    for step in range(NUM_STEPS):
-        for is_last in (False, True):
-            with run.fabric.no_backward_sync(model, enabled=not is_last):
-                run.fabric.backward(loss_of(model, *run.data("mlp", 2 * step + is_last)))
-        for one in (optimizer, own):
-            one.step()
-            one.zero_grad()
-        run.see(raw)
-    run.end(raw)
-
-
 class _Lit(LightningModule):
     def __init__(self) -> None:
         super().__init__()

@@ -82,7 +82,6 @@ ROWS = {
     "GAN": Row(loops.gan, ALL, distance=NORM_ORDER),
     "GAN, naming models": Row(loops.gan_naming_models, distance=NORM_ORDER),
     "two optimizers": Row(loops.two_optimizers),
-    "an optimizer of its own": Row(loops.own_optimizer, ALL),
     "LightningModule": Row(loops.lightning_module),
     "bf16-mixed": Row(loops.mlp, options={"precision": "bf16-mixed"}),
     "bf16-true": Row(loops.mlp, ALL, {"precision": "bf16-true"}, reference=loops.masters),
