@@ -1,1 +1,1 @@
-"""Models and data for the command line: small ones that run anywhere, real ones behind extras."""
+"""Models and data for the command line: small ones that run anywhere, images behind an extra."""

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,6 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
-
-from lightning_dear.workloads.extras import require
 
 NUM_PIXELS = 8
 MAX_GREY = 16.0
@@ -221,6 +220,25 @@ class ImageFolderDataModule(SplitDataModule):
             crop = [transforms.Resize(size * 8 // 7), transforms.CenterCrop(size)]
         tail = [transforms.ToTensor(), transforms.Normalize(*_IMAGENET_STATISTICS)]
         return transforms.Compose([*crop, *tail])
+
+
+def require(module: str, extra: str) -> Any:
+    """Import and return ``module``.
+
+    Args:
+        module: Dotted name.
+        extra: Our extra that installs it.
+
+    Raises:
+        ModuleNotFoundError: If it is not installed; the message names the extra.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        raise ModuleNotFoundError(
+            f'This job needs {package}: pip install "lightning-dear[{extra}]"', name=error.name
+        ) from error
 
 
 def windows_of(paths: list[Path], context_length: int) -> Tensor:

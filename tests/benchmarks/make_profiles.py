@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lightning_dear.workloads.extras import require
+from lightning_dear.workloads.data import require
 from lightning_dear.workloads.replay.profile import FOLDER, LayerProfile, ModelProfile
 from lightning_dear.workloads.replay.recording import owned_parameters, run_order
 

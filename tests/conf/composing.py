@@ -10,8 +10,6 @@ from omegaconf import DictConfig, open_dict
 
 from lightning_dear.paths import conf_dir
 
-EXTRA_OF = {"torchvision": "vision", "timm": "vision", "transformers": "text"}
-
 
 @contextmanager
 def composed(folder: Path, *overrides: str) -> Iterator[DictConfig]:

@@ -24,7 +24,7 @@ def needs(module, extra):
 
 
 def test_every_experiment_is_tested():
-    tested = {"digits", "lm", "replay", *IMAGENET, *BERT}
+    tested = {"digits", "lm", "replay", *IMAGENET}
     # tests/apps/test_converge.py and test_bench.py
     studies = {"converge_digits", "converge_gpt", "converge_gpt_long", "converge_gpt_sgd"}
     studies.add("bench_papers")
@@ -75,28 +75,3 @@ def test_imagenet(experiment, tmp_path):
     else:
         overrides.append("data.image_size=64")
     assert run(tmp_path, experiment, *overrides).keys() == {"test_acc"}
-
-
-BERT = ("bert_base", "bert_large")
-
-
-@BOTH
-@pytest.mark.parametrize("experiment", BERT)
-def test_bert(experiment, tmp_path, strategy):
-    needs("transformers", "text")
-    from transformers import BertTokenizerFast
-
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat", "sat"]
-    vocabulary = {word: index for index, word in enumerate(words)}
-    BertTokenizerFast(vocab=vocabulary).save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "book.txt").write_text("cat sat " * 400)
-    overrides = (
-        f"data.root={tmp_path / 'book.txt'}",
-        f"data.tokenizer={tmp_path / 'tokenizer'}",
-        "data.sequence_length=8",
-        "data.batch_size=2",
-        "data.num_workers=0",
-        "model.net.config.num_hidden_layers=1",
-        f"model.net.config.vocab_size={len(words)}",
-    )
-    assert run(tmp_path, experiment, *overrides, strategy=strategy).keys() == {"test_loss"}

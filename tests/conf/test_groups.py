@@ -20,14 +20,12 @@ GROUPS = sorted(
 )
 CHOICES = [(group, option) for group in GROUPS for option in options_of(group)]
 FILES = sorted(conf_dir().rglob("*.yaml"))
-DATA_OF = {"gpt": "source_corpus", "bert_base": "text_files", "bert_large": "text_files"}
+DATA_OF = {"gpt": "source_corpus"}
 OPTIONAL_MODULES = {
     "resnet50": "torchvision",
     "densenet201": "torchvision",
     "vgg16": "torchvision",
     "inception_v4": "timm",
-    "bert_base": "transformers",
-    "bert_large": "transformers",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "mlflow": "mlflow",

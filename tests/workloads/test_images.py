@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_dear.workloads import data
-from lightning_dear.workloads.extras import require
+from lightning_dear.workloads.data import require
 
 
 @pytest.fixture
