@@ -27,14 +27,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from lightning_dear.studies.files import OTHER_FOLDER, Line, append_lines, read_lines
 from lightning_dear.studies.plot import BLUE, GREY, RED, picture
-from lightning_dear.studies.statistics import paired_difference
 from lightning_dear.studies.table import MISSING, WIDTH, format_table
+
+LEVEL = 0.9
+"""Share of repetitions in which the interval holds the true mean difference."""
 
 WORDS = frozenset({"entry", "buckets", "reference", "metric", "unit", "verdict"})
 """Columns of summary.csv that are no figures, whatever stands in them."""
@@ -330,3 +334,40 @@ def _draw_row(axis: Any, number: int, row: Line, limit: float) -> None:
     color, label = (BLUE, "judged") if is_judged else (GREY, "controls and others")
     axis.plot([lower, upper], [number, number], color=color, label=label)
     axis.plot([mean], [number], marker="o", markersize=3, color=color)
+
+
+# --- how sure that is ------------------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    """By how much something is worse, in some unit; below 0: better. None for too few pairs.
+
+    Attributes:
+        mean: Of the pairs.
+        lower: End of the interval.
+        upper: End of the interval; what a margin is compared with.
+    """
+
+    mean: float | None = None
+    lower: float | None = None
+    upper: float | None = None
+
+
+def paired_difference(worse_by: Sequence[float]) -> Difference:
+    """Return the mean of n paired differences with its two-sided 90 % interval.
+
+    mean ± t(0.95, n - 1) s / sqrt(n), where s is their standard deviation (n - 1 in the
+    denominator) and t(q, k) the q-quantile of Student's distribution with k degrees of freedom.
+    The upper end is also the upper bound of a one-sided test at 5 %.
+
+    Args:
+        worse_by: One for each seed, at least 2 for an interval. Where one is not finite, so is
+            nothing here: all three figures are inf.
+    """
+    if len(worse_by) < 2:
+        return Difference()
+    if not all(math.isfinite(one) for one in worse_by):
+        return Difference(math.inf, math.inf, math.inf)
+    center = mean(worse_by)
+    half = float(stats.t.ppf((1 + LEVEL) / 2, len(worse_by) - 1) * stats.sem(worse_by))
+    return Difference(center, center - half, center + half)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lightning_dear.apps.doctor import doctor
+from lightning_dear.apps.doctor.doctor import link_rows, verdict
 from lightning_dear.apps.doctor.measuring import Compute, Pair, pairs_to_measure
 from lightning_dear.apps.doctor.reachability import (
     Door,
@@ -22,7 +23,6 @@ from lightning_dear.apps.doctor.reachability import (
     open_door,
     unreachable_from,
 )
-from lightning_dear.apps.doctor.report import link_rows, verdict
 from lightning_dear.emulation import EmulatedCluster
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import LinkCost

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_dear.planning import LinkCost, MGWFBPFusion
 from lightning_dear.planning.predicting import merged
-from lightning_dear.studies.mgwfbp import AllReduceMGWFBP
+from lightning_dear.studies.competitors import AllReduceMGWFBP
 from tests.planning.models import WORLD_SIZE, chain, chains, links
 
 

@@ -15,18 +15,19 @@ from lightning_dear.paths import recipes_dir
 from lightning_dear.studies.convergence import (
     WORDS,
     Asked,
+    Difference,
     Metric,
     add_trial,
     best_of,
     curve_of,
     draw,
+    paired_difference,
     read_trials,
     summarize,
     text_of,
 )
 from lightning_dear.studies.files import Line, read_lines, write_lines
 from lightning_dear.studies.report import show
-from lightning_dear.studies.statistics import Difference, paired_difference
 from lightning_dear.studies.training import DoubledResidual, DoubledTopK, Recorder, run_training
 
 CPU = torch.device("cpu")

@@ -16,10 +16,9 @@ from lightning_dear.planning import BucketPlan, FixedPlan
 from lightning_dear.planning.fusion import default_cap_mb
 from lightning_dear.strategy.launchers import configure_launcher
 from lightning_dear.studies.block import quiet_lightning
-from lightning_dear.studies.competitors import default_ddp_caps
+from lightning_dear.studies.competitors import ddp_options, default_ddp_caps
 from lightning_dear.studies.files import Line
 from lightning_dear.studies.interrupts import INTERRUPTS
-from lightning_dear.studies.mgwfbp import ddp_options
 from lightning_dear.studies.report import Report
 from lightning_dear.workloads.replay import ReplayModel, load_profile
 
