@@ -226,7 +226,7 @@ def test_what_a_host_was_measured_to_take_counts(tmp_path) -> None:
         ("cluster=single_process", "has one rank, which sends nothing; set cluster.num_nodes"),
         ("strategies=ddp", "strategies must be a list: strategies=[ddp]"),
         ("world_sizes=8", "world_sizes must be a list: world_sizes=[8]"),
-        ("world_sizes=[0]", "world_sizes must be at least 1"),
+        ("world_sizes=[0]", "None of world_sizes=[0] fills nodes of 4 ranks"),
         ("world_sizes=[5,7]", "None of world_sizes=[5, 7] fills nodes of 4 ranks"),
     ],
 )

@@ -287,20 +287,18 @@ def world_sizes_of(cfg: DictConfig) -> list[int]:
     """Return the numbers of ranks of the scaling curves: those that fill nodes and are known of.
 
     Raises:
-        ValueError: If they are no list of numbers from 1 on, or none is left.
+        ValueError: If they are no list, or none is left.
     """
     if not OmegaConf.is_list(cfg.world_sizes):
         raise ValueError(f"world_sizes must be a list: world_sizes=[{cfg.world_sizes or ''}].")
     sizes = [int(size) for size in cfg.world_sizes]
-    if min(sizes, default=1) < 1:
-        raise ValueError(f"world_sizes must be at least 1, got {sizes}.")
     inside, measured = ranks_per_node(cfg.cluster), cfg.cluster.get("measured")
     only = cfg.cluster.get("only_world_size")
     most = measured.world_size if measured is not None and measured.num_nodes == 1 else math.inf
     known = [
         size
         for size in sizes
-        if (size <= inside or size % inside == 0) and size <= most and only in (None, size)
+        if (size <= inside or size % inside == 0) and 1 <= size <= most and only in (None, size)
     ]
     if not known:
         raise ValueError(
