@@ -336,7 +336,7 @@ def _draw_row(axis: Any, number: int, row: Line, limit: float) -> None:
     axis.plot([mean], [number], marker="o", markersize=3, color=color)
 
 
-# --- how sure that is ------------------------------------------------------------------------------
+# --- how sure that is ----------------------------------------------------------------------------
 
 
 class Difference(NamedTuple):
