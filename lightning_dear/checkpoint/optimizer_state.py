@@ -165,10 +165,7 @@ def _filled(value: Any, whole: Mapping[int, Tensor]) -> Any:
 @torch.inference_mode(False)
 @torch.no_grad()
 def hand_on(
-    left: SpreadState,
-    sharded: OptimizerShards,
-    known: set[Parameter],
-    collectives: Collectives,
+    left: SpreadState, sharded: OptimizerShards, known: set[Parameter], collectives: Collectives
 ) -> AdoptedState:
     """Moves what an earlier plan has left to whoever steps it now. Collective, blocks.
 

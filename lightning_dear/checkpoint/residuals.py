@@ -125,10 +125,7 @@ Part = tuple[Kind, Tensor, Chunk]
 
 
 def sharded(
-    parts: Iterable[Part],
-    whole: Residuals,
-    number_of: Mapping[Tensor, int],
-    rows: Rows,
+    parts: Iterable[Part], whole: Residuals, number_of: Mapping[Tensor, int], rows: Rows
 ) -> tuple[dict[str, Any], list[tuple[Tensor, list[Chunk]]]]:
     """Residuals as they stand in a state dict, on the meta device, and this rank's chunks. Local.
 

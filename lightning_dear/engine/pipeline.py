@@ -42,11 +42,7 @@ from lightning_dear.engine.plan_lifecycle import Training
 from lightning_dear.engine.read_order import has_compiled_region
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.step_state import SendTime, StepState
-from lightning_dear.engine.trained_parameters import (
-    check_layout,
-    ignored_names,
-    warn_of_others,
-)
+from lightning_dear.engine.trained_parameters import check_layout, ignored_names, warn_of_others
 from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.telemetry.clock import Clock, clock_of
@@ -255,10 +251,7 @@ class Pipeline(Training):
 
     @contextmanager
     def backward(
-        self,
-        *,
-        synchronize: bool | None = True,
-        optimizers: Sequence[Optimizer] | None = None,
+        self, *, synchronize: bool | None = True, optimizers: Sequence[Optimizer] | None = None
     ) -> Iterator[None]:
         """Around a backward.
 

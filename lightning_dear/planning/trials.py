@@ -22,11 +22,7 @@ from lightning_dear.planning.fusion import SingleFusion, ThresholdFusion
 from lightning_dear.planning.plan import BucketPlan, distinct
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.predicting import MergeCompFusion
-from lightning_dear.planning.refine import (
-    choose_all_reduce,
-    choose_early,
-    everything_all_reduced,
-)
+from lightning_dear.planning.refine import choose_all_reduce, choose_early, everything_all_reduced
 from lightning_dear.planning.search import (
     NUM_REPEATED,
     STEPS_BEFORE_SEARCH,

@@ -281,10 +281,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         is_automatic = self.lightning_module.automatic_optimization
         is_last = is_automatic or self._last_of is not None or None
         synchronize = not self._is_sync_blocked and is_last
-        with self._pipeline.backward(
-            synchronize=synchronize,
-            optimizers=self._last_of or None,
-        ):
+        with self._pipeline.backward(synchronize=synchronize, optimizers=self._last_of or None):
             loss = super().backward(*args, **kwargs)
         # The module's `optimizer_step` has called the closure before the optimizer.
         is_between = synchronize and is_automatic and not self._pipeline.is_stepping

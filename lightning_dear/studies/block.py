@@ -154,10 +154,7 @@ class StepProbe(Profiler):
     """
 
     def __init__(
-        self,
-        length: BlockLength,
-        interface: str = "",
-        on_step: Callable[[], None] = lambda: None,
+        self, length: BlockLength, interface: str = "", on_step: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__()
         self._length = length

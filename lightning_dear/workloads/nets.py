@@ -58,11 +58,7 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self,
-        context_length: int = 128,
-        width: int = 128,
-        num_layers: int = 4,
-        num_heads: int = 4,
+        self, context_length: int = 128, width: int = 128, num_layers: int = 4, num_heads: int = 4
     ) -> None:
         super().__init__()
         if min(context_length, width, num_layers, num_heads) < 1 or width % num_heads:

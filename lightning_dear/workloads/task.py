@@ -29,10 +29,7 @@ class Task(LightningModule):
     shard_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(
-        self,
-        net: nn.Module,
-        optimizer: OptimizerFactory,
-        scheduler: SchedulerFactory | None = None,
+        self, net: nn.Module, optimizer: OptimizerFactory, scheduler: SchedulerFactory | None = None
     ) -> None:
         super().__init__()
         self.net = net

@@ -8,11 +8,4 @@ from lightning_dear.workloads.replay.profile import (
     load_profile,
 )
 
-__all__ = [
-    "PROFILES",
-    "LayerProfile",
-    "ModelProfile",
-    "ReplayData",
-    "ReplayModel",
-    "load_profile",
-]
+__all__ = ["PROFILES", "LayerProfile", "ModelProfile", "ReplayData", "ReplayModel", "load_profile"]

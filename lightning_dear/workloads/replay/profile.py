@@ -116,8 +116,7 @@ class ModelProfile:
         divisor = _divisor(self._numels(), scale)
         layers = (
             replace(
-                layer,
-                shapes=tuple((_scaled_numel(math.prod(s), divisor),) for s in layer.shapes),
+                layer, shapes=tuple((_scaled_numel(math.prod(s), divisor),) for s in layer.shapes)
             )
             for layer in self.layers
         )
