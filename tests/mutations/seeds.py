@@ -52,8 +52,8 @@ SEEDS = [
     Mutation(
         "no seed where training began without one",
         "checkpoint:unpacked",
-        'state.get("seed", NO_SEED), ',
-        'state.get("seed"), ',
+        'state.get("seed", NO_SEED))',
+        'state.get("seed"))',
         (f"{TESTS}::test_a_state_of_earlier_versions_goes_on_without_a_seed",),
     ),
 ]
