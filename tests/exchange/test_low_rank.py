@@ -343,8 +343,6 @@ def test_what_cannot_be_is_refused() -> None:
         ExchangeOptions("parameters", codec=PowerSGD())
     with pytest.raises(ValueError, match="gather_depth=2 has no effect with powersgd"):
         ExchangeOptions("gradients", depth=2, codec=PowerSGD())
-    with pytest.raises(ValueError, match="without error feedback loses"):
-        PowerSGD(error_feedback=False)
 
 
 def test_rows_are_those_of_the_storage() -> None:

@@ -105,7 +105,6 @@ def test_what_couples_tensors_is_refused(kind: Any, why: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gather": "weights"}, "valid names: parameters, gradients"),
         ({"depth": 0}, "gather_depth must be an integer >= 1"),
         ({"decouple": False}, "set gather='gradients' with it"),
         ({"gather": "gradients", "decouple": False, "depth": 1}, "has no effect"),
