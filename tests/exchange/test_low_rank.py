@@ -341,8 +341,6 @@ def test_what_cannot_be_is_refused() -> None:
         PowerSGD(min_saving=0.5)
     with pytest.raises(ValueError, match="set gather='gradients'"):
         ExchangeOptions("parameters", codec=PowerSGD())
-    with pytest.raises(ValueError, match="without error feedback loses"):
-        PowerSGD(error_feedback=False)
 
 
 def test_rows_are_those_of_the_storage() -> None:
