@@ -3,7 +3,8 @@
     python -m tests.net.make_fixtures [--only KIND]
 
 They were written by 7283dee: writing them again, by another version, would prove nothing. With each
-of them goes what continuing from it gave there.
+of them goes what continuing from it gave there. What has been added since is the list of places in
+`checkpoint.pt` of folders.
 """
 
 from __future__ import annotations
