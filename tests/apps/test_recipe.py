@@ -218,16 +218,16 @@ def test_measuring_needs_an_emulated_cluster(tmp_path: Path, monkeypatch) -> Non
 def test_measuring_keeps_rows_and_says_where(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(run, "why_unavailable", lambda **_: None)
 
-    def pretend(command, check):
+    def pretend(command):
         assert command[1:4] == ["-m", "lightning_dear.apps.bench", "a=1"]
         run_folder = Path(command[-1].partition("=")[2])
         run_folder.mkdir(parents=True)
         (run_folder / "summary.csv").write_text("entry\nddp\n")
         (run_folder / "raw.csv").write_text("megabytes\n")
-        return type("Ended", (), {"returncode": pretend.code})
+        return pretend.code
 
     pretend.code = 0
-    monkeypatch.setattr(run.subprocess, "run", pretend)
+    monkeypatch.setattr(run.job, "run_child", pretend)
     run.measure(small(measure=True), tmp_path)
     kept = tmp_path / "measured" / "small"
     assert run.siblings_of(small(measure=True), tmp_path)["small"].rows() == [{"entry": "ddp"}]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,6 +39,7 @@ from lightning_dear.simulator import Workload
 from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.saved import save_workload
 from lightning_dear.simulator.workload import BLOCKS
+from lightning_dear.studies.interrupts import INTERRUPTS
 from lightning_dear.studies.probes import Costs, measure
 
 MODULE = "lightning_dear.apps.plan.calibrate"
@@ -127,7 +129,16 @@ def calibrate(cfg: DictConfig) -> None:
     trainer = train.build_trainer(cfg, strategy, [probe])
     if trainer.world_size == 1:
         raise ValueError("One rank has no network to measure; set cluster.devices=2 or more.")
-    trainer.fit(model, datamodule=datamodule)
+    launcher: Any = strategy.launcher
+
+    def interrupted(number: int) -> None:
+        if trainer.is_global_zero:
+            print("\ndear-plan calibrate: interrupted, and nothing is written.", file=sys.stderr)
+        if launcher is not None:
+            launcher.kill(signal.SIGKILL)
+
+    with INTERRUPTS.call(interrupted):
+        trainer.fit(model, datamodule=datamodule)
     if trainer.is_global_zero:
         _finish(cfg, trainer.world_size, probe.found)
 

@@ -5,15 +5,15 @@ Imports little, so that a line is there at once; the rest, Lightning and torch, 
 
 from __future__ import annotations
 
-import os
+import runpy
 import signal
 import sys
-from types import FrameType
 
 import hydra
 from omegaconf import DictConfig
 
 from lightning_dear.paths import conf_dir
+from lightning_dear.studies.interrupts import INTERRUPTS
 
 CALIBRATE = "calibrate"
 """The command line's first word, to measure instead of to predict."""
@@ -21,21 +21,21 @@ CALIBRATE = "calibrate"
 
 def main() -> None:
     """``dear-plan``, or ``dear-plan calibrate``."""
-    if sys.argv[1:2] == [CALIBRATE]:
-        # As a module of its own, which its ranks can be started as.
-        module = f"lightning_dear.apps.plan.{CALIBRATE}"
-        os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[2:]])
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _end)
-    print("dear-plan: predicts steps; starts no process, measures nothing.", file=sys.stderr)
-    plan_job()
+    with INTERRUPTS.call(_end):
+        if sys.argv[1:2] == [CALIBRATE]:
+            # As a module of its own, which its ranks can be started as.
+            sys.argv.pop(1)
+            runpy.run_module(f"lightning_dear.apps.plan.{CALIBRATE}", None, "__main__", True)
+        else:
+            print(
+                "dear-plan: predicts steps; starts no process, measures nothing.", file=sys.stderr
+            )
+            plan_job()
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _end(number: int) -> None:
     name = signal.Signals(number).name
-    print(f"\ndear-plan: ended by {name} before the plan was made.", file=sys.stderr, flush=True)
-    # At once, as an exception may be caught by whatever is being imported. No process was started.
-    os._exit(128 + number)
+    print(f"\ndear-plan: ended by {name} before the plan was made.", file=sys.stderr)
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="plan")
@@ -46,7 +46,3 @@ def plan_job(cfg: DictConfig) -> None:
 
     with job.one_message("dear-plan"):
         plan(cfg, job.folder_with(cfg))
-
-
-if __name__ == "__main__":
-    main()

@@ -9,6 +9,7 @@ import sys
 
 from lightning_dear.names import is_meant
 from lightning_dear.paths import recipes_dir
+from lightning_dear.studies.interrupts import INTERRUPTS
 
 USAGE = (
     "dear-recipe NAME [measure=true] [OPTION=VALUE ...]\n\nmeasure=true measures the small siblings"
@@ -40,11 +41,12 @@ def main() -> None:
         raise SystemExit(bool(unknown))
     said = f"{known[name]}: claims that were published, and what comes out here."
     print(said, file=sys.stderr, flush=True)
-    from lightning_dear.apps.recipe.run import recipe_job
+    with INTERRUPTS.call(_end):
+        from lightning_dear.apps.recipe.run import recipe_job
 
-    sys.argv[1:2] = [f"--config-name=recipe/{name}"]
-    recipe_job()
+        sys.argv[1:2] = [f"--config-name=recipe/{name}"]
+        recipe_job()
 
 
-if __name__ == "__main__":
-    main()
+def _end(number: int) -> None:
+    print("\ndear-recipe: interrupted, and nothing is written. Start it again.", file=sys.stderr)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -130,7 +129,7 @@ def _measure(sibling: DictConfig, folder: Path) -> None:
     run = folder / "run"
     program = f"lightning_dear.apps.{sibling.program}"
     command = [sys.executable, "-m", program, *sibling.overrides, f"hydra.run.dir={run}"]
-    if code := subprocess.run(command, check=False).returncode:
+    if code := job.run_child(command):
         raise RuntimeError(f"{command_of(sibling)} ended with {code}; what it printed is above.")
     for name in _KEPT:
         if (run / name).is_file():

@@ -115,7 +115,3 @@ def main(cfg: DictConfig) -> float | None:
             return None
         metrics = train(cfg)
     return metrics[cfg.optimized_metric] if metrics and cfg.optimized_metric else None
-
-
-if __name__ == "__main__":
-    main()
