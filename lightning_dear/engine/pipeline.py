@@ -140,6 +140,9 @@ class Pipeline(Training):
             OptimizerPipeline(self, optimizer, number, self._on_reduce, self._on_step)
             for number, optimizer in enumerate(optimizers, start=self._first_number)
         ]
+        ignored = ignored_names(self.module)
+        # Noted, as a look at the module later would wait for all-gathers.
+        self._own = {one for name, one in self.module.named_parameters() if name not in ignored}
         if self.collectives.world_size > 1 and self.collectives.rank == 0:
             warn_of_others(self.module, optimizers)
         self.early_refusal = self._first_refusal()
@@ -169,8 +172,7 @@ class Pipeline(Training):
         # Without buckets gradients are where anybody finds them.
         if is_known or not self.options.uses_buckets(self.collectives):
             return
-        ignored = ignored_names(self.module)
-        own = {one for name, one in self.module.named_parameters() if name not in ignored}
+        own = self._own.union(*(part.parameters for part in self.parts))
         if any(one in own for group in optimizer.param_groups for one in group["params"]):
             raise RuntimeError(
                 f"A {type(optimizer).__name__} that the training does not know steps parameters of"

@@ -226,14 +226,18 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._pipeline.refuse_early(refusals.why_not_early(trainer, self.optimizers, readers))
 
     def _check_optimizers(self) -> None:
-        """Refuses optimizers that were assigned since the fit began."""
-        # Whoever assigns optimizers gets new wrappers.
-        if self._pipeline is not None and self._lightning_optimizers is not self._connected:
+        """Refuses other optimizers than those with which the fit began."""
+        # Whoever assigns optimizers gets new wrappers, as the learning rate finder does.
+        if self._pipeline is None or self._lightning_optimizers is self._connected:
+            return
+        if [unwrapped(one) for one in self.optimizers] != self._pipeline.optimizers:
             raise RuntimeError(
                 "trainer.optimizers was assigned in the midst of a fit, and strategy='dear' trains"
                 " on with those of configure_optimizers. Return all of them there and step by"
                 " turns, change the param_groups of one, or begin another fit."
             )
+        assert self.lightning_module is not None
+        self._connect(self.lightning_module.trainer)
 
     def _insert_guard(self, trainer: pl.Trainer) -> None:
         """In front of all other callbacks, for as long as there is a pipeline."""

@@ -25,9 +25,6 @@ from lightning_dear.planning import BucketPlan, MGWFBPFusion, PlanSearch
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.search import NoContest, described
 
-_BYTES_PER_ELEMENT = 4
-_MIB = 1 << 20
-
 
 class Bf16DDPStrategy(DDPStrategy):
     """DDP whose gradients travel as bfloat16: half the bytes, summed in bfloat16.
@@ -158,5 +155,5 @@ def ddp_options(plan: BucketPlan) -> dict[str, Any]:
             "MG-WFBP on DDP needs DistributedDataParallel(bucket_cap_mb_list=), which came with"
             " torch 2.13; update torch, or leave the entry out."
         )
-    sizes = [plan.buckets[number].numel * _BYTES_PER_ELEMENT for number in plan.reduce_order]
-    return {"bucket_cap_mb_list": [size / _MIB for size in sizes]}
+    # Of 4 bytes each, in MiB.
+    return {"bucket_cap_mb_list": [plan.buckets[one].numel / 2**18 for one in plan.reduce_order]}

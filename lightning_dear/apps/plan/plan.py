@@ -15,17 +15,14 @@ from omegaconf import DictConfig
 from lightning_dear.paths import conf_dir
 from lightning_dear.studies.interrupts import INTERRUPTS
 
-CALIBRATE = "calibrate"
-"""The command line's first word, to measure instead of to predict."""
-
 
 def main() -> None:
     """``dear-plan``, or ``dear-plan calibrate``."""
     with INTERRUPTS.call(_end):
-        if sys.argv[1:2] == [CALIBRATE]:
+        if sys.argv[1:2] == ["calibrate"]:
             # As a module of its own, which its ranks can be started as.
             sys.argv.pop(1)
-            runpy.run_module(f"lightning_dear.apps.plan.{CALIBRATE}", None, "__main__", True)
+            runpy.run_module("lightning_dear.apps.plan.calibrate", None, "__main__", True)
         else:
             print(
                 "dear-plan: predicts steps; starts no process, measures nothing.", file=sys.stderr

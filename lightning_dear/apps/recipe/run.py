@@ -33,7 +33,6 @@ MEASURED = "measured"
 """Folder of what a recipe's siblings have measured, with a folder for each."""
 
 _KEPT = ("summary.csv", "loss_over_time.csv")
-_MACHINE = "machine.txt"
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def _measure(sibling: DictConfig, folder: Path) -> None:
     for name in _KEPT:
         if (run / name).is_file():
             (run / name).rename(folder / name)
-    (folder / _MACHINE).write_text(f"{_machine()}\n")
+    (folder / "machine.txt").write_text(f"{_machine()}\n")
 
 
 def _machine() -> str:
