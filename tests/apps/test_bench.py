@@ -82,8 +82,8 @@ def test_papers_get_every_competitor_and_rounds() -> None:
 
 
 def test_what_is_wrong_with_an_entry_is_said_before_ranks_start() -> None:
-    odd = job("entries=[ddp,{name: odd, strategy: dear, fusion.bucket_cap_mb: -1}]")
-    with odd as cfg, pytest.raises(ValueError, match="bucket_cap_mb must be"):
+    odd = job("entries=[ddp,{name: odd, strategy: dear, strategy.bucket_cap_mb: 3}]")
+    with odd as cfg, pytest.raises(ValueError, match="bucket_cap_mb=3 has no effect"):
         check_points(points_of(cfg))
 
 

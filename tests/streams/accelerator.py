@@ -40,6 +40,7 @@ from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import CODECS, Compressor, OkTopk, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.optimizers import tensorwise
 from lightning_dear.planning import ThresholdFusion
 from lightning_dear.telemetry.clock import HostClock
 from lightning_dear.torch_modes import Onlooker
@@ -295,6 +296,8 @@ def main() -> None:
     backend: Any = backend_registration
     backend._setup_privateuseone_for_python_backend(NAME, Module())
     FakeTensor.data_ptr = address_of  # type: ignore[method-assign]
+    # Parameters without memory are no class of their own.
+    tensorwise.UninitializedParameter = FakeTensor  # type: ignore[attr-defined]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2 * WORLD_SIZE)
     names = sys.argv[1:] or CASES
     json.dump({name: waits(CASES[name]) for name in names}, sys.stdout)

@@ -205,7 +205,7 @@ def test_parts_are_joined(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "study", ["speed/bert_p2", "compression/mergecomp_100mbit", "simulator/a4"]
+    "study", ["speed/five_p8", "compression/mergecomp_100mbit", "simulator/a4"]
 )
 def test_what_earlier_versions_have_recorded_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], study: str
