@@ -28,7 +28,7 @@ COMMANDS = {
     "bench": ("dear-bench", *REPLAY, "rounds=2", "steps=2", "entries=[ddp,dear]"),
     "converge": (
         *("dear-converge", "trainer.max_steps=12", "seeds=[1,2]", "tuning_seeds=[]"),
-        *("tuning_buckets=null", "entries=[dense,bf16]", "lr_factors=[1]", "dense_shares=[0]"),
+        *("entries=[dense,bf16]", "lr_factors=[1]", "dense_shares=[0]"),
         *("reference_lr_factors=[1]", "~buckets.layer-wise"),
     ),
     "recipe": ("dear-recipe", "mergecomp_scaling"),
