@@ -93,8 +93,7 @@ def reproduce(cfg: DictConfig, folder: Path) -> Report:
 
 def _is_as_recorded() -> bool:
     """Whether no option changes what is to come out."""
-    changed = HydraConfig.get().overrides.task
-    return all(one.partition("=")[0] == "measure" for one in changed)
+    return all(one.startswith("measure=") for one in HydraConfig.get().overrides.task)
 
 
 # --- siblings -------------------------------------------------------------------------------------
