@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,9 @@ def test_gloos_all_reduce_is_a_ring_on_hosts_of_several_ranks(
 def test_a_line_is_there_at_once_and_a_signal_ends_it_with_one_sentence(tmp_path) -> None:
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         command = [sys.executable, "-m", "lightning_dear.apps.plan", f"hydra.run.dir={tmp_path}"]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        # A shell that starts tests in the background has them ignore SIGINT, and so would this.
+        heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heeding)
         assert process.stderr is not None
         assert process.stderr.readline().startswith("dear-plan: predicts steps")
         process.send_signal(number)

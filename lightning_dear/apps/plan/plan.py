@@ -5,7 +5,6 @@ Imports little, so that a line is there at once; the rest, Lightning and torch, 
 
 from __future__ import annotations
 
-import os
 import runpy
 import signal
 import sys
@@ -14,27 +13,26 @@ import hydra
 from omegaconf import DictConfig
 
 from lightning_dear.paths import conf_dir
-from lightning_dear.studies.interrupts import SIGNALS
+from lightning_dear.studies.interrupts import INTERRUPTS
 
 
 def main() -> None:
     """``dear-plan``, or ``dear-plan calibrate``."""
-    for number in SIGNALS:
-        signal.signal(number, _end)
-    if sys.argv[1:2] == ["calibrate"]:
-        # As a module of its own, which its ranks can be started as.
-        sys.argv.pop(1)
-        runpy.run_module("lightning_dear.apps.plan.calibrate", None, "__main__", True)
-    else:
-        print("dear-plan: predicts steps; starts no process, measures nothing.", file=sys.stderr)
-        plan_job()
+    with INTERRUPTS.call(_end):
+        if sys.argv[1:2] == ["calibrate"]:
+            # As a module of its own, which its ranks can be started as.
+            sys.argv.pop(1)
+            runpy.run_module("lightning_dear.apps.plan.calibrate", None, "__main__", True)
+        else:
+            print(
+                "dear-plan: predicts steps; starts no process, measures nothing.", file=sys.stderr
+            )
+            plan_job()
 
 
-def _end(number: int, frame: object) -> None:
-    said = f"\ndear-plan: ended by {signal.Signals(number).name} before the plan was made."
-    print(said, file=sys.stderr, flush=True)
-    # At once, as an exception may be caught by whatever is being imported. No process was started.
-    os._exit(128 + number)
+def _end(number: int) -> None:
+    name = signal.Signals(number).name
+    print(f"\ndear-plan: ended by {name} before the plan was made.", file=sys.stderr)
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="plan")

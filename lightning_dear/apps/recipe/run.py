@@ -93,7 +93,8 @@ def reproduce(cfg: DictConfig, folder: Path) -> Report:
 
 def _is_as_recorded() -> bool:
     """Whether no option changes what is to come out."""
-    return all(one.startswith("measure=") for one in HydraConfig.get().overrides.task)
+    changed = HydraConfig.get().overrides.task
+    return all(one.partition("=")[0] == "measure" for one in changed)
 
 
 # --- siblings -------------------------------------------------------------------------------------
