@@ -1,6 +1,7 @@
 """Running one job of possibly many in one process: its environment, its errors, its end."""
 
 import os
+import shutil
 import subprocess
 import sys
 import traceback
@@ -64,8 +65,8 @@ def run_child(command: Sequence[str], **options: Any) -> int:
 def one_message(program: str) -> Iterator[None]:
     """Turn an exception into one message on stderr and exit code 1.
 
-    The traceback goes to a file in the job's folder. With HYDRA_FULL_ERROR=1 the exception goes
-    on unchanged.
+    The traceback goes to a file in the job's folder; where nothing else was written, the folder
+    goes. With HYDRA_FULL_ERROR=1 the exception goes on unchanged.
 
     Args:
         program: Name to print in front of the message.
@@ -78,9 +79,17 @@ def one_message(program: str) -> Iterator[None]:
         rank = os.environ.get("LOCAL_RANK", "0")
         where = f" [local rank {rank}]" if "LOCAL_RANK" in os.environ else ""
         print(f"{program}:{where} {describe(error)}", file=sys.stderr)
-        path = Path(HydraConfig.get().runtime.output_dir) / f"traceback_rank{rank}.txt"
-        path.write_text(traceback.format_exc())
-        print(f"The traceback is in {path} (HYDRA_FULL_ERROR=1 prints it).", file=sys.stderr)
+        config = HydraConfig.get()
+        folder = Path(config.runtime.output_dir)
+        kept = {path.name for path in folder.iterdir()} - {".hydra", f"{config.job.name}.log"}
+        if kept or where:
+            path = folder / f"traceback_rank{rank}.txt"
+            path.write_text(traceback.format_exc())
+            print(f"The traceback is in {path} (HYDRA_FULL_ERROR=1 prints it).", file=sys.stderr)
+        else:
+            # Refused before anything was done.
+            shutil.rmtree(folder, ignore_errors=True)
+            print("Nothing was written. HYDRA_FULL_ERROR=1 prints the traceback.", file=sys.stderr)
         raise SystemExit(1) from None
 
 

@@ -1,17 +1,23 @@
-"""A program that measures for long: its first line, its report of a folder, its end at a signal.
+"""A program: what it says of itself, how it begins, and its end at a signal.
 
-Imports nothing that takes long, so that the first line comes at once.
+Imports nothing that takes long: its help and a misspelt option are answered without torch.
 """
 
 import os
+import re
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import version
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
+from lightning_dear.names import is_meant
 from lightning_dear.paths import conf_dir
 from lightning_dear.studies.interrupts import INTERRUPTS, SIGNALS
 
@@ -29,41 +35,81 @@ class Program:
     """A console script, or `python -m` of its package.
 
     Attributes:
-        name: Of the script; `conf/` has a config by the part behind its hyphen.
-        job: Runs one job of Hydra's; imports what it needs.
-        report: Makes the report of a folder again, and prints it.
+        name: As it is typed.
+        config: Its config's name in `conf/`.
+        module: What is imported for its jobs: each is `run_job(cfg, program)` of that module.
+        what: Its help, without the groups of its config.
+        shown_by: A module whose `show_again(folder)` makes the report of a folder again, if any.
+        hears: Whether a signal ends it in good order; without, the job sees to that.
         folder: Where the present job writes; set by the job.
     """
 
     name: str
-    job: Callable[[Any], None]
-    report: Callable[[Path], None]
+    config: str
+    module: str
+    what: str | None
+    shown_by: str = ""
+    hears: bool = True
     folder: Path | None = None
     _is_first: bool = field(default_factory=lambda: _STARTED_VARIABLE not in os.environ)
 
     def main(self) -> None:
         """Do what the command line says."""
-        if sys.argv[1:2] == ["report"]:
-            self._report(sys.argv[2:])
+        words = sys.argv[1:]
+        if {"-h", "--help"} & {*words}:
+            print(self.help())
+        elif "--version" in words:
+            print(f"{self.name} {version('lightning-dear')}")
+        elif words[:1] == ["report"] and self.shown_by:
+            self._report(words[1:])
         else:
-            self.run(self.job)
+            with INTERRUPTS.call(self._end) if self.hears else nullcontext():
+                with self._said_when_interrupted():
+                    self._run()
 
-    def run(self, job: Callable[[Any], None]) -> None:
+    def help(self) -> str:
+        """What it does, and the groups of its config with what there is to choose from."""
+        import yaml
+
+        paragraphs = [f"{self.name}: {cleandoc(self.what or '')}"]
+        defaults = yaml.safe_load((conf_dir() / f"{self.config}.yaml").read_text())["defaults"]
+        chosen = {group: name for one in defaults if one != "_self_" for group, name in one.items()}
+        groups = []
+        for group, name in chosen.items():
+            names = ", ".join(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
+            head = f"  {group}={'null' if name is None else name}"
+            groups.append(textwrap.fill(f"{head:<28}{names}", 100, subsequent_indent=" " * 28))
+        if groups:
+            paragraphs.append("\n".join(["Groups, with their default and all that there is:", *groups]))
+        paragraphs.append("All options with their values: --cfg job. Hydra's own help: --hydra-help.")
+        return "\n\n".join(paragraphs)
+
+    def _run(self) -> None:
         """Have Hydra compose what the command line says, and run jobs of it."""
-        with INTERRUPTS.call(self._end), self._said_when_interrupted():
-            if self._is_first:
+        import hydra
+
+        def job(cfg: Any) -> Any:
+            if self._is_first and _STARTED_VARIABLE not in os.environ:
                 os.environ[_STARTED_VARIABLE] = self.name
                 print(f"{self.name}: loading torch and Lightning ...", file=sys.stderr, flush=True)
-            import hydra
+            return import_module(self.module).run_job(cfg, self)
 
-            config_name = self.name.partition("-")[2]
-            hydra.main(str(conf_dir()), config_name, version_base="1.3")(job)()
+        try:
+            hydra.main(str(conf_dir()), self.config, version_base="1.3")(job)()
+        except SystemExit as end:
+            # Hydra has printed what it could not compose, and ends.
+            if meant := _is_meant(end.__context__, self.config):
+                print(meant.strip(), file=sys.stderr)
+            raise
+        jobs_end = getattr(sys.modules.get(self.module), "jobs_end", None)
+        if jobs_end is not None:
+            jobs_end()
 
     def _report(self, arguments: list[str]) -> None:
         if len(arguments) != 1 or arguments[0].startswith("-"):
             raise SystemExit(f"usage: {self.name} report FOLDER (of a run, finished or not)")
         try:
-            self.report(Path(arguments[0]))
+            import_module(self.shown_by).show_again(Path(arguments[0]))
         except ValueError as error:
             raise SystemExit(f"{self.name}: {error}") from None
 
@@ -86,7 +132,20 @@ class Program:
     def say_how_to_go_on(self) -> None:
         """Print it on stderr, in the first process of the job."""
         if self._is_first:
-            again = "Interrupted before anything was measured: start it again."
+            again = "Interrupted before anything was written: start it again."
             if self.folder is not None and (self.folder / "summary.csv").exists():
                 again = f"Interrupted: add hydra.run.dir={self.folder} to the command to go on."
             print(f"{self.name}: {again}", file=sys.stderr, flush=True)
+
+
+def _is_meant(error: BaseException | None, config: str) -> str:
+    """A question to append to what Hydra could not compose; empty where nothing comes close."""
+    cause = getattr(error, "__cause__", None)
+    if (parent := getattr(cause, "parent_node", None)) is not None:
+        return is_meant(str(getattr(cause, "key", "")), map(str, parent))
+    if options := getattr(error, "options", None):
+        return is_meant(Path(str(getattr(error, "missing_cfg_file", ""))).name, options)
+    if found := re.match(r"Could not override '(\w+)'", str(error)):
+        text = (conf_dir() / f"{config}.yaml").read_text()
+        return is_meant(found[1], re.findall(r"^(?:  - )?(\w+):", text, re.MULTILINE))
+    return ""

@@ -241,8 +241,7 @@ class Pipeline(Training):
             for part in self.parts:
                 part.complete_entry(completes_all=self._has_compiled_region)
                 stack.enter_context(part.watching(audits=self._audit))
-            if (timeline := self.instruments.timeline) is not None:
-                stack.enter_context(timeline.span("forward", "forward"))
+            stack.enter_context(self.instruments.span("forward"))
             self._is_in_forward = True
             if self._buffers is not None:
                 self._buffers.are_due = True
@@ -268,8 +267,7 @@ class Pipeline(Training):
                 is_meant = optimizers is None or part.optimizer in optimizers
                 is_last = synchronize and (is_meant or None)
                 stack.enter_context(part.backward(synchronize=is_last))
-            if (timeline := self.instruments.timeline) is not None:
-                stack.enter_context(timeline.span("backward", "backward"))
+            stack.enter_context(self.instruments.span("backward"))
             yield
 
     def refuse_early(self, reason: str | None) -> None:

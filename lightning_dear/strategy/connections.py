@@ -12,6 +12,7 @@ of any rank travels with the flags of the reduce-scatters instead (`Signal`, `St
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dear.callbacks import CompressionSchedule, FusionTuner
+from lightning_dear.callbacks import CompressionSchedule, FusionTuner, TimelineCallback
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
@@ -49,6 +50,9 @@ def append_callbacks(
     has_tuner = any(isinstance(one, FusionTuner) for one in callbacks)
     if isinstance(planner, SearchingPlanner) and not has_tuner:
         callbacks.append(FusionTuner(planner))
+    has_timeline = any(isinstance(one, TimelineCallback) for one in callbacks)
+    if (folder := os.environ.get("LIGHTNING_DEAR_TIMELINE")) and not has_timeline:
+        callbacks.append(TimelineCallback(dirpath=folder))
     if schedule is not None and schedule not in callbacks:
         callbacks.append(schedule)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_dear.studies.files import Line, read_lines, write_lines
 from lightning_dear.studies.plot import BLUE, GREY, ORANGE, RED, picture
+from lightning_dear.studies.report import show
 from lightning_dear.studies.summary import COMPUTE_ALONE, WORDS
 from lightning_dear.studies.table import MISSING, WIDTH, format_table, shown
 
@@ -162,6 +163,12 @@ def draw(path: Path, rows: Sequence[Line]) -> None:
     with picture(path, [len(group) for group in points]) as axes:
         for axis, group in zip(axes, points, strict=True):
             _draw_point(axis, group)
+
+
+def show_again(folder: Path) -> None:
+    """Prints a folder's table, and writes it and the picture again; see `report.show`."""
+    join_parts(folder)
+    show(folder, WORDS, text_of, draw)
 
 
 def _draw_point(axis: Any, rows: Sequence[Line]) -> None:

@@ -35,6 +35,7 @@ from scipy import stats
 
 from lightning_dear.studies.files import OTHER_FOLDER, Line, append_lines, read_lines
 from lightning_dear.studies.plot import BLUE, GREY, RED, picture
+from lightning_dear.studies.report import show
 from lightning_dear.studies.table import MISSING, WIDTH, format_table
 
 LEVEL = 0.9
@@ -322,6 +323,11 @@ def draw(path: Path, rows: Sequence[Line]) -> None:
         axis.set_xlim(-limit, limit)
         axis.set_yticks(range(len(rows)), [f"{row['entry']}, {row['buckets']}" for row in rows])
         axis.set_xlabel(f"{first['metric']}: worse than dense by ({first['unit']}), 90 % interval")
+
+
+def show_again(folder: Path) -> None:
+    """Prints a folder's table, and writes it and the picture again; see `report.show`."""
+    show(folder, WORDS, text_of, draw)
 
 
 def _draw_row(axis: Any, number: int, row: Line, limit: float) -> None:

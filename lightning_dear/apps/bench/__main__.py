@@ -1,5 +1,5 @@
 """`python -m lightning_dear.apps.bench`: the same as `dear-bench`."""
 
-from lightning_dear.apps.bench.bench import main
+from lightning_dear.apps.programs import bench
 
-main()
+bench()

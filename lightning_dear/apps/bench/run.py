@@ -21,13 +21,13 @@ from lightning_dear.studies import comparison
 from lightning_dear.studies.block import Rig, interface_of
 from lightning_dear.studies.files import OTHER_FOLDER, read_lines
 from lightning_dear.studies.progress import Progress
-from lightning_dear.studies.report import Report, show
+from lightning_dear.studies.report import Report
 from lightning_dear.studies.summary import WORDS
 
 MODULE = "lightning_dear.apps.bench"
 
 
-def bench(cfg: DictConfig, program: Program) -> None:
+def run_job(cfg: DictConfig, program: Program) -> None:
     """Compare the entries of ``cfg`` at each of its points; print and write the rows.
 
     Starts the ranks where the cluster needs them, and blocks until they have ended. A folder that
@@ -109,7 +109,7 @@ def run_groups(groups: Sequence[tuple[config.Setting, Sequence[config.Setting]]]
     finally:
         if (folder / "summary.csv").exists():
             print("\nAll parts:\n")
-            show(folder, WORDS, comparison.text_of, comparison.draw)
+            comparison.show_again(folder)
 
 
 def check_goes_on(folder: Path, cfg: DictConfig) -> None:

@@ -1,5 +1,5 @@
 """`python -m lightning_dear.apps.converge`: the same as `dear-converge`."""
 
-from lightning_dear.apps.converge.converge import main
+from lightning_dear.apps.programs import converge
 
-main()
+converge()

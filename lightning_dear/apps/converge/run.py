@@ -26,7 +26,7 @@ from lightning_dear.studies.report import Report
 MODULE = "lightning_dear.apps.converge"
 
 
-def converge(cfg: DictConfig, program: Program) -> None:
+def run_job(cfg: DictConfig, program: Program) -> None:
     """Train the entries of ``cfg`` on its seeds; print and write how they end.
 
     Starts the ranks once, and blocks until they have ended. Every training is written when it

@@ -1,5 +1,5 @@
 """`python -m lightning_dear.apps.plan`: the same as `dear-plan`."""
 
-from lightning_dear.apps.plan.plan import main
+from lightning_dear.apps.programs import plan
 
-main()
+plan()

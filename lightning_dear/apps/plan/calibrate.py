@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
@@ -26,11 +25,11 @@ from omegaconf import DictConfig, OmegaConf
 from scipy.optimize import isotonic_regression
 from typing_extensions import override
 
-from lightning_dear.apps import emulated, job
+from lightning_dear.apps import emulated, job, programs
+from lightning_dear.apps.program import Program
 from lightning_dear.apps.train import train
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.emulation import emulated_rig
-from lightning_dear.paths import conf_dir
 from lightning_dear.planning import LinkCost, PlanSearch, ThresholdFusion
 from lightning_dear.planning.measured import sent_bytes
 from lightning_dear.planning.predict import StepModel
@@ -211,13 +210,12 @@ def _curve(times_s: Mapping[int, list[float]], world_size: int) -> dict[str, lis
     return {"sizes_bytes": sent, "seconds": rising.x.tolist()}
 
 
-@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="calibrate")
-def main(cfg: DictConfig) -> None:
-    """Calibrate once."""
-    with job.one_message("dear-plan calibrate"), job.isolated_job():
+def run_job(cfg: DictConfig, program: Program) -> None:
+    """Calibrates once."""
+    with job.one_message(program.name), job.isolated_job():
         if not emulated.restart_on_cluster(cfg, MODULE):
             calibrate(cfg)
 
 
 if __name__ == "__main__":
-    main()
+    programs.calibrate()

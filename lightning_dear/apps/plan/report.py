@@ -11,6 +11,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from lightning_dear.apps import job
 from lightning_dear.apps.plan.config import (
     cases_of,
     check_numbers,
@@ -18,6 +19,7 @@ from lightning_dear.apps.plan.config import (
     workload_of,
     world_sizes_of,
 )
+from lightning_dear.apps.program import Program
 from lightning_dear.planning.step import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from lightning_dear.simulator import Network, Workload
 from lightning_dear.simulator.ranking import Ranked, alone_s, by_step, predicted, recommended
@@ -241,6 +243,12 @@ def _wrapped(*lines: str) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
+
+
+def run_job(cfg: DictConfig, program: Program) -> None:
+    """Plans one job."""
+    with job.one_message(program.name):
+        plan(cfg, job.folder_with(cfg))
 
 
 def plan(cfg: DictConfig, folder: Path) -> Ranked:

@@ -1,5 +1,5 @@
 """`python -m lightning_dear.apps.recipe`: the same as `dear-recipe`."""
 
-from lightning_dear.apps.recipe.recipe import main
+from lightning_dear.apps.programs import recipe
 
-main()
+recipe()

@@ -17,15 +17,15 @@ from pathlib import Path
 from shlex import quote
 from types import ModuleType
 
-import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lightning_dear.apps import job
+from lightning_dear.apps.program import Program
 from lightning_dear.apps.recipe.report import Report, compared, read_rows
 from lightning_dear.emulation import why_unavailable
-from lightning_dear.paths import conf_dir, recipes_dir
+from lightning_dear.paths import recipes_dir
 
 log = logging.getLogger(__name__)
 
@@ -147,8 +147,7 @@ def _machine() -> str:
     )
 
 
-@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=None)
-def recipe_job(cfg: DictConfig) -> None:
-    """Run one recipe."""
-    with job.one_message("dear-recipe"):
+def run_job(cfg: DictConfig, program: Program) -> None:
+    """Runs one recipe."""
+    with job.one_message(program.name):
         reproduce(cfg, job.folder_with(cfg))

@@ -1,5 +1,5 @@
 """`python -m lightning_dear.apps.train`: the same as `dear-train`."""
 
-from lightning_dear.apps.train.train import main
+from lightning_dear.apps.programs import train
 
-main()
+train()

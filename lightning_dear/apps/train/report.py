@@ -1,9 +1,15 @@
 """The table at the end of a run."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-from lightning.pytorch import Trainer
+from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch import Callback, Trainer
+from omegaconf import DictConfig
 from tabulate import tabulate
+from typing_extensions import override
 
 from lightning_dear.callbacks import DearMonitor
 from lightning_dear.emulation import emulated_rig
@@ -20,15 +26,72 @@ def summary_of(trainer: Trainer) -> dict[str, float]:
     return {}
 
 
-def rows(metrics: Mapping[str, float], summary: Mapping[str, float]) -> list[tuple[str, str]]:
+class EpochLines(Callback):
+    """Prints a line an epoch, on rank 0, where no bars are drawn, as without a terminal."""
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.is_global_zero and trainer.progress_bar_callback is None:
+            metrics = {name: float(one) for name, one in trainer.callback_metrics.items()}
+            shown = [f"{name} {one:.4g}" for name, one in metrics.items() if "/" not in name]
+            epoch = f"Epoch {trainer.current_epoch + 1}, step {trainer.global_step}"
+            print(", ".join([epoch, *shown]), flush=True)
+
+
+@contextmanager
+def folder_named(trainer: Trainer) -> Iterator[None]:
+    """Says, after Ctrl-C, where the job's files are and how to go on."""
+    try:
+        yield
+    except SystemExit:
+        if trainer.is_global_zero:
+            print(_where(trainer), file=sys.stderr, flush=True)
+        raise
+
+
+def _where(trainer: Trainer) -> str:
+    folder = HydraConfig.get().runtime.output_dir
+    saved = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    goes_on = f"\nGo on from the last checkpoint: ckpt_path={saved}" if saved else ""
+    return f"Config, metrics, logs: {folder}{goes_on}"
+
+
+_JOBS: list[dict[str, str]] = []
+"""What the jobs of a sweep came to, in this process."""
+
+
+def end_of_job(cfg: DictConfig, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    """Prints the table of a job, and keeps it for that of a sweep."""
+    tokens = cfg.data.get("context_length")
+    batch = cfg.data.get("batch_size", 0) * int(tokens or 1) * trainer.accumulate_grad_batches
+    unit = "tokens" if tokens else "samples"
+    table = rows(metrics, summary_of(trainer), batch * trainer.world_size, unit)
+    title = f"{cfg.task_name}: {type(trainer.strategy).__name__}, {trainer.world_size} rank(s)"
+    print(format_table(title, table), _where(trainer), sep="\n")
+    _JOBS.append({"job": " ".join(HydraConfig.get().overrides.task), **dict(table)})
+
+
+def jobs_end() -> None:
+    """Prints a table over the jobs of a sweep, if there were several."""
+    if len(_JOBS) > 1:
+        print(tabulate(_JOBS, headers="keys", disable_numparse=True))
+
+
+def rows(
+    metrics: Mapping[str, float], summary: Mapping[str, float], batch: int = 0, unit: str = ""
+) -> list[tuple[str, str]]:
     """Return titles and values: the test metrics, then what a step cost.
 
     Args:
         metrics: Test metrics by name.
         summary: Medians over the steps: ``step_s``, ``wire_bytes`` and ``exposed_s``.
+        batch: Samples, or tokens, that all ranks take together in a step; 0: not known.
+        unit: Which of the two.
     """
     table = [(_TITLES.get(name, name), f"{value:.4f}") for name, value in metrics.items()]
     table.append(("step time (median)", _milliseconds(summary.get("step_s"))))
+    if batch and summary.get("step_s"):
+        table.append((f"{unit} per second", f"{batch / summary['step_s']:,.0f}"))
     table.append(("bytes on the wire per step and rank", _bytes(summary.get("wire_bytes"))))
     table.append(
         ("exposed communication per step (median)", _milliseconds(summary.get("exposed_s")))

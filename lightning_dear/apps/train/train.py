@@ -1,11 +1,11 @@
 """``dear-train``: compose a job, fit it, test the final weights, print what it cost."""
 
 import logging
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.apps import checks, emulated, job
 from lightning_dear.apps.doctor import doctor
+from lightning_dear.apps.program import Program
 from lightning_dear.apps.train import report
-from lightning_dear.paths import conf_dir
 from lightning_dear.strategy.launchers import configure_launcher
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 def train(cfg: DictConfig) -> dict[str, float]:
     """Fit and test the job described by ``cfg``; return its test metrics.
 
-    With ``doctor=true`` only examine the cluster that it would run on, and return nothing.
+    With ``doctor=true`` only examine the cluster that it would run on, and return nothing. With
+    ``eval=true`` only test the checkpoint ``ckpt_path``.
 
     Starts the other ranks of this host where the strategy needs them, and blocks until they have
     ended. Writes the resolved config, metrics and checkpoints into the job's folder.
@@ -33,22 +34,27 @@ def train(cfg: DictConfig) -> dict[str, float]:
         ValueError: If the config asks for what this machine does not have.
     """
     check(cfg)
+    if cfg.eval and cfg.ckpt_path is None:
+        raise ValueError("eval=true tests a checkpoint: name its file with ckpt_path=...")
     seed_everything(cfg.seed, workers=True, verbose=False)
     if cfg.doctor:
         doctor.examine_job(cfg, build_trainer(cfg))
         return {}
     datamodule = instantiate(cfg.data, _convert_="all")
     model = instantiate(cfg.model, _convert_="all")
-    trainer = build_trainer(cfg)
+    trainer = build_trainer(cfg, callbacks=[report.EpochLines()])
     record_config(cfg, trainer)
-    trainer.fit(model, datamodule=datamodule, ckpt_path=cfg.ckpt_path)
-    (metrics,) = trainer.test(model, datamodule=datamodule, verbose=False)
+    if not cfg.eval:
+        with report.folder_named(trainer):
+            trainer.fit(model, datamodule=datamodule, ckpt_path=cfg.ckpt_path)
+    tested = cfg.ckpt_path if cfg.eval else None
+    (metrics,) = trainer.test(model, datamodule=datamodule, ckpt_path=tested, verbose=False)
     if trainer.is_global_zero:
-        table = report.rows(metrics, report.summary_of(trainer))
-        title = f"{cfg.task_name}: {type(trainer.strategy).__name__}, {trainer.world_size} rank(s)"
-        folder = HydraConfig.get().runtime.output_dir
-        print(report.format_table(title, table), f"Config, metrics, logs: {folder}", sep="\n")
+        report.end_of_job(cfg, trainer, metrics)
     return dict(metrics)
+
+
+jobs_end = report.jobs_end
 
 
 def check(cfg: DictConfig) -> None:
@@ -80,6 +86,7 @@ def build_trainer(
         cfg.trainer,
         strategy=strategy,
         callbacks=[*build_all(cfg.get("callbacks")), *callbacks],
+        enable_progress_bar=cfg.trainer.enable_progress_bar and sys.stdout.isatty(),
         logger=build_all(cfg.get("logger")) or False,
         _convert_="all",
     )
@@ -103,14 +110,13 @@ def record_config(cfg: DictConfig, trainer: Trainer) -> None:
         logger.log_hyperparams(container)  # type: ignore[arg-type]
 
 
-@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")
-def main(cfg: DictConfig) -> float | None:
-    """Run one job; return the metric that a sweeper optimizes, if one is named."""
+def run_job(cfg: DictConfig, program: Program) -> float | None:
+    """Runs one job; returns the metric that a sweeper optimizes, if one is named."""
     # Hydra's log file already lies in the folder, which the CSV logger warns about; the second is
     # Lightning's use of torch, on every rank, that no user can change.
     warnings.filterwarnings("ignore", message=".*logs directory .* exists and is not empty.*")
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
-    with job.one_message("dear-train"), job.isolated_job():
+    with job.one_message(program.name), job.isolated_job():
         if emulated.restart_on_cluster(cfg, "lightning_dear.apps.train"):
             return None
         metrics = train(cfg)
