@@ -56,33 +56,34 @@ class Program:
     def main(self) -> None:
         """Do what the command line says."""
         words = sys.argv[1:]
-        if {"-h", "--help"} & {*words}:
+        if words[:1] == ["report"] and self.shown_by:
+            self._report(words[1:])
+        elif {"-h", "--help"} & {*words}:
             print(self.help())
         elif "--version" in words:
             print(f"{self.name} {version('lightning-dear')}")
-        elif words[:1] == ["report"] and self.shown_by:
-            self._report(words[1:])
         else:
-            with INTERRUPTS.call(self._end) if self.hears else nullcontext():
-                with self._said_when_interrupted():
-                    self._run()
+            heard = INTERRUPTS.call(self._end) if self.hears else nullcontext()
+            with heard, self._said_when_interrupted():
+                self._run()
 
     def help(self) -> str:
         """What it does, and the groups of its config with what there is to choose from."""
-        import yaml
+        from omegaconf import OmegaConf
 
-        paragraphs = [f"{self.name}: {cleandoc(self.what or '')}"]
-        defaults = yaml.safe_load((conf_dir() / f"{self.config}.yaml").read_text())["defaults"]
-        chosen = {group: name for one in defaults if one != "_self_" for group, name in one.items()}
-        groups = []
-        for group, name in chosen.items():
+        defaults = OmegaConf.select(
+            OmegaConf.load(conf_dir() / f"{self.config}.yaml"), "defaults", default=[]
+        )
+        lines = [f"{self.name}: {cleandoc(self.what or '')}", ""]
+        # Strings are this file itself, or one that it is based on.
+        for one in (one for one in defaults if not isinstance(one, str)):
+            ((group, name),) = one.items()
+            group = group.removeprefix("override ")
             names = ", ".join(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
-            head = f"  {group}={'null' if name is None else name}"
-            groups.append(textwrap.fill(f"{head:<28}{names}", 100, subsequent_indent=" " * 28))
-        if groups:
-            paragraphs.append("\n".join(["Groups, with their default and all that there is:", *groups]))
-        paragraphs.append("All options with their values: --cfg job. Hydra's own help: --hydra-help.")
-        return "\n\n".join(paragraphs)
+            head = f"  {group}={name or 'null'}"
+            lines.append(textwrap.fill(f"{head:<28}{names}", 100, subsequent_indent=" " * 28))
+        lines.append("Groups are chosen as GROUP=NAME. All options with their values: --cfg job.")
+        return "\n".join(lines)
 
     def _run(self) -> None:
         """Have Hydra compose what the command line says, and run jobs of it."""

@@ -41,7 +41,7 @@ def bench() -> None:
 
 
 def converge() -> None:
-    """Trains under each compressor and densely, on several seeds, and compares how they end.
+    """Trains under each compressor and densely, on several seeds; compares how they end.
 
       dear-converge                                      compressors beside dense training
       dear-converge entries=[dense,int8] seeds=[1,2,3]   one of them
@@ -90,6 +90,8 @@ def recipe() -> None:
       dear-recipe dear_64gpu                             simulated: in a minute, on any machine
       dear-recipe dear_64gpu --cfg job                   its options: cluster=, models=, ...
       dear-recipe dear_64gpu measure=true                small siblings are measured again, too
+
+    Simulated claims take about a minute.
     """
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     known = {one.parent.name: one for one in sorted(recipes_dir().glob("*/make.py"))}

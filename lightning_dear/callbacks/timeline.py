@@ -19,8 +19,9 @@ class TimelineCallback(Callback):
     """Writes `timeline.json` (Chrome trace, opens in Perfetto) and `timeline.png` on rank 0.
 
     Two steps in a row are recorded, so that the first one's all-gathers are seen beside the second
-    one's forward. Recording costs some time, in those two steps alone. With the environment variable
-    LIGHTNING_DEAR_TIMELINE=FOLDER every training under `strategy="dear"` has one that writes there.
+    one's forward. Recording costs some time, in those two steps alone. With the environment
+    variable LIGHTNING_DEAR_TIMELINE=FOLDER each training under `strategy="dear"` has one, which
+    writes there.
 
     Args:
         step: Number of the first recorded batch. Batch 0 records the execution order and does not

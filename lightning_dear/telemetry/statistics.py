@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch.autograd import profiler
 
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.telemetry.clock import Clock
@@ -120,9 +120,9 @@ class Waiting:
 
 def _in_profiler(name: str) -> AbstractContextManager[object]:
     """A range of torch's profiler, where one records: without one it would cost some 15 us."""
-    if not torch.autograd._profiler_enabled():
+    if not profiler._is_profiler_enabled:
         return nullcontext()
-    return torch.profiler.record_function(f"dear: {name}")
+    return profiler.record_function(f"dear: {name}")
 
 
 class StepStatistics:

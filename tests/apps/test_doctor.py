@@ -125,10 +125,10 @@ def test_one_rank_is_told_so(tmp_path):
 
 OTHER_VERSION = """
 from lightning_dear.apps.doctor import doctor
-from lightning_dear.apps.train import train
+from lightning_dear.apps import programs
 facts_of = doctor.facts_of
 doctor.facts_of = lambda: {**facts_of(), "torch": "2.6.0"}
-train.main()
+programs.train()
 """
 
 

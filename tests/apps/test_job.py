@@ -47,6 +47,16 @@ def test_an_error_is_one_message_and_a_file(tmp_path, capsys, monkeypatch):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "program: ValueError: no such shape"
     assert len(lines) == 2
+    # Nothing else was written.
+    assert not tmp_path.exists()
+
+
+def test_the_traceback_stays_beside_what_was_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    (tmp_path / "config.yaml").touch()
+    with composed(tmp_path), pytest.raises(SystemExit), job.one_message("program"):
+        raise ValueError("no such shape")
+    assert str(tmp_path / "traceback_rank0.txt") in capsys.readouterr().err
     assert "raise ValueError" in (tmp_path / "traceback_rank0.txt").read_text()
 
 

@@ -15,15 +15,16 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from tabulate import tabulate
 
+from lightning_dear.apps import programs
 from lightning_dear.apps.bench.config import entries_of
-from lightning_dear.apps.recipe import recipe, run
+from lightning_dear.apps.recipe import run
 from lightning_dear.apps.recipe.report import WIDTH, Claim, Report, compared, read_rows
 from lightning_dear.paths import conf_dir, recipes_dir
 from lightning_dear.studies.block import BlockLength
 from tests.apps.test_train import run as run_program
 
 PROGRAM = ("-m", "lightning_dear.apps.recipe")
-NAMES = sorted(recipe.titles())
+NAMES = sorted(path.parent.name for path in recipes_dir().glob("*/make.py"))
 MOST_LINES, MOST_WORDS, MOST_HELPERS = 40, 600, 2
 # A figure in prose: a number, and one of these units.
 FIGURE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?) ?(%|x\b|ms\b|s\b|MB/s|GB/s|Gb/s|Mb/s|MiB\b|MB\b)")
@@ -125,7 +126,7 @@ def test_names_are_told(capsys, monkeypatch) -> None:
     for arguments, code in (([], 0), (["convergense"], 1)):
         monkeypatch.setattr(sys, "argv", ["dear-recipe", *arguments])
         with pytest.raises(SystemExit) as raised:
-            recipe.main()
+            programs.recipe()
         assert raised.value.code == code
         said = "".join(capsys.readouterr())
         assert all(name in said for name in NAMES)
