@@ -99,7 +99,7 @@ def test_a_sweep_ends_with_a_table_and_without_a_terminal_each_epoch_has_a_line(
 ) -> None:
     quick = ("model.net.channels=[4,8]", "model.net.num_blocks=1", "cluster=single_process")
     jobs = ("-m", "strategy=single", "optimizer.lr=0.1,0.2", "debug=limit", "trainer.max_epochs=2")
-    code, output, _ = said(tmp_path, "train", *quick, *jobs)
+    code, output, _ = said(tmp_path, "train", *jobs, *quick)
     assert code == 0, output
     assert len(re.findall(r"^Epoch \d, step \d+, .*val_loss", output, re.MULTILINE)) == 4
     assert output.count("samples per second") == 3

@@ -121,7 +121,7 @@ def test_every_compressor_has_a_config():
 def test_every_callback_is_built(option, tmp_path):
     with composed(tmp_path, f"callbacks={option}") as config:
         callbacks = train.build_all(config.get("callbacks"))
-    assert len(callbacks) == {"none": 0, "default": 3}.get(option, 1)
+    assert len(callbacks) == {"none": 0, "default": 3, "early_stopping": 4}.get(option, 1)
 
 
 @pytest.mark.parametrize("option", options_of("logger"))

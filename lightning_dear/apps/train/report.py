@@ -52,8 +52,8 @@ def folder_named(trainer: Trainer) -> Iterator[None]:
 def _where(trainer: Trainer) -> str:
     folder = HydraConfig.get().runtime.output_dir
     saved = getattr(trainer.checkpoint_callback, "best_model_path", "")
-    goes_on = f"\nGo on from the last checkpoint: ckpt_path={saved}" if saved else ""
-    return f"Config, metrics, logs: {folder}{goes_on}"
+    goes_on = f"Go on from the last checkpoint: ckpt_path={saved}\n" if saved else ""
+    return f"{goes_on}Config, metrics, logs: {folder}"
 
 
 _JOBS: list[dict[str, str]] = []
