@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_dear.names import APPS, need
 from lightning_dear.paths import conf_dir
 from lightning_dear.studies.interrupts import INTERRUPTS, SIGNALS
 
@@ -43,6 +44,7 @@ class Program:
 
     def main(self) -> None:
         """Do what the command line says."""
+        need(self.name, *APPS, error=SystemExit)
         if sys.argv[1:2] == ["report"]:
             self._report(sys.argv[2:])
         else:

@@ -12,21 +12,22 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
+from lightning_dear.names import APPS, need
 from lightning_dear.paths import conf_dir
 from lightning_dear.studies.interrupts import INTERRUPTS
 
 
 def main() -> None:
     """``dear-plan``, or ``dear-plan calibrate``."""
+    need("dear-plan", *APPS, error=SystemExit)
     with INTERRUPTS.call(_end):
         if sys.argv[1:2] == ["calibrate"]:
             # As a module of its own, which its ranks can be started as.
             sys.argv.pop(1)
             runpy.run_module("lightning_dear.apps.plan.calibrate", None, "__main__", True)
         else:
-            print(
-                "dear-plan: predicts steps; starts no process, measures nothing.", file=sys.stderr
-            )
+            said = "dear-plan: predicts steps; starts no process, measures nothing."
+            print(said, file=sys.stderr)
             plan_job()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from lightning_dear.names import is_meant
+from lightning_dear.names import APPS, is_meant, need
 from lightning_dear.paths import recipes_dir
 from lightning_dear.studies.interrupts import INTERRUPTS
 
@@ -39,6 +39,7 @@ def main() -> None:
         unknown = "" if asks else f"Unknown recipe {name!r}.{is_meant(name, known)}\n"
         print(f"{unknown}{USAGE}\n\nNAME is one of\n{names}", file=sys.stderr if unknown else None)
         raise SystemExit(bool(unknown))
+    need("dear-recipe", *APPS, error=SystemExit)
     said = f"{known[name]}: claims that were published, and what comes out here."
     print(said, file=sys.stderr, flush=True)
     with INTERRUPTS.call(_end):

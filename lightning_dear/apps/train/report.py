@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from lightning.pytorch import Trainer
-from tabulate import tabulate
 
 from lightning_dear.callbacks import DearMonitor
 from lightning_dear.emulation import emulated_rig
@@ -41,7 +40,8 @@ def format_table(title: str, table: list[tuple[str, str]]) -> str:
 
     On emulated hosts the first line names them.
     """
-    text = tabulate(table, tablefmt="plain", colalign=("left", "right"), disable_numparse=True)
+    left, right = (max(map(len, column)) for column in zip(*table, strict=True))
+    text = "\n".join(f"{name:<{left}}  {value:>{right}}" for name, value in table)
     rule = "-" * max(len(title), *map(len, text.splitlines()))
     return "\n".join([*filter(None, [emulated_rig()]), rule, title, rule, text, rule])
 
