@@ -16,8 +16,8 @@ import lightning_dear
 
 ROOT = Path(__file__).resolve().parents[1]
 
-LEFT_OUT = ("raw.csv", "blocks.csv", ".png")
-"""Ends of names: what recipes measured, block by block, and pictures."""
+LEFT_OUT = ("raw.csv", "blocks.csv", "model.json", ".png")
+"""Ends of names: what recipes measured, block by block and tensor by tensor, and pictures."""
 
 MAX_BYTES = 1_000_000
 
