@@ -2,18 +2,20 @@
 #   PYTHON=python3.12   the interpreter to build .venv with (3.10 or newer)
 #   ARGS="..."          passed on: Hydra overrides for train, pytest options for test and test-all
 #   WORKERS=2           how many tests run at once, or 0: one after the other, as --pdb needs
+#   CONSTRAINTS=...     other versions: tests/constraints_oldest.txt, tests/constraints_newest.txt
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 WORKERS ?= 2
+CONSTRAINTS ?= constraints.txt
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: help train bench smoke test test-all netns gpu mutations lint notebook
+.PHONY: help train bench smoke test test-all netns gpu mutations lint docs build notebook
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -49,6 +51,12 @@ lint: $(VENV)/.ready-to-test ## check format, style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.ready-for-docs ## build the site from the pages and docstrings: docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -q -d docs/_build/doctrees -c docs . docs/_build/html
+
+build: $(VENV)/.ready-to-test ## build the wheel and the source archive: dist/
+	$(BIN)/python -m hatchling build
+
 notebook: $(VENV)/.ready-for-notebook ## run docs/dear_notebook.ipynb again and keep its outputs
 	$(BIN)/python docs/run_notebook.py
 
@@ -59,7 +67,7 @@ $(VENV)/bin/python:
 # Without a GPU, torch comes from PyTorch's CPU index: PyPI's build for Linux brings gigabytes of CUDA.
 # Asked for alone, because pip asks every index for every package; where that index cannot be
 # reached, pip says so after one retry and takes the build that its other sources offer.
-$(VENV)/.torch: $(VENV)/bin/python constraints.txt
+$(VENV)/.torch: $(VENV)/bin/python $(CONSTRAINTS)
 ifeq ($(HAS_GPU),yes)
 	$(PIP) torch
 else
@@ -68,13 +76,17 @@ endif
 	@touch $@
 
 $(VENV)/.ready-to-run: $(VENV)/.torch pyproject.toml
-	$(PIP) -e .
+	$(PIP) -e '.[apps]'
 	@touch $@
 
 $(VENV)/.ready-to-test: $(VENV)/.torch pyproject.toml
 	$(PIP) -e '.[dev,notebook,tensorboard]'
 	@touch $@ $(VENV)/.ready-to-run
 
+$(VENV)/.ready-for-docs: $(VENV)/.torch pyproject.toml
+	$(PIP) -e '.[docs]'
+	@touch $@
+
 $(VENV)/.ready-for-notebook: $(VENV)/.torch pyproject.toml
-	$(PIP) -e '.[notebook]'
+	$(PIP) -e '.[apps,notebook]'
 	@touch $@ $(VENV)/.ready-to-run

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 from lightning_dear.registration import register_now_or_later
 from lightning_dear.versions import warn_outside_tested_range
 
+__version__ = "0.1.0"
+"""Of this package; the only place that says so, but for CITATION.cff."""
+
 if TYPE_CHECKING:
     from lightning_dear.strategy.dear import DearStrategy
 
@@ -30,4 +33,4 @@ def __getattr__(name: str) -> Any:
     return DearStrategy
 
 
-__all__ = ["DearStrategy"]
+__all__ = ["DearStrategy", "__version__"]

@@ -1,9 +1,13 @@
-"""What a misspelt name may have been meant to be."""
+"""What a misspelt name may have been meant to be, and which extra brings a missing library."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib.util import find_spec
+
+APPS = ("sklearn", "scipy", "matplotlib")
+"""What the extra `apps` brings: all programs but dear-train need it, training does not."""
 
 
 def is_meant(name: str, names: Iterable[str]) -> str:
@@ -12,3 +16,18 @@ def is_meant(name: str, names: Iterable[str]) -> str:
     plain = "".join(filter(str.isalnum, name.lower()))
     close = get_close_matches(name, known, n=1) or get_close_matches(plain, known, n=1)
     return f" Is {close[0]!r} meant?" if close else ""
+
+
+def need(
+    what: str, *modules: str, extra: str = "apps", error: type[BaseException] = ModuleNotFoundError
+) -> None:
+    """Raise `error`, naming our extra, unless all `modules` are installed; imports none of them.
+
+    Args:
+        what: Who needs them, for the message.
+        *modules: Top-level names.
+        extra: Of ours, which installs them.
+        error: `SystemExit` ends a program with this one sentence.
+    """
+    if missing := [name for name in modules if find_spec(name) is None]:
+        raise error(f'{what} needs {", ".join(missing)}: pip install "lightning-dear[{extra}]"')

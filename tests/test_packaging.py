@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import subprocess
 import sys
 import sysconfig
@@ -11,10 +12,14 @@ from pathlib import Path
 
 import pytest
 
+import lightning_dear
+
 ROOT = Path(__file__).resolve().parents[1]
 
-LEFT_OUT = ("raw.csv", "blocks.csv", ".png")
-"""Ends of names: what recipes measured, block by block, and pictures."""
+LEFT_OUT = ("raw.csv", "blocks.csv", "model.json", ".png")
+"""Ends of names: what recipes measured, block by block and tensor by tensor, and pictures."""
+
+MAX_BYTES = 1_000_000
 
 pytestmark = pytest.mark.slow
 
@@ -100,3 +105,13 @@ def test_editable_install_copies_nothing(tmp_path: Path) -> None:
     assert not (site_packages / "lightning_dear").exists()
     paths = (site_packages / "_lightning_dear.pth").read_text().split()
     assert paths == [str(ROOT), str(ROOT / "lightning_dear/_plugins")]
+
+
+def test_wheel_is_small_and_names_no_address(wheel: Path) -> None:
+    assert wheel.stat().st_size <= MAX_BYTES
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (one for one in archive.namelist() if one.endswith(".dist-info/METADATA"))
+    metadata = email.message_from_bytes(archive.read(name))
+    assert metadata["Version"] == lightning_dear.__version__
+    assert metadata["Project-URL"] is None
+    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.metadata import version
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
-from lightning_dear.names import is_meant
+from lightning_dear import __version__
+from lightning_dear.names import APPS, is_meant, need
 from lightning_dear.paths import conf_dir
 from lightning_dear.studies.interrupts import INTERRUPTS, SIGNALS
 
@@ -40,7 +40,8 @@ class Program:
         module: What is imported for its jobs: each is `run_job(cfg, program)` of that module.
         what: Its help, without the groups of its config.
         shown_by: A module whose `show_again(folder)` makes the report of a folder again, if any.
-        hears: Whether a signal ends it in good order; without, the job sees to that.
+        trains: Whether Lightning's own training is the job: Lightning ends it at a signal then,
+            and it needs no extra.
         folder: Where the present job writes; set by the job.
     """
 
@@ -49,7 +50,7 @@ class Program:
     module: str
     what: str | None
     shown_by: str = ""
-    hears: bool = True
+    trains: bool = False
     folder: Path | None = None
     _is_first: bool = field(default_factory=lambda: _STARTED_VARIABLE not in os.environ)
 
@@ -61,9 +62,11 @@ class Program:
         elif {"-h", "--help"} & {*words}:
             print(self.help())
         elif "--version" in words:
-            print(f"{self.name} {version('lightning-dear')}")
+            print(f"{self.name} {__version__}")
         else:
-            heard = INTERRUPTS.call(self._end) if self.hears else nullcontext()
+            if not self.trains:
+                need(self.name, *APPS, error=SystemExit)
+            heard = nullcontext() if self.trains else INTERRUPTS.call(self._end)
             with heard, self._said_when_interrupted():
                 self._run()
 

@@ -22,7 +22,7 @@ def train() -> None:
     """
     module = "lightning_dear.apps.train.train"
     # Lightning itself ends a training at a signal.
-    Program("dear-train", "train", module, train.__doc__, hears=False).main()
+    Program("dear-train", "train", module, train.__doc__, trains=True).main()
 
 
 def bench() -> None:

@@ -18,6 +18,8 @@ _NUM_STEPS = 2
 class TimelineCallback(Callback):
     """Writes `timeline.json` (Chrome trace, opens in Perfetto) and `timeline.png` on rank 0.
 
+    The picture needs matplotlib, which the extra `apps` brings; without it a warning says so.
+
     Two steps in a row are recorded, so that the first one's all-gathers are seen beside the second
     one's forward. Recording costs some time, in those two steps alone. With the environment
     variable LIGHTNING_DEAR_TIMELINE=FOLDER each training under `strategy="dear"` has one, which
@@ -75,4 +77,7 @@ class TimelineCallback(Callback):
             directory = Path(self.dirpath or trainer.default_root_dir)
             directory.mkdir(parents=True, exist_ok=True)
             timeline.write_chrome_trace(directory / "timeline.json")
-            plot_timeline(timeline.spans, directory / "timeline.png")
+            try:
+                plot_timeline(timeline.spans, directory / "timeline.png")
+            except ModuleNotFoundError as error:
+                rank_zero_warn(f"{directory / 'timeline.json'} is written. {error}")

@@ -18,6 +18,7 @@ from statistics import NormalDist, mean, pstdev
 
 from typing_extensions import override
 
+from lightning_dear.names import need
 from lightning_dear.planning.fusion import SingleFusion, ThresholdFusion
 from lightning_dear.planning.plan import BucketPlan, distinct
 from lightning_dear.planning.predict import StepModel
@@ -196,6 +197,7 @@ class BayesianFusion(ThresholdFusion, StepModelPlanner):
     Raises:
         ValueError: If there are fewer than two trials, the caps are not 0 < min < max, or one to
             start with is not positive.
+        ModuleNotFoundError: If scikit-learn is missing, which the extra `apps` brings.
     """
 
     name = "bayesian"
@@ -213,6 +215,7 @@ class BayesianFusion(ThresholdFusion, StepModelPlanner):
     ) -> None:
         if num_trials < 2:
             raise ValueError(f"num_trials must be >= 2, got {num_trials}.")
+        need('fusion="bayesian"', "sklearn")
         if not 0 < min_cap_mb < max_cap_mb < math.inf:
             raise ValueError(
                 f"caps must be 0 < min_cap_mb < max_cap_mb, got {min_cap_mb} and {max_cap_mb}."

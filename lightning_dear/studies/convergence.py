@@ -31,7 +31,6 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
 
 from lightning_dear.studies.files import OTHER_FOLDER, Line, append_lines, read_lines
 from lightning_dear.studies.plot import BLUE, GREY, RED, picture
@@ -370,6 +369,8 @@ def paired_difference(worse_by: Sequence[float]) -> Difference:
         worse_by: One for each seed, at least 2 for an interval. Where one is not finite, so is
             nothing here: all three figures are inf.
     """
+    from scipy import stats
+
     if len(worse_by) < 2:
         return Difference()
     if not all(math.isfinite(one) for one in worse_by):

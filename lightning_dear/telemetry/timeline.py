@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_dear.names import need
 from lightning_dear.telemetry.clock import Clock, HostClock
 
 LANES = (
@@ -103,38 +104,27 @@ class Timeline:
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-_COLORS = {
-    "forward": "#4c78a8",
-    "backward": "#72b7b2",
-    "reduce_scatter": "#f58518",
-    "step": "#54a24b",
-    "all_gather": "#e45756",
-    "other": "#b279a2",
-    "wait": "#bab0ac",
-    "first_hop": "#9d755d",
-}
-_TITLES = {
-    "reduce_scatter": "reduce-scatter",
-    "all_gather": "all-gather",
-    "other": "flags, buffers",
-    "wait": "host waits",
-    "first_hop": "first hops",
-}
+# In the order of `LANES`.
+_COLORS = ("#4c78a8", "#72b7b2", "#f58518", "#54a24b", "#e45756", "#b279a2", "#bab0ac", "#9d755d")
+_TITLES = {"other": "flags, buffers", "wait": "host waits", "first_hop": "first hops"}
 
 _TITLE = "Two steps of strategy='dear' (on one host all-gathers may end before the next forward)"
 
 
 def plot_timeline(spans: Sequence[Span], path: Path) -> None:
-    """Writes a picture of `spans` to `path` (the suffix says which format), a row for each lane."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Writes a picture of `spans` to `path` (the suffix says which format), a row for each lane.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is missing, which the extra `apps` brings.
+    """
+    need(f"The picture {path.name}", "matplotlib")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     origin_s = min((span.start_s for span in spans), default=0.0)
     has_hops = any(span.lane == "first_hop" for span in spans)
-    lanes = [lane for lane in LANES if has_hops or lane != "first_hop"]
+    lanes = LANES if has_hops else LANES[:-1]
     for row, lane in enumerate(lanes):
         for number, span in enumerate(span for span in spans if span.lane == lane):
             # Collectives of several buckets are in flight at once: stagger them within the lane.
@@ -146,11 +136,13 @@ def plot_timeline(spans: Sequence[Span], path: Path) -> None:
                 left=(span.start_s - origin_s) * 1e3,
                 height=height * 0.9,
                 align="edge",
-                color=_COLORS[lane],
+                color=_COLORS[row],
                 edgecolor="white",
                 linewidth=0.3,
             )
-    axes.set_yticks(range(len(lanes)), [_TITLES.get(lane, lane) for lane in lanes])
+    axes.set_yticks(
+        range(len(lanes)), [_TITLES.get(lane, lane.replace("_", "-")) for lane in lanes]
+    )
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.grid(axis="x", alpha=0.3)

@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+from lightning_dear.names import need
 
 NUM_PIXELS = 8
 MAX_GREY = 16.0
@@ -100,12 +101,19 @@ class DigitsDataModule(SplitDataModule):
         test_size: Images held out for the test.
         split_seed: Seed of the split; apart from the run's seed, so that runs stay comparable.
         num_workers: Loader processes; the data lies in memory, so 0 is fastest.
+
+    Raises:
+        ModuleNotFoundError: If scikit-learn is missing, which the extra `apps` brings.
     """
 
     batch_size: int = 32
     val_size: int = 240
     test_size: int = 360
     split_seed: int = 0
+
+    def __post_init__(self) -> None:
+        need("data=digits", "sklearn")
+        super().__post_init__()
 
     def load(self) -> Sequence[TensorDataset]:
         """Return the images and their labels, int64."""
@@ -207,11 +215,14 @@ class ImageFolderDataModule(SplitDataModule):
                 f"{folder} does not exist: set data.root=... to a folder with train/<class>/ and "
                 "val/<class>/."
             )
-        transform = self._transform(is_augmented=split == "train")
-        return require("torchvision.datasets", "vision").ImageFolder(str(folder), transform)
+        need("data=imagenet", "torchvision", extra="vision")
+        from torchvision.datasets import ImageFolder
+
+        return ImageFolder(str(folder), self._transform(is_augmented=split == "train"))
 
     def _transform(self, is_augmented: bool) -> Any:
-        transforms = require("torchvision.transforms", "vision")
+        from torchvision import transforms
+
         size = self.image_size
         if is_augmented:
             crop = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
@@ -220,25 +231,6 @@ class ImageFolderDataModule(SplitDataModule):
             crop = [transforms.Resize(size * 8 // 7), transforms.CenterCrop(size)]
         tail = [transforms.ToTensor(), transforms.Normalize(*_IMAGENET_STATISTICS)]
         return transforms.Compose([*crop, *tail])
-
-
-def require(module: str, extra: str) -> Any:
-    """Import and return ``module``.
-
-    Args:
-        module: Dotted name.
-        extra: Our extra that installs it.
-
-    Raises:
-        ModuleNotFoundError: If it is not installed; the message names the extra.
-    """
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        package = module.partition(".")[0]
-        raise ModuleNotFoundError(
-            f'This job needs {package}: pip install "lightning-dear[{extra}]"', name=error.name
-        ) from error
 
 
 def windows_of(paths: list[Path], context_length: int) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lightning_dear.workloads.data import require
+from lightning_dear.names import need
 from lightning_dear.workloads.replay.profile import FOLDER, LayerProfile, ModelProfile
 from lightning_dear.workloads.replay.recording import owned_parameters, run_order
 
@@ -122,13 +123,18 @@ def profile_of(name: str, definition: Definition) -> ModelProfile:
     return ModelProfile(name, "flops", note, tuple(layers))
 
 
+def _required(module: str, extra: str) -> Any:
+    need(module, module.partition(".")[0], extra=extra)
+    return import_module(module)
+
+
 def _images(name: str, batch_size: int, image_size: int = 224) -> Definition:
     library = "timm" if name == "inception_v4" else "torchvision"
 
     def build() -> Any:
         if library == "timm":
-            return require("timm", "vision").create_model(name, num_classes=1000)
-        return require("torchvision.models", "vision").get_model(name, weights=None)
+            return _required("timm", "vision").create_model(name, num_classes=1000)
+        return _required("torchvision.models", "vision").get_model(name, weights=None)
 
     return Definition(
         build,
@@ -140,7 +146,7 @@ def _images(name: str, batch_size: int, image_size: int = 224) -> Definition:
 
 def _bert(width: int, depth: int, num_heads: int, batch_size: int, length: int = 64) -> Definition:
     def build() -> Any:
-        transformers = require("transformers", "text")
+        transformers = _required("transformers", "text")
         config = transformers.BertConfig(
             vocab_size=BERT_VOCABULARY,
             hidden_size=width,
@@ -187,7 +193,7 @@ def _mask_rcnn(batch_size: int = 2, height: int = 800, width: int = 1088) -> Def
     num_boxes, num_masks = 512, 128
 
     def build() -> Any:
-        detection = require("torchvision.models.detection", "vision")
+        detection = _required("torchvision.models.detection", "vision")
         return detection.maskrcnn_resnet50_fpn(weights=None, weights_backbone=None)
 
     def run(model: Any) -> None:

@@ -22,7 +22,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
-from scipy.optimize import isotonic_regression
 from typing_extensions import override
 
 from lightning_dear.apps import emulated, job, programs
@@ -204,6 +203,8 @@ def _link(costs: Sequence[LinkCost]) -> dict[str, float]:
 
 
 def _curve(times_s: Mapping[int, list[float]], world_size: int) -> dict[str, list[float]]:
+    from scipy.optimize import isotonic_regression
+
     sent = [sent_bytes(size, world_size) for size in times_s]
     # A longer message takes no less: where one did, both count as their mean.
     rising = isotonic_regression([median(repeats) for repeats in times_s.values()])

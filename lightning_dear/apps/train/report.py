@@ -8,11 +8,11 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Callback, Trainer
 from omegaconf import DictConfig
-from tabulate import tabulate
 from typing_extensions import override
 
 from lightning_dear.callbacks import DearMonitor
 from lightning_dear.emulation import emulated_rig
+from lightning_dear.studies import table as tables
 
 _TITLES = {"test_acc": "test accuracy", "test_bits_per_byte": "test bits per byte"}
 _NOT_MEASURED = "not measured"
@@ -74,7 +74,8 @@ def end_of_job(cfg: DictConfig, trainer: Trainer, metrics: Mapping[str, float]) 
 def jobs_end() -> None:
     """Prints a table over the jobs of a sweep, if there were several."""
     if len(_JOBS) > 1:
-        print(tabulate(_JOBS, headers="keys", disable_numparse=True))
+        cells = [[one.get(title, tables.MISSING) for title in _JOBS[0]] for one in _JOBS]
+        print(tables.format_table(list(_JOBS[0]), cells, tables.WIDTH))
 
 
 def rows(
@@ -104,7 +105,8 @@ def format_table(title: str, table: list[tuple[str, str]]) -> str:
 
     On emulated hosts the first line names them.
     """
-    text = tabulate(table, tablefmt="plain", colalign=("left", "right"), disable_numparse=True)
+    left, right = (max(map(len, column)) for column in zip(*table, strict=True))
+    text = "\n".join(f"{name:<{left}}  {value:>{right}}" for name, value in table)
     rule = "-" * max(len(title), *map(len, text.splitlines()))
     return "\n".join([*filter(None, [emulated_rig()]), rule, title, rule, text, rule])
 
