@@ -1,4 +1,4 @@
-"""What the README shows runs, and what it names exists."""
+"""What the README and the pages show runs, and what they name exists."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OPTIONS = (ROOT / "docs/options.md").read_text()
+OTHERS = [one for one in (ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md") if one.exists()]
+DOCS = [ROOT / "README.md", *OTHERS, *sorted((ROOT / "docs").glob("*.md"))]
 # What Lightning passes in, and the catch-all that refuses the rest.
 HOST_ARGUMENTS = {
     "accelerator",
@@ -57,13 +60,20 @@ def test_snippet_trains(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.ckpt"))
 
 
+def targets_named_in(file: Path) -> set[str]:
+    shell = "\n".join(blocks("sh", file.read_text()))
+    return set(re.findall(r"^make (?:[A-Z]+=\S+ )*([a-z-]+)", shell, re.MULTILINE))
+
+
 @pytest.mark.parametrize("file", DOCS, ids=lambda file: file.name)
 def test_make_targets_exist(file: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    shell = "\n".join(blocks("sh", file.read_text()))
-    named = set(re.findall(r"^make (?:[A-Z]+=\S+ )*([a-z-]+)", shell, re.MULTILINE))
-    assert named <= targets
-    assert file.name != "README.md" or {"train", "test", "test-all", "lint"} <= named
+    assert targets_named_in(file) <= targets
+
+
+def test_users_and_developers_are_told_of_their_targets() -> None:
+    assert "train" in targets_named_in(ROOT / "README.md")
+    assert {"test", "test-all", "lint"} <= set.union(*map(targets_named_in, DOCS))
 
 
 @pytest.mark.parametrize("file", DOCS, ids=lambda file: file.name)
@@ -95,7 +105,8 @@ def test_relative_links_lead_somewhere(file: Path) -> None:
 
 
 def test_file_tree_is_the_real_one() -> None:
-    (tree,) = (block for block in blocks("text") if block.startswith("lightning_dear/\n"))
+    (tree,) = blocks("text", (ROOT / "docs/layout.md").read_text())
+    assert tree.startswith("lightning_dear/\n")
     listed: set[Path] = set()
     for line in tree.splitlines():
         folder = ROOT / "lightning_dear" if line.startswith("  ") else ROOT
@@ -108,21 +119,28 @@ def test_file_tree_is_the_real_one() -> None:
     assert modules - listed == set()
 
 
-def test_option_table_is_the_constructor() -> None:
-    table = README[README.index("| option |") :].split("\n\n")[0]
-    rows = {cells[1]: cells[2] for row in table.splitlines()[2:] if (cells := row.split("|"))}
-    documented = {
-        name: default.strip(" `")
-        for names, default in rows.items()
-        for name in re.findall(r"`(\w+)`", names)
-    }
+def test_option_tables_are_the_constructor() -> None:
+    tables = re.findall(r"^\| option \|.*\n\|[-|]+\n((?:\|.*\n)+)", OPTIONS, re.MULTILINE)
+    rows = [row.split("|")[1:3] for table in tables for row in table.splitlines()]
+    documented = {name.strip(" `"): default.strip(" `") for name, default in rows}
+    assert len(documented) == len(rows)
     parameters = dict(inspect.signature(DearStrategy).parameters)
     assert parameters.keys() - documented.keys() == HOST_ARGUMENTS
+    assert documented.pop("timeout") == "10 minutes"
+    assert parameters["timeout"].default == timedelta(minutes=10)
     for name, default in documented.items():
-        if not default.startswith("as in"):
-            assert repr(parameters[name].default).replace("'", '"') == default, name
+        assert repr(parameters[name].default).replace("'", '"') == default, name
+
+
+def test_the_index_lists_every_page() -> None:
+    index = ROOT / "docs/index.md"
+    (listed,) = blocks(r"\{toctree\}", index.read_text())
+    pages = [line for line in listed.splitlines() if line and not line.startswith(":")]
+    assert len(pages) == len({*pages})
+    assert {one.stem for one in index.parent.glob("*.md")} - {"index"} <= {*pages}
+    files = {(index.parent / f"{page}.md").resolve() for page in pages if page != "api"}
+    assert [file for file in files if not file.exists()] == []
 
 
 def test_short_enough_to_be_read() -> None:
-    # The table and the picture of what it gains are 20 of them.
-    assert len(README.splitlines()) <= 160
+    assert len(README.splitlines()) <= 100

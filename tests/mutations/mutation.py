@@ -15,7 +15,7 @@ from tests.mutations.symbols import lines_of
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "lightning_dear"
 TIMEOUT_S = 300
-_COPIED = (PACKAGE, "conf", "recipes", "tests", "pyproject.toml", "README.md", "docs")
+_COPIED = (PACKAGE, "conf", "recipes", "tests", "examples", "pyproject.toml", "README.md", "docs")
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ OPTIONS = (
         run=partial(_construct, bucket_cap=4),
         message="does not take bucket_cap (unknown option; is bucket_cap_mb meant?)",
         why="it would be ignored",
-        instead="see the options in README",
+        instead="docs/options.md",
     ),
     row(
         name="BatchSizeFinder",
