@@ -218,14 +218,14 @@ OPTIMIZERS = (
     replace(_not_elementwise(torch.optim.SparseAdam), instead=ONE_BY_ONE),
     _not_elementwise(Lars, gather="parameters"),
     row(
-        name="any other optimizer that is not element-wise",
+        name="any other optimizer that is not element-wise, with gather=parameters",
         run=partial(_fit, partial(_of, HomeMadeLars), gather="parameters"),
         message="strategy='dear' cannot shard HomeMadeLars: a tensor of shape",
         why="found by a trial before training",
         instead=ELEMENTWISE,
     ),
     row(
-        name="Muon",
+        name="Muon with gather=parameters",
         run=partial(_fit, _muon, gather="parameters"),
         message="strategy='dear' cannot shard Muon",
         why=WHOLE,

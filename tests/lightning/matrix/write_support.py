@@ -27,8 +27,8 @@ Tests train every row with SGD (momentum) and AdamW on 1, 2 and 3 ranks (gloo, C
 and under `"ddp"`. They compare weights, averaged weights (EMA), losses and learning rates in every
 step:
 
-- On 1 and 2 ranks all bits are equal. Where a remark says *equal within*, that is the largest
-  relative distance, and [a number](#why-bits-differ) says why.
+- On 1 and 2 ranks all bits are equal, unless a remark says *equal within*: then that is the
+  largest relative distance, and [the number](#why-bits-differ) says why.
 - On 3 ranks sums have another order: ours goes by rank, DDP's round a ring. The relative distance
   is at most {SUM_ORDER.distance:.0e} in float64, and {THREE_RANKS:.0e} under "Precision".
 - Parameters that have not arrived read as NaN in these tests, so that no early read goes unseen.
