@@ -25,8 +25,7 @@ from tests.lightning.matrix.seen import Seen
 
 row = partial(Feature, section="Reading and writing weights")
 LEFTOVERS = (
-    "its extra epoch ends in a step without gradients, which changes nothing here;"
-    " DDP steps once more with those that the epoch before left behind"
+    "a step without gradients ends its extra epoch; DDP steps once more there, with old gradients"
 )
 HAS_AVERAGING = hasattr(lightning_callbacks, "EMAWeightAveraging")
 WeightAveraging: Any = getattr(lightning_callbacks, "WeightAveraging", Callback)
@@ -173,7 +172,6 @@ FEATURES = (
         num_batches=3,
         check=_is_pruned,
         apart=(Apart(SUM_ORDER.reason, THREE_RANKS, MOST),),
-        remark="rewinds to the first weights each time; under DDP its second rewinding finds the"
-        " copies trained along, since they share memory with the parameters",
+        remark="rewinds to the first weights every time; DDP only the first time",
     ),
 )

@@ -36,10 +36,7 @@ def _whole(optimizer: str) -> Any:
     return torch.compile(RowNet(optimizer), backend=BACKEND)
 
 
-REMARK = (
-    "all parameters are waited for before a compiled forward: only reduce-scatters overlap; the"
-    " first step, which is recorded, runs without the compiler"
-)
+REMARK = "only reduce-scatters overlap; the first step is not compiled"
 FEATURES = (
     row(name="torch.compile of the LightningModule", net=_whole, remark=REMARK),
     row(name="torch.compile of an inner module", net=_Inner, remark=REMARK),

@@ -79,15 +79,14 @@ DIFFERENT = (
     Different(
         "gradients kept over a step (no zero_grad)",
         _keep,
-        "a warning; what a step has used is forgotten, DDP would add the next gradients to it",
+        "the step forgets them, with a warning; DDP adds the next ones to them",
         "accumulate before the step",
     ),
     Different(
         ".grad and optimizer.state between a step and the next backward",
         _look,
-        "`.grad` is None and `optimizer.state` empty: every rank has its shards",
-        "`strategy.optimizer_state(optimizer, on_all_ranks=True)`, or a checkpoint; hooks for"
-        " gradients",
+        "`.grad` is None and `optimizer.state` is empty",
+        "hooks for gradients; `strategy.optimizer_state(optimizer, on_all_ranks=True)`",
     ),
     Different(
         "gradients_in_hooks=False",
@@ -98,7 +97,7 @@ DIFFERENT = (
     Different(
         "load_state_dict(assign=True) in mid-training",
         _assign,
-        "the assigned weights are trained on; under DDP the optimizer keeps the old ones",
+        "the assigned weights are trained; under DDP the old ones are",
         "nothing has to be done",
     ),
 )

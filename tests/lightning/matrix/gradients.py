@@ -20,7 +20,7 @@ from tests.lightning.matrix.rows import NORM_ORDER, Apart, Feature
 from tests.lightning.matrix.seen import Seen
 
 CLIP = 0.02
-GATHERED = "whole gradients are gathered for it: their bytes travel once more"
+GATHERED = "costs one more all-gather"
 row = partial(Feature, section="Gradients")
 
 
@@ -176,13 +176,13 @@ FEATURES = (
         name="configure_gradient_clipping",
         net=_ClippingHook,
         apart=(NORM_ORDER,),
-        remark="call `self.clip_gradients`, which knows the shards",
+        remark="call `self.clip_gradients`",
     ),
     row(
         name="logging the gradient norm",
         net=_NormLogger,
         apart=(Apart(NORM_ORDER.reason, NORM_ORDER.distance, series=("gradient norm",)),),
-        remark="`trainer.strategy.grad_norm()` in `on_before_optimizer_step`",
+        remark="call `trainer.strategy.grad_norm()` in `on_before_optimizer_step`",
     ),
     row(
         name="reading .grad in on_before_optimizer_step",

@@ -205,8 +205,7 @@ FEATURES = (
         name="register_post_accumulate_grad_hook that clips, at any time",
         net=_Hooked,
         check=_clipped,
-        remark="`.grad` is this rank's own gradient, as under DDP; that of other parameters may"
-        " be None already",
+        remark="`.grad` of other parameters may be None",
     ),
     row(
         name="register_post_accumulate_grad_hook while accumulating",
@@ -217,8 +216,7 @@ FEATURES = (
     row(
         name="register_hook, register_multi_grad_hook and hooks of AccumulateGrad, at any time",
         net=_HookedInAllWays,
-        remark="they see this rank's own gradient, as under DDP; what a hook of AccumulateGrad"
-        " changes counts, where DDP overwrites it if the hook came after the wrapping",
+        remark="what a hook of AccumulateGrad changes counts; DDP may overwrite it",
     ),
     row(
         name="register_post_accumulate_grad_hook that clears .grad",
@@ -226,16 +224,16 @@ FEATURES = (
         world_sizes=SEVERAL,
     ),
     row(
-        name="hooks before and behind the optimizer's step, own and common, at any time",
+        name="hooks before and after the optimizer's step, of one or of all, at any time",
         net=_StepHooked,
-        remark="`.grad` is None there, unless gradients accumulate, and a warning says so",
+        remark="`.grad` is None there, with a warning, unless gradients accumulate",
     ),
     row(
         name="a step's pre-hook that changes gradients while accumulating",
         net=_Scaling,
         trainer={"accumulate_grad_batches": 2},
         num_steps=3,
-        remark="they are this rank's own sums, as under DDP",
+        remark="it finds this rank's own sums, as under DDP",
     ),
     row(
         name="optimizer_step that calls the closure first, and clips in between and in a pre-hook",

@@ -87,7 +87,7 @@ FEATURES = (
         trainer={"val_check_interval": 2, "num_sanity_val_steps": 2, "limit_val_batches": 2},
     ),
     row(
-        name="validate, test and predict behind a fit",
+        name="validate, test and predict after a fit",
         net=_Evaluated,
         drive=_fit_then("validate", "test", "predict"),
     ),

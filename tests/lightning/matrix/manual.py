@@ -17,7 +17,7 @@ from tests.training.models import optimizer_for
 
 row = partial(Feature, section="Optimisation")
 TWICE = Apart(
-    "DDP averages after every backward, ours once before the step: another order of summation",
+    "DDP averages after every backward, `dear` once before the step: another order of summation",
     2e-5,
     SEVERAL,
 )
@@ -224,7 +224,7 @@ FEATURES = (
         name="two backwards before one step, the last one marked",
         net=_Marked,
         apart=(TWICE,),
-        remark="`with self.trainer.strategy.last_backward():` lets its communication overlap",
+        remark="`with self.trainer.strategy.last_backward():` lets it overlap",
     ),
     row(name="one backward, marked as the last", net=_MarkedOnce),
     row(name="a backward without a step", net=_WithoutStep, apart=(TWICE,), num_steps=3),
@@ -258,7 +258,7 @@ FEATURES = (
     row(
         name="two optimizers that share modules",
         net=_Shared,
-        remark="weights in one, biases in the other; each has buckets of its own",
+        remark="weights in one, biases in the other",
     ),
     row(name="two optimizers, each clipped", net=_SharedClipping, apart=(NORM_ORDER,)),
 )

@@ -193,7 +193,7 @@ FEATURES = (
         num_batches=3,
         reference="single",
         check=_joined,
-        remark="compared with one process: DDP never averages parameters that join later",
+        remark="compared with one process: DDP does not average parameters that join later",
     ),
     row(name="parameters of the LightningModule itself", net=_Owner),
     row(name="functional use (F.linear with a layer's weight)", net=_odd("functional")),
@@ -201,14 +201,13 @@ FEATURES = (
     row(
         name="parts in TorchScript",
         net=_net(models.InTorchScript),
-        remark="their parameters arrive at the end of the step, since reads in TorchScript cannot"
-        " be made to wait; the rest overlaps with forward",
+        remark="their parameters arrive at the end of the step; the rest overlaps",
     ),
     row(name="parametrizations (weight_norm, orthogonal)", net=_net(models.Parametrized)),
     row(
         name="modules exchanged in mid-training for others with the same parameters",
         net=_Exchanged,
-        remark="before the first forward after it all parameters are waited for",
+        remark="the next forward waits for all parameters",
     ),
     row(name="a module called several times", net=_odd("called_twice")),
     row(
@@ -223,7 +222,7 @@ FEATURES = (
         name="BatchNorm buffers",
         net=conv,
         data="conv",
-        remark="follow rank 0 at the end of a step; under DDP with the next forward",
+        remark="follow rank 0 at the end of a step, not with the next forward",
     ),
     row(
         name="BatchNorm in validation",
@@ -235,7 +234,7 @@ FEATURES = (
         name="SyncBatchNorm",
         net=_net(models.Normed),
         plugins=_layer_sync,
-        remark="tested with a LayerSync plug-in of our own, since torch's layer needs a GPU",
+        remark="tested with a stand-in: torch's layer needs a GPU",
     ),
     row(name="modules registered in another order", net=_odd("registered_backwards")),
     row(name="MultiheadAttention", net=_odd("attention")),

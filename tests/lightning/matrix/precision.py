@@ -130,7 +130,7 @@ FEATURES = (
         plugins=_grad_scaler,
         check=_skipped,
         apart=(AT_THREE_RANKS,),
-        remark="the step is skipped on all ranks, the scale agrees",
+        remark="all ranks skip the step",
     ),
     row(
         name="GradScaler and clipping by norm",
@@ -165,8 +165,7 @@ FEATURES = (
         trainer={"precision": "bf16-true"},
         reference_net=_Masters,
         check=partial(_is_half, dtype=torch.bfloat16),
-        remark="compared with float32 copies that take the steps: DDP steps on 16-bit weights,"
-        " and loses small updates",
+        remark="compared with float32 weights; DDP steps 16-bit ones and loses small updates",
     ),
     row(
         name="precision 16-true",
@@ -174,6 +173,6 @@ FEATURES = (
         trainer={"precision": "16-true"},
         reference_net=_Masters,
         check=partial(_is_half, dtype=torch.float16),
-        remark="compared as bf16-true; gradients can underflow, for which 16-mixed has a scaler",
+        remark="as bf16-true; gradients can underflow, so prefer 16-mixed",
     ),
 )

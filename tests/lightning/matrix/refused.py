@@ -20,7 +20,7 @@ from tests.lightning.matrix.refused_models import OPTIMIZERS, UntouchedNet, sgd
 from tests.lightning.matrix.rows import Refused
 from tests.lightning.nets import Net
 
-NO_DDP = "leave it out; there is no DistributedDataParallel to pass it to"
+NO_DDP = "leave it out"
 row = partial(Refused, section="Options")
 plugin = partial(Refused, section="Precision")
 checkpointing = partial(Refused, section="Checkpoints")
@@ -82,15 +82,15 @@ OPTIONS = (
         name="unknown fusion",
         run=partial(_construct, fusion="thresh"),
         message="Unknown fusion 'thresh'; valid names: threshold, none, single",
-        why="as above",
+        why="a wrong name would train without it",
         instead="one of the names in the message",
     ),
     row(
         name="unknown gather",
         run=partial(_construct, gather="weights"),
         message="Unknown gather 'weights'; valid names: parameters, gradients",
-        why="as above",
-        instead='`gather="parameters"`',
+        why="a wrong name would train without it",
+        instead="one of the names in the message",
     ),
     *(
         row(
@@ -107,11 +107,11 @@ OPTIONS = (
         run=partial(_construct, fusion="single", bucket_cap_mb=4),
         message="bucket_cap_mb=4 has no effect with fusion=",
         why="it would be ignored",
-        instead="leave one of both out",
+        instead="leave out one of the two",
     ),
     _ddp_option("ddp_comm_hook", print, "it hooks DistributedDataParallel", "`compressor=`"),
-    _ddp_option("static_graph", True, "the order of execution is recorded in any case"),
-    _ddp_option("gradient_as_bucket_view", True, "gradients always lie in the buckets"),
+    _ddp_option("static_graph", True, "the first step is always recorded"),
+    _ddp_option("gradient_as_bucket_view", True, "gradients always lie in buckets"),
     _ddp_option("model_averaging_period", 4, "weights are equal on all ranks after every step"),
     row(
         name="unknown option",
@@ -124,7 +124,7 @@ OPTIONS = (
         name="BatchSizeFinder",
         run=_fit_with_batch_size_finder,
         message="The Batch size finder is not supported with distributed strategies.",
-        why="Lightning itself refuses it under every distributed strategy",
+        why="Lightning refuses it under every distributed strategy",
         instead="search on one device",
         error="MisconfigurationException",
     ),
@@ -161,13 +161,13 @@ CHECKPOINTS = (
         run=_fit_folders_with_plugin,
         message="save_distributed_checkpoint=True writes folders itself",
         why="the plug-in would not be used",
-        instead="leave one of both out",
+        instead="leave out one of the two",
     ),
     checkpointing(
         name="a checkpoint of an unknown format",
         run=partial(_load_format, 99),
         message="The checkpoint has lightning_dear format 99; this version reads",
-        why="a newer version may have written what this one reads wrongly",
+        why="a newer version may have written it",
         instead="upgrade lightning-dear",
     ),
 )
@@ -177,14 +177,14 @@ PRECISIONS = (
         name="a fused optimizer with GradScaler",
         run=_fit_fused_with_scaler,
         message="unscales gradients itself",
-        why="it would see an overflow in its own shard alone",
+        why="each rank would see overflows of its own shard alone",
         instead="`fused=False`",
     ),
     plugin(
         name="TransformerEngine (FP8)",
         run=partial(_fit_with_plugin, TransformerEnginePrecision),
         message="TransformerEnginePrecision",
-        why="its layers cache casts of weights that a gather would change behind them",
+        why="its layers keep casts of weights, which would go stale",
         instead="`bf16-mixed` or `bf16-true`",
     ),
     plugin(
@@ -196,4 +196,4 @@ PRECISIONS = (
     ),
 )
 
-REFUSED_ROWS = (*OPTIONS, *CHECKPOINTS, *PRECISIONS, *OPTIMIZERS)
+REFUSED_ROWS = (*OPTIMIZERS, *PRECISIONS, *CHECKPOINTS, *OPTIONS)

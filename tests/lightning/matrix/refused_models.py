@@ -19,11 +19,9 @@ from tests.lightning.nets import Net
 from tests.optimizers.strangers import Global, Lookahead
 
 row = partial(Refused, section="Optimizers and models")
-WHOLE = "its update of an element depends on other elements of the tensor"
-ELEMENTWISE = (
-    "`gather='gradients'`, an element-wise optimizer (SGD, Adam, AdamW, ...), or `strategy='ddp'`"
-)
-ONE_BY_ONE = "an element-wise optimizer (SGD, Adam, AdamW, ...), or `strategy='ddp'`"
+WHOLE = "an element's update depends on others of the tensor"
+ELEMENTWISE = '`gather="gradients"`'
+ONE_BY_ONE = 'an element-wise one (SGD, AdamW, ...), or `strategy="ddp"`'
 
 
 class Lars(Optimizer):
@@ -220,14 +218,14 @@ OPTIMIZERS = (
     replace(_not_elementwise(torch.optim.SparseAdam), instead=ONE_BY_ONE),
     _not_elementwise(Lars, gather="parameters"),
     row(
-        name="any other optimizer that is not element-wise",
+        name="any other optimizer that is not element-wise, with gather=parameters",
         run=partial(_fit, partial(_of, HomeMadeLars), gather="parameters"),
         message="strategy='dear' cannot shard HomeMadeLars: a tensor of shape",
-        why="found by stepping a matrix whole and in two parts",
+        why="found by a trial before training",
         instead=ELEMENTWISE,
     ),
     row(
-        name="Muon",
+        name="Muon with gather=parameters",
         run=partial(_fit, _muon, gather="parameters"),
         message="strategy='dear' cannot shard Muon",
         why=WHOLE,
@@ -238,14 +236,14 @@ OPTIMIZERS = (
         name="an optimizer that wraps another",
         run=partial(_fit, _wrapped),
         message="strategy='dear' does not support Lookahead, which wraps another optimizer",
-        why="what the inner one steps, and its state, would be out of sight",
-        instead="the inner one by itself, or `strategy='ddp'`",
+        why="the inner one's state would be out of sight",
+        instead='the inner one alone, or `strategy="ddp"`',
     ),
     row(
         name="an optimizer that couples tensors",
         run=partial(_fit, partial(_of, partial(Global, lr=0.1))),
         message="And gather='gradients' is no way out",
-        why="found by stepping tensors together and one by one",
+        why="found by a trial before training",
         instead=ONE_BY_ONE,
     ),
     row(
@@ -288,15 +286,14 @@ OPTIMIZERS = (
         name="two parameters over the same memory",
         run=_fit_in_one_memory,
         message="'net.layers.2.weight' and 'net.layers.2.bias' are two tensors in the same memory",
-        why="each would be moved into another place",
+        why="each would be moved to a place of its own",
         instead="assign the Parameter itself",
     ),
     row(
         name="training what `_ddp_params_and_buffers_to_ignore` names",
         run=_fit_ignored,
         message="'net.layers.2.weight' stands in _ddp_params_and_buffers_to_ignore, and SGD trains",
-        why="weights are equal on all ranks after every step; buffers and frozen parameters may be"
-        " named there",
+        why="weights are equal on all ranks; buffers and frozen parameters may be named",
         instead="freeze it, or take its name out",
     ),
     row(
@@ -311,7 +308,7 @@ OPTIMIZERS = (
         run=_fit_complex,
         message="compressor='int8' encodes real numbers, and 'net.phases' is of torch.complex64",
         why="a codec reads real numbers",
-        instead="two real parameters, or `compressor='none'`",
+        instead='two real parameters, or `compressor="none"`',
     ),
     row(
         name="sparse gradients",
@@ -332,8 +329,8 @@ OPTIMIZERS = (
         name="ranks with another number of parameters",
         run=partial(_fit_different, "number"),
         message="Ranks hold different models: rank 0 has no more tensors, rank 1 has",
-        why="as above",
-        instead="as above",
+        why="their buckets would not fit",
+        instead="build the same model on every rank",
     ),
     row(
         name="ranks with another learning rate",
@@ -346,8 +343,8 @@ OPTIMIZERS = (
         name="ranks that step with another learning rate, or another option",
         run=partial(_fit_net, partial(_DriftingNet, sgd)),
         message="Ranks step with other options: SGD 0, parameter group 0: lr is 0.1 on rank 0 and",
-        why="as above; it is noticed in the step",
-        instead="a metric that all ranks share for schedules: `self.log(..., sync_dist=True)`",
+        why="each rank steps a part of the model; found in the step",
+        instead="one metric for schedules: `self.log(..., sync_dist=True)`",
     ),
     row(
         name="a step of another optimizer than those that are trained with",
@@ -362,14 +359,14 @@ OPTIMIZERS = (
         run=partial(_fit_net, _HastyNet),
         message="trainer.optimizers was assigned in the midst of a fit, and strategy='dear' trains",
         why="buckets and state belong to the first ones",
-        instead="return all of them from `configure_optimizers`, or begin another fit",
+        instead="return all from `configure_optimizers`, or begin another fit",
         error="RuntimeError",
     ),
     row(
         name="ranks with another optimizer",
         run=partial(_fit_different, "optimizer"),
         message="parameter(s) that are not the module's",
-        why="as above",
-        instead="as above",
+        why="each rank steps a part of the model",
+        instead="set up the same on all ranks",
     ),
 )

@@ -62,7 +62,7 @@ THREE_RANKS = 1e-2
 """In place of `SUM_ORDER`'s distance where a row fixes its precision."""
 
 NORM_ORDER = Apart(
-    "the norm is summed up over shards, not over whole tensors: another order of summation", 2e-6
+    "the norm is summed over shards, not over whole tensors: another order of summation", 2e-6
 )
 
 

@@ -14,46 +14,54 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "support.md"
 HEAD = f"""\
 # What works under `strategy="dear"`
 
-Generated from the rows of the tests by `python -m tests.lightning.matrix.write_support`; a test
-compares it with them.
+Search this page for what you use: a callback, a hook, a kind of layer. There are four answers:
 
-Every feature below is trained with SGD (momentum) and with AdamW, on 1, 2 and 3 ranks (gloo, CPU),
-under `"dear"` and under `"ddp"`. In every step the weights that a user's callback sees in
-`on_train_batch_end`, averaged (EMA) weights, losses and learning rates are compared: **equal bit
-for bit on 1 and 2 ranks**, if no remark says otherwise. On 3 ranks a sum depends on its order (ours
-is by rank, DDP's goes round a ring): there the relative distance is at most
-{SUM_ORDER.distance:.0e} in float64, {THREE_RANKS:.0e} in the precisions under "Precision". Under
-`"dear"` all ranks hold the same bits after every step. Then the same is trained once more with
-nobody reading weights. Parameters that are still being gathered read as NaN in all of this, so that
-an early read cannot go unseen.
+- [Works](#works): the weights are those of `"ddp"`, in every step.
+- [Refused](#refused): an error names the remedy.
+- [Different from DDP](#different-from-ddp): it works, but not in the same way.
+- [Cannot be caught](#cannot-be-caught): it may go wrong, and no error says so.
 
-Checkpoints: `"dear"` on P ranks goes on as `"dear"` on Q ranks for P and Q in 1, 2, 3, as `"ddp"`
-and on one device, and the other way round, in mid-epoch too; bit for bit where the number of ranks
-is the same.
+## Works
+
+Tests train every row with SGD (momentum) and AdamW on 1, 2 and 3 ranks (gloo, CPU), under `"dear"`
+and under `"ddp"`. They compare weights, averaged weights (EMA), losses and learning rates in every
+step:
+
+- On 1 and 2 ranks all bits are equal, unless a remark says *equal within*: then that is the
+  largest relative distance, and [the number](#why-bits-differ) says why.
+- On 3 ranks sums have another order: ours goes by rank, DDP's round a ring. The relative distance
+  is at most {SUM_ORDER.distance:.0e} in float64, and {THREE_RANKS:.0e} under "Precision".
+- Parameters that have not arrived read as NaN in these tests, so that no early read goes unseen.
+
+Checkpoints go between `"dear"` on 1, 2 or 3 ranks, `"ddp"` and one device, in every direction and
+in mid-epoch. On as many ranks as before, `"dear"` goes on bit for bit.
+"""
+REFUSED_HEAD = """\
+## Refused
+
+Every rank raises the same error: before training, where it can be known by then.
+"""
+FOOT = """\
+This page is made by `python -m tests.lightning.matrix.write_support`.
 """
 
 
 def page() -> str:
     """The whole page."""
-    plain = [one for one in FEATURES.values() if not _remark(one)]
-    remarked = [one for one in FEATURES.values() if _remark(one)]
-    parts = [HEAD, "## Works\n"]
-    for title, features in _sections(plain):
-        parts.append(f"### {title}\n\n" + "\n".join(f"- {one.name}" for one in features) + "\n")
-    parts.append("## Works, with a remark\n")
-    for title, features in _sections(remarked):
+    parts = [HEAD]
+    for title, features in _sections(FEATURES.values()):
         rows = [(one.name, _remark(one)) for one in features]
         parts.append(f"### {title}\n\n" + _table(("feature", "remark"), rows))
-    parts.append("Why not by the bit:\n")
+    parts.append("### Why bits differ\n")
     parts.append("".join(f"{n}. {reason}\n" for n, reason in enumerate(_reasons(), start=1)))
-    parts.append(
-        "## Refused\n\nOn every rank alike, before training starts where it can be known by then.\n"
-    )
+    parts.append(REFUSED_HEAD)
     for title, refused in _sections(REFUSED.values()):
-        rows = [(one.name, one.why, one.instead) for one in refused]
-        parts.append(f"### {title}\n\n" + _table(("what", "why", "instead"), rows))
+        cells = [(one.name, one.why, one.instead) for one in refused]
+        parts.append(f"### {title}\n\n" + _table(("what", "why", "instead"), cells))
     parts.append("## Different from DDP\n\n" + _notes(DIFFERENT))
+    parts.append("More of it: [how it works](how_it_works.md#what-is-different-from-ddp).\n")
     parts.append("## Cannot be caught\n\n" + _notes(UNCAUGHT))
+    parts.append(FOOT)
     return "\n".join(parts)
 
 
