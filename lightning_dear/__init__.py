@@ -1,4 +1,4 @@
-"""DeAR for PyTorch Lightning: `Trainer(strategy="dear")` after `import lightning_dear`.
+"""Trains with DeAR under Lightning: `Trainer(strategy="dear")` after `import lightning_dear`.
 
 For a Trainer of `lightning.pytorch` or of `pytorch_lightning`, imported before or after this
 package, which by itself imports neither. `DearStrategy` is the class for `lightning.pytorch` (for

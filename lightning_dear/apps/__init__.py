@@ -1,1 +1,1 @@
-"""Command lines: thin Hydra entry points."""
+"""Holds the command lines: thin Hydra entry points."""

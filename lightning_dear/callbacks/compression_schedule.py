@@ -18,7 +18,7 @@ from lightning_dear.planning import BayesianFusion, FusionPlanner
 
 
 class CompressionSchedule(Callback):
-    """Dense steps first, densities by step, and other compressors for some parameters.
+    """Schedules dense steps first, densities by step, and other compressors by parameter.
 
     `DearStrategy(compressor=..., compression_schedule=...)` puts it among the trainer's callbacks.
     Steps are the trainer's `global_step`, which counts those of all optimizers, so that a resumed
@@ -110,7 +110,7 @@ class CompressionSchedule(Callback):
             )
 
     def codec_at(self, codec: Compressor, step: int) -> Compressor:
-        """What encodes optimizer step `step`, counted from 0."""
+        """Returns what encodes optimizer step `step`, counted from 0."""
         if step < self._dense_steps:
             return Fp32()
         place = bisect_right(list(self._densities), step)

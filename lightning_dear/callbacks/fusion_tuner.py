@@ -39,17 +39,17 @@ class FusionTuner(Callback):
 
     @property
     def plan(self) -> BucketPlan | None:
-        """What was found in this fit; None until then."""
+        """Returns the plan that was found in this fit; None until then."""
         return None if self._tuning is None else self._tuning.plan
 
     @property
     def reason(self) -> str:
-        """What the search said of that plan; empty until then."""
+        """Returns what the search said of that plan; empty until then."""
         return "" if self._tuning is None else self._tuning.reason
 
     @property
     def is_searching(self) -> bool:
-        """Whether the search has begun and not ended."""
+        """Tells whether the search has begun and not ended."""
         return self._tuning is not None and self._tuning.is_searching
 
     @override
@@ -108,7 +108,7 @@ class FusionTuner(Callback):
 
 
 def option_of(planner: FusionPlanner) -> str:
-    """What a user has written to get `planner`, for messages."""
+    """Returns what a user has written to get `planner`, for messages."""
     return f"fusion={getattr(planner, 'name', type(planner).__name__)!r}"
 
 

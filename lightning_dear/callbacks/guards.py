@@ -89,7 +89,7 @@ class CompletionGuard(Callback):
     def reader_of(
         self, hook: str, callbacks: list[Callback], module: LightningModule
     ) -> str | None:
-        """The class of the first of `callbacks` and `module` that may read weights in `hook`."""
+        """Returns the class of the first of `callbacks` and `module` that may read weights."""
         # Looked for once only, but anew where a callback has been added in the midst of a fit.
         key = hook, tuple(id(callback) for callback in callbacks)
         if key not in self._readers:
@@ -125,7 +125,7 @@ class CompletionGuard(Callback):
 
 
 def gradient_readers(owners: Iterable[Callback | LightningModule]) -> dict[str, list[str]]:
-    """Hook -> names of the classes that override it, for hooks that may look at `.grad`."""
+    """Returns hook -> names of the classes that override it, for hooks that may see `.grad`."""
     readers: dict[str, list[str]] = {}
     for owner in owners:
         # Ours stands in front of those that read.

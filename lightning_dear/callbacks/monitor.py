@@ -98,7 +98,7 @@ class DearMonitor(Callback):
             self._steps.setdefault(name, []).append(value)
 
     def summary(self) -> dict[str, float]:
-        """Medians over the steps after the first few: `step_s`, `exposed_s`, `wire_bytes`, ..."""
+        """Returns medians over the steps after the first few: `step_s`, `exposed_s`, ..."""
         return {
             name: median(values[_NUM_WARM_UP_STEPS:] or values)
             for name, values in self._steps.items()

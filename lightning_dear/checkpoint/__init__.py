@@ -1,1 +1,1 @@
-"""What a checkpoint holds: whole in a file, or in pieces in a folder."""
+"""Writes and reads checkpoints: whole in a file, or in pieces in a folder."""

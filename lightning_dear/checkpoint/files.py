@@ -33,7 +33,7 @@ METADATA_FILE = ".metadata"
 
 
 class CheckpointError(ValueError):
-    """What is wrong with a checkpoint, in words for people, on one line whatever a file says."""
+    """Says what is wrong with a checkpoint, in words for people, on one line."""
 
     def __init__(self, said: str) -> None:
         super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in said))
@@ -124,7 +124,7 @@ def naming(path: Path) -> Generator[None, None, None]:
 
 
 def beside(path: str | Path, what: str) -> Path:
-    """A name in the same folder that depends on `path`, and has none of its letters in it.
+    """Returns a name in the same folder that depends on `path` and has none of its letters.
 
     Lightning takes whatever has "last" in its name for a last checkpoint.
     """
@@ -144,7 +144,7 @@ def delete(path: Path) -> None:
 
 
 def read(path: str | Path, load: Callable[[], Any], *, check_digests: bool) -> dict[str, Any]:
-    """The dict that `load` makes of the file or folder `path`.
+    """Returns the dict that `load` makes of the file or folder `path`.
 
     Args:
         path: To be named with whatever `load` raises, in one sentence.

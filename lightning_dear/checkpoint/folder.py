@@ -65,7 +65,7 @@ def save(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
 def load(
     path: str | Path, *, weights_only: bool | None = None, check_digests: bool = True
 ) -> dict[str, Any]:
-    """The ordinary checkpoint dict again, with whole tensors on the CPU. Local: no collective.
+    """Returns the ordinary checkpoint dict, with whole tensors on the CPU. Local.
 
     Any process may call, in any world or in none. Needs memory for the result and two chunks.
 
@@ -108,7 +108,7 @@ def load(
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether `load` is what reads `path`: it is a folder, or was just being replaced."""
+    """Tells whether `load` reads `path`: it is a folder, or was just being replaced."""
     path = Path(path)
     return path.is_dir() or (not path.exists() and files.beside(path, "replaced").is_dir())
 
@@ -177,7 +177,7 @@ def _local(path: str | Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command: a checkpoint folder to an ordinary checkpoint file."""
+    """Runs the command: it turns a checkpoint folder into an ordinary checkpoint file."""
     parser = argparse.ArgumentParser(
         prog="python -m lightning_dear.checkpoint.folder",
         description="Make an ordinary checkpoint file of a checkpoint folder.",

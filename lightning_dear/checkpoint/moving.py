@@ -29,7 +29,7 @@ Extents = list[tuple[int, list[tuple[int, int]], list[tuple[int, int]]]]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Where consecutive elements of a tensor shall go.
+    """Says where consecutive elements of a tensor shall go.
 
     Attributes:
         start: Number of the first one.
@@ -43,13 +43,13 @@ class Wanted:
 
     @cached_property
     def values(self) -> Tensor:
-        """The room."""
+        """Returns the room."""
         return self.make()
 
 
 @dataclass
 class Item:
-    """One tensor of which ranks have, and want, other parts.
+    """Describes one tensor of which ranks have, and want, other parts.
 
     Attributes:
         dtype: The same on all ranks.
@@ -180,5 +180,5 @@ def _exchange(
 
 
 def as_storage(tensor: Tensor) -> Tensor:
-    """A tensor without gaps as 1-D, in the order of its storage; a view."""
+    """Returns a tensor without gaps as 1-D, in the order of its storage; a view."""
     return tensor.as_strided((tensor.numel(),), (1,))

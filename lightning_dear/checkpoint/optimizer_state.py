@@ -29,14 +29,14 @@ _WHOLE = -1
 
 @dataclass(frozen=True)
 class Scalar:
-    """A tensor that all ranks have alike (`step`), on the CPU, and whether it came from there."""
+    """Holds a tensor that all ranks have alike (`step`), and whether it came from the CPU."""
 
     value: Tensor
     is_on_cpu: bool
 
 
 class ShardedState(dict[str, Any]):
-    """`optimizer.state_dict()` in which tensors on the meta device stand for sharded ones.
+    """Holds `optimizer.state_dict()`, with meta tensors in place of sharded ones.
 
     It can be looked at like the ordinary one, but only `folder.save` can write it.
 
@@ -89,7 +89,7 @@ def check_class(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def spread_state(sharded: OptimizerShards, collectives: Collectives) -> SpreadState:
-    """The state as it lies. Collective, blocks; moves descriptions, no state.
+    """Returns the state as it lies. Collective, blocks; moves descriptions, no state.
 
     The chunks are views of the state that the optimizer works on, but for what a plan has left.
     """
@@ -120,7 +120,7 @@ def spread_state(sharded: OptimizerShards, collectives: Collectives) -> SpreadSt
 
 
 def sharded_state(sharded: OptimizerShards, collectives: Collectives) -> ShardedState:
-    """`spread_state` by the numbers of parameters: save before the next step."""
+    """Returns `spread_state` by the numbers of parameters: save before the next step."""
     spread = spread_state(sharded, collectives)
     parameters = sharded.shards.parameters or list(spread.entries)
     return ShardedState(packed(sharded.optimizer, spread.entries), spread.chunks, parameters)
@@ -130,7 +130,7 @@ def sharded_state(sharded: OptimizerShards, collectives: Collectives) -> Sharded
 def gathered(
     state: ShardedState, collectives: Collectives, device: torch.device, *, on_rank_0: bool
 ) -> dict[str, Any]:
-    """`state` with whole tensors, on the CPU, where it was sharded. Collective, blocks.
+    """Returns `state` with whole tensors, on the CPU, where sharded. Collective, blocks.
 
     Args:
         state: What `sharded_state` returns.
@@ -243,7 +243,7 @@ def _wanted(key: str, value: Any, piece: Piece, own: dict[str, Any]) -> list[Wan
 
 
 def packed(optimizer: Optimizer, state: Mapping[Parameter, Any]) -> dict[str, Any]:
-    """`optimizer.state_dict()` as if it had `state` too, by parameter number; its own wins."""
+    """Returns `optimizer.state_dict()` with `state` added, by number; its own wins."""
     # torch numbers parameters inside `state_dict` alone, so that it is lent the state.
     whole: dict[Any, Any] = dict(optimizer.state)
     # What somebody has put there since the state was left wins.

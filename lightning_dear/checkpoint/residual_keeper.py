@@ -161,7 +161,7 @@ class ResidualKeeper:
 
     @torch.no_grad()
     def taken(self, through: Collectives | None = None, rows: Rows | None = None) -> Residuals:
-        """Copies of all parameters', in buckets, none of which may be pending, and not in buckets.
+        """Returns copies of all residuals, in buckets and not; no bucket may be pending.
 
         Collective, blocks; through the keeper's own collectives if no others are given, and as the
         keeper has them, or as one with other `rows`.
@@ -247,7 +247,7 @@ class ResidualKeeper:
     # --- into and out of state dicts ------------------------------------------------------------
 
     def add_to_sharded(self, state: ShardedState) -> ShardedState:
-        """`state` with this rank's chunks of all residuals, if there are any. Local.
+        """Returns `state` with this rank's chunks of all residuals, if there are any. Local.
 
         And whose it is; mutated.
         """

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass
 class Residuals:
-    """What lies here, whole parameters each, whatever bucket they are in, or none.
+    """Holds what lies here, whole parameters each, whatever bucket they are in, or none.
 
     Attributes:
         kept: Kind -> parameter -> numbers. Of "worker": this rank's own, or what the ranks of its
@@ -67,15 +67,15 @@ class Residuals:
 
     @property
     def is_of_nothing(self) -> bool:
-        """Whether no parameter has anything here."""
+        """Tells whether no parameter has anything here."""
         return not any(own for kind, own in self.kept.items() if kind != STEERING)
 
     def get(self, kind: Kind, parameter: Tensor) -> Tensor | None:
-        """What a parameter has of a kind, if anything."""
+        """Returns what a parameter has of a kind, if anything."""
         return self.kept.get(kind, {}).get(parameter)
 
     def of(self, belongs: Callable[[Tensor], bool]) -> Residuals:
-        """What parameters have for which `belongs` holds, the counts and the seed.
+        """Returns what parameters have for which `belongs` holds, the counts and the seed.
 
         Tensors are shared.
         """
@@ -87,7 +87,7 @@ class Residuals:
         return replace(self, kept=kept, rates=own(self.rates), counts=dict(self.counts))
 
     def joined(self, other: Residuals) -> Residuals:
-        """This and what `other` has besides; tensors are shared."""
+        """Returns this and what `other` has besides; tensors are shared."""
         return Residuals(
             {
                 kind: {**other.kept.get(kind, {}), **self.kept.get(kind, {})}
@@ -101,7 +101,7 @@ class Residuals:
 
 @dataclass(frozen=True)
 class Rows:
-    """Who has which row in a state dict.
+    """Says who has which row in a state dict.
 
     Attributes:
         rank: This one.
@@ -115,7 +115,7 @@ class Rows:
     together: int = 1
 
     def of(self, kind: Kind) -> tuple[int, int]:
-        """(number of this rank's row, number of rows)."""
+        """Returns (number of this rank's row, number of rows)."""
         together = self.together if kind[0] == "worker" else 1
         return self.rank // together, self.world_size // together
 
@@ -127,7 +127,7 @@ Part = tuple[Kind, Tensor, Chunk]
 def sharded(
     parts: Iterable[Part], whole: Residuals, number_of: Mapping[Tensor, int], rows: Rows
 ) -> tuple[dict[str, Any], list[tuple[Tensor, list[Chunk]]]]:
-    """Residuals as they stand in a state dict, on the meta device, and this rank's chunks. Local.
+    """Returns residuals as in a state dict, on the meta device, and this rank's chunks. Local.
 
     Args:
         parts: Of what lies here in parts; every rank names the same kinds and parameters.
@@ -179,7 +179,7 @@ def _layout(
 
 
 def unpacked(state: Mapping[str, Any], parameter_of: Mapping[int, Tensor], rows: Rows) -> Residuals:
-    """This rank's row of what stands in a state dict, copied to the parameters' device. Local.
+    """Returns this rank's row of a state dict's entry, on the parameters' device. Local.
 
     With another number of rows than were saved, each is an equal share of all that workers kept.
     """

@@ -43,7 +43,7 @@ Place = tuple[str, int, str, int, int]
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor to write, as far as it lies here.
+    """Describes a tensor to write, as far as it lies here.
 
     Attributes:
         stand_in: Its shape, strides and dtype, on the meta device, without gaps.
@@ -57,7 +57,7 @@ class Stored:
 
 
 def take_apart(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Stored]]:
-    """The checkpoint with names in place of tensors, and what they name; copies no large one.
+    """Returns the checkpoint with names in place of tensors, and what they name; copies little.
 
     A tensor's name is its path, "state_dict.net.weight". One that stands in several places (tied
     weights) is named once. The smallest ones stay where they are.
@@ -70,7 +70,7 @@ def take_apart(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Stored]]:
 
 
 def put_together(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The checkpoint again, with `tensors` in the places of their names."""
+    """Returns the checkpoint with `tensors` in the places of their names."""
     if type(skeleton) in (list, tuple):
         return type(skeleton)(put_together(item, tensors) for item in skeleton)
     if type(skeleton) not in (dict, OrderedDict):
@@ -183,7 +183,7 @@ def write_tensors(
 def read_tensors(
     folder: Path, stand_ins: Mapping[str, Tensor], places: list[Place], check_digests: bool = True
 ) -> dict[str, Tensor]:
-    """Name -> the whole tensor on the CPU, shaped like its stand-in. Local: any process may call.
+    """Returns name -> the whole tensor on the CPU, shaped like its stand-in. Local.
 
     Needs memory for the result and two chunks.
 

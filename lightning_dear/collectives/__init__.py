@@ -1,1 +1,1 @@
-"""What moves bytes between ranks: the only callers of torch.distributed in training."""
+"""Moves bytes between ranks; only this room calls torch.distributed in training."""

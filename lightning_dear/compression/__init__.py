@@ -1,4 +1,4 @@
-"""Compressors by name: what encodes gradients on their way."""
+"""Finds compressors by name; they encode gradients on their way."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _COMPRESSORS: dict[str, type[Compressor]] = CODECS | {one.name: one for one in _
 
 
 def class_with(option: str) -> type[Compressor] | None:
-    """The first class of compressors that has an option of this name."""
+    """Returns the first class of compressors that has an option of this name."""
     kinds = _COMPRESSORS.values()
     return next((one for one in kinds if option in signature(one).parameters), None)
 
 
 class NoCompression:
-    """The identity: gradients and parameters travel as they are."""
+    """Changes nothing: gradients and parameters travel as they are."""
 
     name = "none"
 
@@ -56,7 +56,7 @@ ENTRY_POINTS = "lightning_dear.compressors"
 
 
 def resolve_compressor(compressor: str | Compressor | NoCompression | None) -> Compressor | None:
-    """What a name or an instance means; None for no compression.
+    """Returns what a name or an instance means; None for no compression.
 
     Names that other packages have registered (`ENTRY_POINTS`) count, after ours.
 

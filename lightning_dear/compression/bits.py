@@ -42,7 +42,7 @@ def pack_bits(bits: Tensor, packed: Tensor) -> None:
 
 
 def unpack_bits(packed: Tensor, numel: int) -> Tensor:
-    """The inverse of `pack_bits`.
+    """Undoes `pack_bits`.
 
     Args:
         packed: [..., ceil(numel / 8)] uint8; not mutated.
@@ -68,7 +68,7 @@ def pack_pairs(codes: Tensor, packed: Tensor) -> None:
 
 
 def unpack_pairs(packed: Tensor, numel: int) -> Tensor:
-    """The inverse of `pack_pairs`.
+    """Undoes `pack_pairs`.
 
     Args:
         packed: [..., ceil(numel / 4)] uint8; not mutated.

@@ -63,7 +63,7 @@ def tiles(*tensors: Tensor, num_scratch: int = 0) -> Tiles:
 
 
 def largest_of_blocks(tile: Tensor, out: Tensor | None = None) -> Tensor:
-    """max|x| of each block: [r, b, 1] of [r, b, elements], written into `out` where it is given."""
+    """Returns max|x| of each block, [r, b, 1] of [r, b, elements]; written into `out` if given."""
     if saves_calls(tile.device):
         norm: Tensor = torch.linalg.vector_norm(tile, math.inf, -1, keepdim=True, out=out)
         return norm
@@ -75,7 +75,7 @@ def largest_of_blocks(tile: Tensor, out: Tensor | None = None) -> Tensor:
 def block_tiles(
     rows: Tensor, values: Tensor, *statistics: Tensor, block_size: int, bits: int, num_scratch: int
 ) -> Tiles:
-    """`tiles` of the whole blocks of rows, and of the short block that may end each row.
+    """Returns `tiles` of the whole blocks of rows, and of the short block that may end each.
 
     Args:
         rows: [R, numel].

@@ -52,7 +52,7 @@ WIRE_ALIGNMENT = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """What a compressor is to be used beside: the options of an exchange that matter to it.
+    """Describes what a compressor is used beside: the options that matter to it.
 
     Attributes:
         gather: "parameters": each rank steps its shard, and the new values are gathered.
@@ -65,13 +65,13 @@ class Setting:
 
     @cached_property
     def is_of_gradients(self) -> bool:
-        """Whether each rank steps whole tensors, with a state of its own for all of them."""
+        """Tells whether each rank steps whole tensors, with a state of its own for all of them."""
         return self.gather == "gradients"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compressor(ABC):
-    """What is sent instead of gradients. A frozen dataclass, whose fields are its options.
+    """Says what is sent instead of gradients. A frozen dataclass; its fields are options.
 
     Args:
         error_feedback: Whether what is lost is added to the next gradient; None: as `kind` asks
@@ -129,11 +129,11 @@ class Compressor(ABC):
     @property
     @abstractmethod
     def kind(self) -> Kind:
-        """What is true of what comes back: see `Kind`."""
+        """Says what is true of what comes back: see `Kind`."""
 
     @property
     def votes(self) -> bool:
-        """Whether the majority's signs come back, which add up to nothing."""
+        """Tells whether the majority's signs come back, which add up to nothing."""
         return self.kind == "vote"
 
     @property
@@ -149,13 +149,13 @@ class Compressor(ABC):
 
     @property
     def encodes_once(self) -> bool:
-        """Whether means that have come back cannot be encoded again, with what is added to them."""
+        """Tells whether means that came back cannot be encoded again, with what is added."""
         # Votes, momentum and regions are of each rank's own gradients.
         return self.votes or self.brings_momentum or self.is_scattered
 
     @property
     def has_feedback(self) -> bool:
-        """Whether what is lost is kept."""
+        """Tells whether what is lost is kept."""
         return self.kind == "contractive" if self.error_feedback is None else self.error_feedback
 
     @property
@@ -169,7 +169,7 @@ class Compressor(ABC):
         return "unbounded"
 
     def at_density(self, density: float) -> Self:
-        """The same with another density in (0, 1]; itself where it has none."""
+        """Returns the same with another density in (0, 1]; itself where it has none."""
         return self
 
     @abstractmethod
@@ -181,11 +181,11 @@ class Compressor(ABC):
         """
 
     def worker_memory(self, numel: int, device: torch.device) -> feedback.Memory:
-        """What a rank keeps of the gradients that it encodes: its own, or a part of its host's."""
+        """Returns what a rank keeps of what it encodes: its gradients, or a part of its host's."""
         return self.owner_memory(numel, device)
 
     def owner_memory(self, numel: int, device: torch.device) -> feedback.Memory:
-        """What an owner keeps of the mean, which it encodes for everybody."""
+        """Returns what an owner keeps of the mean, which it encodes for everybody."""
         is_kept = self.has_feedback and not self.is_identity
         kind = feedback.Residual if is_kept else feedback.Memory
         return kind(numel, device)
@@ -218,13 +218,13 @@ class FewOfMany(Compressor):
             raise ValueError(f"density must be in (0, 1], got {self.density}.")
 
     def entries(self, numel: int) -> int:
-        """How many of `numel` numbers travel (k)."""
+        """Returns how many of `numel` numbers travel (k)."""
         # 0.07 * 100 is a little more than 7 in floating point.
         return max(1, math.ceil(round(self.density * numel, 6))) if numel else 0
 
     @override
     def at_density(self, density: float) -> Self:
-        """The same compressor with another density in (0, 1]."""
+        """Returns the same compressor with another density in (0, 1]."""
         return replace(self, density=density)
 
 
@@ -295,7 +295,7 @@ class Codec(Compressor):
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:
-        """Bytes of a row of `numel` elements, a multiple of `WIRE_ALIGNMENT`; 0 for none."""
+        """Returns the bytes of a row of `numel` elements, as `padded_bytes`; 0 for none."""
 
     @abstractmethod
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
@@ -321,12 +321,12 @@ class Codec(Compressor):
 
 
 def padded_bytes(nbytes: int) -> int:
-    """`nbytes`, rounded up to a multiple of `WIRE_ALIGNMENT`."""
+    """Returns `nbytes`, rounded up to a multiple of `WIRE_ALIGNMENT`."""
     return -(-nbytes // WIRE_ALIGNMENT) * WIRE_ALIGNMENT
 
 
 def field(wire: Tensor, dtype: torch.dtype, begin: int, count: int) -> Tensor:
-    """The numbers that lie side by side in rows of bytes; a view, but of nothing a new tensor.
+    """Returns the numbers that lie side by side in rows of bytes; a view, if there are any.
 
     Args:
         wire: [R, nbytes] uint8, as codecs get it.

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 
 class Decodes(Protocol):
-    """The part of a codec that is needed here."""
+    """Decodes rows: the part of a codec that is needed here."""
 
     wire_dtype: ClassVar[torch.dtype | None]
 
@@ -32,7 +32,7 @@ class Decodes(Protocol):
 
 @dataclass(frozen=True)
 class Encoded:
-    """How bytes were encoded, for whoever decodes them.
+    """Says how bytes were encoded, for whoever decodes them.
 
     Attributes:
         codec: By which.
@@ -43,7 +43,7 @@ class Encoded:
     seed: int | None = None
 
     def generator(self, device: torch.device) -> Generator | None:
-        """A new one, in the state in which the codec has got it."""
+        """Returns a new one, in the state in which the codec got it."""
         return None if self.seed is None else Generator(device).manual_seed(self.seed)
 
     def decode(self, wire: Tensor, rows: Tensor) -> None:
@@ -138,7 +138,7 @@ class Memory:
 
     @property
     def kept(self) -> dict[str, Tensor]:
-        """Name -> what is kept, flat fp32; to be read between steps."""
+        """Returns name -> what is kept, flat fp32; to be read between steps."""
         return dict(self._kept)
 
     def load(self, name: str, flat: Tensor) -> None:
@@ -158,7 +158,7 @@ class Memory:
 
 
 class Residual(Memory):
-    """Error feedback: x = g + e is encoded, and what that loses is kept, e' = x - C(x).
+    """Feeds errors back: x = g + e is encoded, and what that loses is kept, e' = x - C(x).
 
     So sum C(x) + e = sum g (Karimireddy et al. 2019, algorithm 1). With a rate b below 1 it is a
     moving average, e' = (1 - b) e + b (x - C(x)), and sum C(x) + e / b = sum g (Xie et al. 2024,

@@ -55,7 +55,7 @@ class _HalfFloat(_Float):
 
 @dataclass(frozen=True, kw_only=True)
 class Fp32(_Float):
-    """Numbers as they are: C(x) = x, for steps and tensors that a compressor leaves out."""
+    """Sends numbers as they are: C(x) = x, for what a compressor leaves out."""
 
     name: ClassVar[str] = "fp32"
     is_identity: ClassVar[bool] = True

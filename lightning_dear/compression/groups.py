@@ -16,7 +16,7 @@ Groups = tuple[tuple[str, Codec], ...]
 
 
 def groups_of(compressors: Mapping[str, Compressor | None]) -> Groups:
-    """What a user's mapping means; None is no compression.
+    """Returns what a user's mapping means; None is no compression.
 
     Raises:
         ValueError: For a compressor that is no codec of rows.
@@ -33,7 +33,7 @@ def groups_of(compressors: Mapping[str, Compressor | None]) -> Groups:
 
 
 def codec_for(groups: Groups, codec: Codec, name: str, num_dimensions: int) -> Codec:
-    """What encodes the tensor of this name; `codec` where no group has it."""
+    """Returns what encodes the tensor of this name; `codec` where no group has it."""
     number = _match(groups, name, num_dimensions)
     return codec if number is None else groups[number][1]
 
@@ -46,7 +46,7 @@ def _match(groups: Groups, name: str, num_dimensions: int) -> int | None:
 
 
 def unused_group(groups: Groups, tensors: Iterable[tuple[str, int]]) -> str | None:
-    """Which group has no tensor, and what names there are; None if each has one.
+    """Says which group has no tensor, and what names there are; None if each has one.
 
     Args:
         groups: The first match counts.

@@ -22,7 +22,7 @@ _FP32 = torch.finfo(torch.float32)
 
 
 class ScaledIntegers(BlockCodec):
-    """Integers, times a scale for each block; what both are is up to subclasses."""
+    """Sends integers, times a scale for each block; subclasses say what both are."""
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
@@ -128,7 +128,7 @@ class Int4(_BlockIntegers):
 
 @dataclass(frozen=True, kw_only=True)
 class LoCo(Int4):
-    """`Int4`, whose feedback is a moving average of what was lost: e' = (1 - b) e + b (x - C(x)).
+    """Rounds as `Int4`, with a moving average of errors: e' = (1 - b) e + b (x - C(x)).
 
     A slower filter than e' = x - C(x): single errors, which are mostly rounding, come back damped
     (Xie et al. 2024, "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training",

@@ -14,7 +14,7 @@ from lightning_dear.compression.codec import Compressor, Kind, Setting
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(Compressor):
-    """The mean gradient M [n, m] of each weight as P Q^T, P [n, r] and Q [m, r].
+    """Sends the mean gradient M [n, m] of each weight as P Q^T, P [n, r] and Q [m, r].
 
     One step of power iteration from the last step's Q, on the mean of all ranks (Vogels et al.
     2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
@@ -65,21 +65,21 @@ class PowerSGD(Compressor):
         self._check_gathers_gradients(setting, whole)
 
     def rank_of(self, num_rows: int, num_columns: int) -> int:
-        """R of a matrix of this shape; 0 if it goes as it is."""
+        """Returns R of a matrix of this shape; 0 if it goes as it is."""
         rank = min(self.rank, num_rows, num_columns)
         saves = num_rows * num_columns >= self.min_saving * (num_rows + num_columns) * rank
         return rank if saves else 0
 
 
 def starting_factor(shape: torch.Size, seed: int) -> Tensor:
-    """A random orthonormal Q [m, r], the same for the same seed on all ranks."""
+    """Returns a random orthonormal Q [m, r], the same for the same seed on all ranks."""
     # On the CPU, since other devices draw other numbers from the same seed.
     generator = Generator().manual_seed(seed)
     return orthonormal(torch.randn(shape, dtype=torch.float32, generator=generator))
 
 
 def orthonormal(factor: Tensor) -> Tensor:
-    """An orthonormal basis that spans the columns of `factor` [n, r], r <= n; finite for zeros."""
+    """Returns an orthonormal basis of the columns of `factor` [n, r], r <= n; finite for zeros."""
     # Not Gram-Schmidt, as in the paper: that divides by norms, which may be 0.
     basis: Tensor = torch.linalg.qr(factor)[0]
     # LAPACK stores columns, and checkpoints view factors as flat.

@@ -41,14 +41,14 @@ def select(selector: str, rows: Tensor, k: int) -> Tensor:
 
 
 def exact(rows: Tensor, k: int) -> Tensor:
-    """The k largest |x|; no slot stays empty."""
+    """Returns places of the k largest |x|; no slot stays empty."""
     if rows.is_cpu and rows.shape[1] > TILE_ELEMENTS:
         return _exact_in_blocks(rows, k)
     return rows.abs().topk(k, sorted=False).indices
 
 
 def sampled(rows: Tensor, k: int) -> Tensor:
-    """Those above the threshold that a strided sample gives, as in DGC (Lin et al. 2018, 5)."""
+    """Returns those above a strided sample's threshold, as in DGC (Lin et al. 2018, 5)."""
     # Where all are wanted, no sample knows the smallest.
     floor = torch.zeros_like(rows[:, :1]) if k == rows.shape[1] else sampled_floor(rows, k)
     return first_above(rows, floor, k)
@@ -58,7 +58,7 @@ SELECTORS = {one.__name__: one for one in (exact, sampled)}
 
 
 def first_above(rows: Tensor, floor: Tensor, k: int) -> Tensor:
-    """Places of the first k entries with |x| > floor, or nan: rows that are nan are to arrive so.
+    """Returns places of the first k with |x| > floor, or nan, since rows of nan are to arrive.
 
     Args:
         rows: [R, numel] fp32; on a CPU R = 1.
@@ -79,7 +79,7 @@ def first_above(rows: Tensor, floor: Tensor, k: int) -> Tensor:
 
 
 def first_above_static(rows: Tensor, floor: Tensor, k: int) -> Tensor:
-    """`first_above` for any R, on a device that must not be waited for.
+    """Does as `first_above` for any R, on a device that must not be waited for.
 
     Slot j is found by bisection, as the first place up to which j + 1 entries were taken.
     """
@@ -92,7 +92,7 @@ def first_above_static(rows: Tensor, floor: Tensor, k: int) -> Tensor:
 
 
 def sample_stride(k: int) -> int:
-    """Distance of the sampled entries: 1 % of a row, but 64 sampled ones among its k largest.
+    """Returns the distance of sampled entries: 1 % of a row, but 64 of its k largest.
 
     A stride that shares a factor with a matrix' width sees few of its columns; widths are mostly
     products of 2, 3, 5 and 7.
@@ -104,7 +104,7 @@ def sample_stride(k: int) -> int:
 
 
 def sampled_floor(rows: Tensor, k: int, num_deviations: float = 0.0) -> Tensor:
-    """[R, 1]: just below the number that about k entries reach; `num_deviations` asks for more."""
+    """Returns [R, 1], just below what about k reach; `num_deviations` asks for more."""
     sample = rows[:, :: sample_stride(k)].abs()
     size = sample.shape[1]
     share = size * k / rows.shape[1]
@@ -114,7 +114,7 @@ def sampled_floor(rows: Tensor, k: int, num_deviations: float = 0.0) -> Tensor:
 
 
 def just_below(threshold: Tensor) -> Tensor:
-    """The next float towards 0, so that > means >= for all but 0."""
+    """Returns the next float towards 0, so that > means >= for all but 0."""
     return threshold.nextafter(torch.zeros_like(threshold))
 
 
@@ -129,7 +129,7 @@ def _exact_in_blocks(row: Tensor, k: int) -> Tensor:
 
 
 def all_above(numbers: Tensor, floor: float, at_least: int | None = None) -> Tensor:
-    """Places of |x| > floor, or nan, ascending; none past the block of the first `at_least`.
+    """Returns places of |x| > floor, or nan, ascending, up to the first `at_least`'s block.
 
     For a CPU: how many there are is looked up.
 
@@ -168,7 +168,7 @@ def _scratch_for(block: Any) -> tuple[Any, Any]:
 
 
 def all_reaching(numbers: Tensor, threshold: float) -> Tensor:
-    """Places of |x| >= threshold, or nan, ascending; of a threshold of 0, all but zeros.
+    """Returns places of |x| >= threshold, or nan, ascending; for 0, all but zeros.
 
     As `all_above`. Of fp64 numbers also those that fp32 rounds up to the threshold.
     """
@@ -177,7 +177,7 @@ def all_reaching(numbers: Tensor, threshold: float) -> Tensor:
 
 
 def true_places(mask: Tensor) -> Tensor:
-    """[n] int64, ascending: where a flat mask on a CPU is true. torch's own takes five times it."""
+    """Returns where a flat mask on a CPU is true, [n] int64, five times as fast as torch's own."""
     return torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
@@ -237,7 +237,7 @@ def _places_of_largest(sizes: Tensor, count: int) -> Tensor:
 
 
 def corrected(threshold: float, sizes: Tensor, k: int) -> float:
-    """What k numbers would have reached, if the tail is a power law: Hill's estimate.
+    """Returns what k numbers would have reached, if the tail is a power law (Hill).
 
     Args:
         threshold: Above 0.
@@ -260,7 +260,7 @@ class LocalThreshold:
         self._next = value
 
     def find(self, numbers: Tensor, k: int, *, is_exact: bool) -> tuple[Tensor, Tensor]:
-        """Places of what is large, ascending, and what stands there; `commit` makes it count.
+        """Returns places of what is large, ascending, and the values; `commit` makes it count.
 
         Args:
             numbers: [numel] fp32, on a CPU; not mutated.
@@ -288,9 +288,9 @@ class LocalThreshold:
         return places, found
 
     def commit(self) -> None:
-        """The threshold that was last used is the next one's, too: its step is made."""
+        """Keeps the threshold that was last used for the next step: this step is made."""
         self.value = self._next
 
     def discard(self) -> None:
-        """That step is not made."""
+        """Forgets the threshold that was last used: that step is not made."""
         self._next = self.value

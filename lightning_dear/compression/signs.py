@@ -59,7 +59,7 @@ class _BlockSigns(BlockCodec):
 
 @dataclass(frozen=True, kw_only=True)
 class EFSignSGD(_BlockSigns):
-    """C(x) = mean|x| sign(x) for each block of B: 32 B / (B + 32) times fewer bytes than fp32.
+    """Sends C(x) = mean|x| sign(x) for each block: 32 B / (B + 32) times fewer bytes than fp32.
 
     |C(x) - x|^2 = (1 - d) |x|^2 with d = |x|_1^2 / (n |x|_2^2) in each block of n elements
     (Karimireddy et al. 2019, "Error feedback fixes SignSGD", section 4). A mean is a sum of
@@ -86,7 +86,7 @@ class EFSignSGD(_BlockSigns):
 
 @dataclass(frozen=True, kw_only=True)
 class OneBit(_BlockSigns):
-    """The mean of the numbers below zero, or that of the others, for each block of B.
+    """Sends the mean of the numbers below zero, or that of the others, for each block of B.
 
     32 B / (B + 64) times fewer bytes than fp32. With N the sum of the c numbers below zero and P
     that of the n - c others, |C(x) - x|^2 = |x|^2 - N^2 / c - P^2 / (n - c) in each block: never
@@ -124,7 +124,7 @@ class OneBit(_BlockSigns):
 
 @dataclass(frozen=True, kw_only=True)
 class SignSGD(Codec):
-    """The sign of each number, for a majority vote: C(x) = -1 where x < 0, otherwise +1.
+    """Sends the sign of each number, for a vote: C(x) = -1 where x < 0, otherwise +1.
 
     So the sign of zero is +1, and with an even number of voters so is a tie. There is no scale: the
     learning rate is the size of a step. 32 times fewer bytes than fp32 (Bernstein et al. 2018,
@@ -160,7 +160,7 @@ class SignSGD(Codec):
 
 @dataclass(frozen=True, kw_only=True)
 class Signum(SignSGD):
-    """`SignSGD` of a running mean of the gradients, m = momentum m + (1 - momentum) g.
+    """Votes as `SignSGD`, by a running mean, m = momentum m + (1 - momentum) g.
 
     A `RunningMean` keeps m. To be paired with an optimizer without momentum (Bernstein et al. 2018,
     "signSGD", algorithm 2).
@@ -192,7 +192,7 @@ class Signum(SignSGD):
 
 
 class RunningMean(Memory):
-    """Signum's: m' = momentum m + (1 - momentum) g is encoded (Bernstein et al. 2018)."""
+    """Keeps Signum's m' = momentum m + (1 - momentum) g to be sent (Bernstein et al. 2018)."""
 
     names: ClassVar[tuple[str, ...]] = ("running_mean",)
 

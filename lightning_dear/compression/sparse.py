@@ -16,7 +16,7 @@ from lightning_dear.compression.selectors import SELECTORS, select
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(FewOfMany, Codec):
-    """The k largest |x|, as k fp32 values and then k int32 places: 8 k bytes.
+    """Sends the k largest |x|, as k fp32 values and then k int32 places: 8 k bytes.
 
     Contractive, |C(x) - x|^2 <= (1 - d) |x|^2, with d = k / numel where `selector` is exact (Stich
     et al. 2018, "Sparsified SGD with memory", section 2). Threshold selectors find about k and may
@@ -92,7 +92,7 @@ class TopK(FewOfMany, Codec):
 
 @dataclass(frozen=True, kw_only=True)
 class DGC(TopK):
-    """Deep gradient compression (Lin et al. 2018): top-k of gradients whose momentum is corrected.
+    """Sends top-k of gradients whose momentum is corrected (Lin et al. 2018).
 
     On the wire it is `TopK`. The rest is done before, by a `Velocity` in place of plain feedback:
     u = momentum u + g and v = v + u (section 3.2, momentum correction), v is encoded, and u and v
@@ -139,7 +139,7 @@ class DGC(TopK):
 
 
 class Velocity(Memory):
-    """DGC's: u = momentum u + g, v = v + u is encoded, and both become 0 where v was sent.
+    """Keeps DGC's u = momentum u + g and v = v + u, which become 0 where v was sent.
 
     Momentum correction and momentum factor masking (Lin et al. 2018, 3.2 and 3.3).
     """
@@ -175,7 +175,7 @@ class Velocity(Memory):
 
 @dataclass(frozen=True, kw_only=True)
 class RandomK(FewOfMany, Codec):
-    """k numbers at random places that all ranks draw alike: 4 k bytes, no places among them.
+    """Sends k numbers at random places that all ranks draw alike: 4 k bytes, no places.
 
     A row is cut into k strata at floor(i numel / k), whose lengths differ by 1 at most. Of each
     stratum one number travels, the same one in all rows of a call. (Stich et al. 2018, "Sparsified

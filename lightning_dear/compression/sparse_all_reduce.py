@@ -39,7 +39,7 @@ Found = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class SparseAllReduce(FewOfMany):
-    """About `density` of each rank's gradients, and what it has left of earlier ones, are summed.
+    """Sums about `density` of each rank's gradients, and of what earlier ones have left.
 
     How long a number waits is as in `TopK`. With a density of 1 buckets travel as they are.
 
@@ -57,7 +57,7 @@ class SparseAllReduce(FewOfMany):
 
     @property
     def is_static(self) -> bool:
-        """Whether always as many numbers travel."""
+        """Tells whether always as many numbers travel."""
         return False
 
     @override
@@ -74,13 +74,13 @@ class SparseAllReduce(FewOfMany):
             )
 
     def saves(self, numel: int, world_size: int) -> bool:
-        """Whether a bucket of `numel` numbers travels so. Of a single rank nothing travels."""
+        """Tells whether a bucket of `numel` numbers travels so. A single rank sends nothing."""
         # Nothing is left out of all numbers, and their places would be sent for nothing.
         return world_size > 1 and FEWEST_PER_RANK * world_size <= self.entries(numel) < numel
 
     @abstractmethod
     def find(self, waiting: Tensor, k: int, threshold: LocalThreshold, step: int) -> Found:
-        """Places of what a rank selects, ascending, and what stands there; zeros are not.
+        """Returns places of what a rank selects, ascending, and the values; zeros are not.
 
         Args:
             waiting: [numel] fp32; not mutated.
@@ -90,29 +90,29 @@ class SparseAllReduce(FewOfMany):
         """
 
     def caps(self, k: int, world_size: int) -> tuple[int, int, int | None]:
-        """Most numbers that a rank selects, and that it sends in one message; of more the largest.
+        """Returns most numbers that a rank selects, and sends in one message; of more the largest.
 
         And most that one owner keeps; None: all of its region.
         """
         return k, k, None
 
     def is_exact(self, step: int) -> bool:
-        """Whether thresholds are set anew in sparse step 0, 1, ..."""
+        """Tells whether thresholds are set anew in sparse step 0, 1, ..."""
         return True
 
     def are_regions_due(self, step: int) -> bool:
-        """Whether regions of the step after `step` follow the selections of that one."""
+        """Tells whether regions of the step after `step` follow the selections of that one."""
         return False
 
     def most_words(self, numel: int, world_size: int) -> float:
-        """Most words of 4 bytes, values and places, that a rank sends, or receives, in a step.
+        """Returns the most 4-byte words, values and places, that a rank sends or gets in a step.
 
         As it is: where all that is selected goes to all other ranks.
         """
         return 2 * self.entries(numel) * (world_size - 1)
 
     def usual_words(self, numel: int, world_size: int) -> float:
-        """How many it is where thresholds and regions are right."""
+        """Returns how many words it is where thresholds and regions are right."""
         return self.most_words(numel, world_size)
 
 
@@ -149,7 +149,7 @@ class ByThreshold(SparseAllReduce):
 
 @dataclass(frozen=True, kw_only=True)
 class TopkA(ByThreshold):
-    """Every rank sends the k largest numbers of acc to all others, and everybody adds them up.
+    """Sends the k largest numbers of acc to all other ranks, and everybody adds them up.
 
     What was not sent stays residual: sum of acc = u + sum of residuals. After Renggli et al. 2019,
     "SparCML", where it is the all-gather of sparse vectors: 2 k (P - 1) words, which grow with the
@@ -167,7 +167,7 @@ class TopkA(ByThreshold):
 
 @dataclass(frozen=True, kw_only=True)
 class Gaussiank(SparseAllReduce):
-    """As `TopkA`, of what exceeds the threshold that a normal distribution of acc would have.
+    """Works as `TopkA`, with the threshold that a normal distribution of acc would have.
 
     That is |x - mean| > s q, with s its standard deviation and q the (1 - density / 2) quantile of
     the standard normal distribution (Shi et al. 2019, "Understanding Top-k Sparsification in
@@ -211,7 +211,7 @@ def _nudged(distances: Tensor, floor: float, k: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class TopkDSA(ByThreshold):
-    """Owners of equal regions add up all ranks' k largest numbers, and send all sums to everybody.
+    """Lets owners of equal regions sum all ranks' k largest numbers, and send all sums.
 
     What was not sent stays residual: sum of acc = u + sum of residuals. SparCML's split all-gather
     with a dynamic switch (Renggli et al. 2019): as sums of many ranks have ever more numbers, they
@@ -229,12 +229,12 @@ class TopkDSA(ByThreshold):
 
     @override
     def most_words(self, numel: int, world_size: int) -> float:
-        """Where all sums are not 0."""
+        """Returns the words where all sums are not 0."""
         return (2 * self.entries(numel) + numel) * (world_size - 1) / world_size
 
     @override
     def usual_words(self, numel: int, world_size: int) -> float:
-        """Where each rank selects as if by chance: sums travel as they are if half are not 0."""
+        """Returns the words if ranks select by chance; sums are dense if half are not 0."""
         k = self.entries(numel)
         some = 1 - (1 - k / numel) ** world_size
         return (2 * k + min(2 * some, 1) * numel) * (world_size - 1) / world_size
@@ -242,7 +242,7 @@ class TopkDSA(ByThreshold):
 
 @dataclass(frozen=True, kw_only=True)
 class GTopk(ByThreshold):
-    """Pairs of ranks add up their k largest numbers and pass on k of the sums, up a tree.
+    """Adds up pairs of ranks' k largest numbers, and passes on k of the sums, up a tree.
 
     After Shi et al. 2019, "A Distributed Synchronous SGD Algorithm with Global Top-k
     Sparsification". The root's k sums go back down the tree: u. What a rank does not pass on it
@@ -273,7 +273,7 @@ NUM_FIRST_STEPS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class OkTopk(ByThreshold):
-    """The sparse all-reduce of near-optimal volume, whose halves are those of DeAR.
+    """Sums sparse numbers with near-optimal volume, in two halves as DeAR's.
 
     After Li and Hoefler 2022, "Near-Optimal Sparse Allreduce for Distributed Deep Learning",
     algorithm 1. In backward each rank takes the numbers of acc = gradient / P + residual that reach
@@ -361,7 +361,7 @@ class OkTopk(ByThreshold):
     @property
     @override
     def is_static(self) -> bool:
-        """Whether always as many numbers travel."""
+        """Tells whether always as many numbers travel."""
         return self.mode == "static"
 
     @override

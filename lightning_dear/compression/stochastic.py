@@ -54,7 +54,7 @@ class _BlockLevels(ScaledIntegers):
 
 @dataclass(frozen=True, kw_only=True)
 class QSGD(_BlockLevels):
-    """s levels of either sign, relative to the 2-norm of each block: 1 + 4 / B bytes an element.
+    """Rounds to s levels of either sign, relative to each block's 2-norm: 1 + 4 / B bytes each.
 
     step = |x|_2 / s, and E|C(x) - x|^2 <= min(n / s^2, sqrt(n) / s) |x|^2 in a block of n elements
     (Alistarh et al. 2017, "QSGD", section 3.1, without the entropy code). More levels are more
@@ -93,7 +93,7 @@ class QSGD(_BlockLevels):
 
 @dataclass(frozen=True, kw_only=True)
 class TernGrad(_BlockLevels):
-    """-s, 0 or s, s being the largest |x| of each block: 1 / 4 + 4 / B bytes an element.
+    """Rounds to -s, 0 or s, s being the largest |x| of each block: 1 / 4 + 4 / B bytes each.
 
     An element is s sign(x) with probability |x| / s, so that E|C(x) - x|^2 = s |x|_1 - |x|_2^2 in a
     block (Wen et al. 2017, "TernGrad", section 3). The clipping of its section 5 is left out: it
@@ -126,7 +126,7 @@ class TernGrad(_BlockLevels):
 
 @dataclass(frozen=True, kw_only=True)
 class Natural(Codec):
-    """Sign and exponent in one byte: x is rounded at random to a power of two beside it.
+    """Sends sign and exponent in one byte: x is rounded at random to a power of two.
 
     With e = floor(log2 |x|), |x| becomes 2^(e + 1) with probability |x| / 2^e - 1, and 2^e
     otherwise, so that E|C(x) - x|^2 <= x^2 / 8 (Horvath et al. 2019, "Natural compression", section

@@ -1,4 +1,4 @@
-"""An emulated cluster on one Linux machine: a network namespace per host, a shaped link each.
+"""Emulates a cluster on one Linux machine: a network namespace per host, shaped links.
 
 Needs iproute2, and root: of this machine, or of namespaces of the user's own. Imports neither torch
 nor Lightning.

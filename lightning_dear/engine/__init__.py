@@ -1,1 +1,1 @@
-"""The engine: one training step, from gradients to parameters. Read `pipeline.py` first."""
+"""Runs one training step, from gradients to parameters. Read `pipeline.py` first."""

@@ -100,7 +100,7 @@ def new_exchange(
     flat: FlatBuffers,
     loss_scale: LossScale,
 ) -> Exchange:
-    """The exchange that `options` ask for, of the buckets in `flat`.
+    """Returns the exchange that `options` ask for, of the buckets in `flat`.
 
     `codecs`: what the tensors of each bucket are configured to be encoded by, row by row;
     `uncompressed`: numbers of buckets that travel as they are all the same; `first_number`: see

@@ -1,4 +1,4 @@
-"""`Fabric(strategy="dear")` after `import lightning_dear`; see `strategy.py`."""
+"""Lets `Fabric(strategy="dear")` work after `import lightning_dear`; see `strategy.py`."""
 
 from lightning_dear.fabric.strategy import DearFabricStrategy
 

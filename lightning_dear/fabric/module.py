@@ -61,7 +61,7 @@ class DearModule(Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own; waits for nothing that a training forward does not read yet.
+        """Runs the module's own forward; waits only for what a training forward reads.
 
         Raises:
             RuntimeError: If Fabric has compiled this object instead of the module.
@@ -96,7 +96,7 @@ class DearModule(Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients accumulate locally in backwards run within; nothing is sent."""
+        """Lets gradients accumulate locally in backwards run within; nothing is sent."""
         before, self.is_sync_blocked = self.is_sync_blocked, True
         try:
             yield
@@ -104,7 +104,7 @@ class DearModule(Module):
             self.is_sync_blocked = before
 
     def trains(self, optimizer: Optimizer) -> bool:
-        """Whether `optimizer` is one of this module's."""
+        """Tells whether `optimizer` is one of this module's."""
         return self.pipeline is not None and optimizer in self.pipeline.optimizers
 
     def end(self) -> None:
@@ -119,7 +119,7 @@ class DearModule(Module):
 
 
 def part_of(optimizer: Optimizer) -> OptimizerPipeline | None:
-    """What an optimizer that was set up has of its own; also after the end of its training."""
+    """Returns what an optimizer that was set up has of its own; also after its training."""
     part: OptimizerPipeline | None = getattr(optimizer, _PART, None)
     return part
 

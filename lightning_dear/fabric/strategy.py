@@ -48,7 +48,7 @@ _MAX_OPTIMIZERS = 128
 
 
 class DearFabricStrategy(PipelineStrategy, DDPStrategy):
-    """`lightning_dear.DearStrategy` for Fabric: the same engine and the same weights.
+    """Trains under Fabric as `lightning_dear.DearStrategy` does: same engine, same weights.
 
     Every `fabric.setup(model, *optimizers)` makes a pipeline of its own. The model is trained for
     as long as what `fabric.setup` returned for it lives.
@@ -129,7 +129,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def setup_module(self, module: Module) -> DearModule:  # type: ignore[override]
-        """For inference: all ranks get rank 0's weights. Collective, blocks."""
+        """Gives all ranks rank 0's weights, for inference. Collective, blocks."""
         refusals.check_module_states(module)
         _sync(module, self.world_size)
         return self._remember(DearModule(module))
@@ -285,7 +285,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state in torch's format, on every rank, on the CPU. Collective, blocks.
+        """Returns the whole state in torch's format on every rank's CPU. Collective, blocks.
 
         For `save_checkpoint` on rank 0 alone.
         """
@@ -312,7 +312,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     def load_checkpoint(
         self, path: str | Path, state: Any = None, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Every rank reads the file, into `state`. Blocks.
+        """Reads the file on every rank, into `state`. Blocks.
 
         Returns:
             What of the file is not in `state`; everything if there is no `state`.
@@ -360,7 +360,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def encoding_figures(self, optimizer: Optimizer | None = None) -> dict[str, Tensor | float]:
-        """As a Trainer's, but it must be clear of which optimizer; see `pipeline_of`."""
+        """Returns figures as a Trainer's does; with several optimizers, see `pipeline_of`."""
         return self._part(optimizer).encoding_figures()
 
     @property

@@ -1,1 +1,1 @@
-"""The user's optimizer step, on shards or on whole tensors, and which optimizers allow it."""
+"""Steps the user's optimizer, on shards or on whole tensors; says which one allows that."""

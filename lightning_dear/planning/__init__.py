@@ -54,7 +54,7 @@ FUSIONS: dict[str, type[Any]] = {planner.name: planner for planner in _PLANNERS}
 
 
 def resolve_fusion(fusion: str | FusionPlanner, bucket_cap_mb: float | None) -> FusionPlanner:
-    """The planner that a user's `fusion` and `bucket_cap_mb` (MiB) mean.
+    """Returns the planner that a user's `fusion` and `bucket_cap_mb` (MiB) mean.
 
     Raises:
         ValueError: For an unknown name, or a cap given to a planner that has none.

@@ -61,7 +61,7 @@ class ThresholdFusion:
                 raise ValueError(f"{option} must be > 0 MiB, got {value!r}.")
 
     def caps_mb(self, world_size: int) -> tuple[float, float]:
-        """Caps of the bucket nearest the input and of the others among so many ranks, MiB."""
+        """Returns the caps of the bucket nearest the input and of the others, MiB."""
         cap_mb = default_cap_mb(world_size) if self.bucket_cap_mb is None else self.bucket_cap_mb
         return min(self.first_bucket_cap_mb, cap_mb), cap_mb
 
@@ -75,7 +75,7 @@ class ThresholdFusion:
     def plans_of_caps(
         self, tensors: Sequence[TensorSpec], world_size: int, least_mb: float, most_mb: float
     ) -> dict[float, BucketPlan]:
-        """Caps from `least_mb` to `most_mb`, evenly on a logarithmic scale, with their plans.
+        """Returns caps from `least_mb` to `most_mb`, evenly on a log scale, with their plans.
 
         The bucket nearest the input keeps its cap. Of caps that make the same buckets only the
         smallest is there, and of those that make more than possible none, but for the largest.
@@ -94,7 +94,7 @@ class ThresholdFusion:
 
 
 def default_cap_mb(world_size: int) -> float:
-    """4 MiB for each rank, from 8 to 25 MiB.
+    """Returns 4 MiB for each rank, from 8 to 25 MiB.
 
     A bucket is cut into a message for every rank, whose overhead is the same however small it is;
     25 MiB is what DistributedDataParallel takes.
@@ -103,7 +103,7 @@ def default_cap_mb(world_size: int) -> float:
 
 
 class NoFusion:
-    """A bucket for every tensor (the paper's "without tensor fusion")."""
+    """Makes a bucket for every tensor (the paper's "without tensor fusion")."""
 
     name = "none"
 
@@ -113,7 +113,7 @@ class NoFusion:
 
 
 class SingleFusion:
-    """One bucket for everything: no overlap at all, the fewest messages."""
+    """Makes one bucket for everything: no overlap at all, the fewest messages."""
 
     name = "single"
 
@@ -125,7 +125,7 @@ class SingleFusion:
 def fuse_groups(
     name: str, tensors: Sequence[TensorSpec], world_size: int, groups: Iterable[Iterable[int]]
 ) -> BucketPlan:
-    """A bucket for each of `groups` (tensor indices, each of one family); no tensor is cut.
+    """Makes a bucket for each of `groups` (tensor indices of one family); cuts no tensor.
 
     Tensors that no group names come last, one bucket a family; those are for tensors without a
     gradient, which may wait for the end of backward, and nothing else should wait with them.
@@ -190,7 +190,7 @@ def _plan_of(
 def runs_of(
     items: Iterable[T], nbytes: Callable[[T], float], least: float, first_least: float | None = None
 ) -> list[list[T]]:
-    """Consecutive items together, up to the one with which they have `least` bytes or more.
+    """Returns consecutive items together, up to the one with which they have `least` bytes.
 
     The first run has `first_least`, if that is given.
     """

@@ -11,7 +11,7 @@ from lightning_dear.planning.plan import BucketPlan, BucketSpec
 
 @dataclass(frozen=True)
 class ModelTimes:
-    """Seconds of one step without any communication.
+    """Holds the seconds of one step without any communication.
 
     Attributes:
         forward_s: Length of the forward.
@@ -39,18 +39,18 @@ class ModelTimes:
     allows_cuts: bool = True
 
     def ready_of(self, bucket: BucketSpec) -> float:
-        """When the last gradient of `bucket` is there, seconds since backward began."""
+        """Returns when the last gradient of `bucket` is there, seconds since backward began."""
         return max(self.ready_s.get(piece.tensor, self.backward_s) for piece in bucket.slices)
 
     def first_use_of(self, bucket: BucketSpec) -> float:
-        """When forward first reads from `bucket`, seconds since it began; at the latest its end."""
+        """Returns when forward first reads `bucket`, seconds since it began; at most its length."""
         return min(self.first_use_s.get(piece.tensor, self.forward_s) for piece in bucket.slices)
 
 
 def combined_times(
     times: Sequence[ModelTimes], combine: Callable[[Sequence[float]], float]
 ) -> ModelTimes:
-    """Several steps of one rank as one (`median`), or several ranks (`max`).
+    """Returns several steps of one rank as one (`median`), or several ranks (`max`).
 
     Each figure for itself, tensor by tensor where there is one for each tensor. The maximum, since
     a bucket is exchanged when the last rank has it.
@@ -71,7 +71,7 @@ def combined_times(
 
 @dataclass(frozen=True)
 class LinkCost:
-    """Cost of one exchange on a rank's link, the same in both directions.
+    """Holds the cost of one exchange on a rank's link, the same in both directions.
 
     Attributes:
         alpha_s: Seconds that an exchange takes however small it is.
@@ -85,7 +85,7 @@ class LinkCost:
     all_reduce: LinkCost | None = None
 
     def reduce_scatter_s(self, nbytes: float, world_size: int) -> float:
-        """Seconds for a bucket of `nbytes`: alpha + beta x nbytes x (P-1)/P; 0 at one rank."""
+        """Returns seconds for `nbytes`: alpha + beta x nbytes x (P-1)/P; 0 at one rank."""
         if world_size == 1:
             return 0.0
         return self.alpha_s + self.beta_s * sent_bytes(nbytes, world_size)
@@ -94,20 +94,20 @@ class LinkCost:
     """The same: it sends what a reduce-scatter sends."""
 
     def all_reduce_s(self, nbytes: float, world_size: int) -> float:
-        """Seconds for a bucket of `nbytes`, as measured, or as both halves; 0 at one rank."""
+        """Returns seconds for `nbytes`, as measured, or as both halves; 0 at one rank."""
         # Nothing was measured: as two halves, so two starts.
         cost = self.all_reduce or LinkCost(2 * self.alpha_s, self.beta_s)
         return cost.reduce_scatter_s(2 * nbytes, world_size)
 
 
 def sent_bytes(nbytes: float, world_size: int) -> float:
-    """What each rank sends to reduce-scatter, or to all-gather, a buffer of `nbytes`."""
+    """Returns what each rank sends to reduce-scatter, or to all-gather, `nbytes`."""
     return nbytes * (world_size - 1) / world_size
 
 
 @dataclass(frozen=True)
 class Train:
-    """A measurement of exchanges that were under way at once.
+    """Holds a measurement of exchanges that were under way at once.
 
     Attributes:
         count: How many.
@@ -121,7 +121,7 @@ class Train:
 
 
 def fitted(*, many: Train, few: Train, small: Train, long: Train) -> LinkCost:
-    """What four trains say; never below zero.
+    """Returns what four trains say; never below zero.
 
     Every train also takes some time once: until its first message is under way, and until the last
     rank has its last one. A difference between two trains leaves that out, though only roughly; in
@@ -150,19 +150,19 @@ first alone, simulations of all.
 
 @dataclass(frozen=True)
 class Linear:
-    """alpha + beta x elements."""
+    """Computes alpha + beta x elements."""
 
     alpha: float = 0.0
     beta: float = 0.0
 
     def of(self, numel: float) -> float:
-        """Its value for so many elements."""
+        """Returns its value for so many elements."""
         return self.alpha + self.beta * numel
 
 
 @dataclass(frozen=True)
 class BucketCost:
-    """What one bucket costs in a step, beside its turns on the link.
+    """Holds what one bucket costs in a step, beside its turns on the link.
 
     Attributes:
         encode_s: In backward, when its last gradient is there: encoding it, starting its messages.
@@ -187,7 +187,7 @@ class BucketCost:
 
 @dataclass(frozen=True)
 class CodecCost:
-    """What a codec costs; without arguments: nothing, and numbers travel as they are.
+    """Holds what a codec costs; without arguments numbers travel as they are, for nothing.
 
     A half that is not encoded has no size here, and no costs but for starting its messages.
 
@@ -217,7 +217,7 @@ class CodecCost:
     reduce_starts: float | None = None
 
     def of(self, numel: float, itemsize: int, world_size: int) -> BucketCost:
-        """Costs of a bucket of `numel` elements, padding included, of `itemsize` bytes each."""
+        """Returns costs of a bucket of `numel` elements, padding included, by `itemsize` bytes."""
         # Each rank encodes a shard for every rank, and publishes its own.
         shard = numel / world_size
 
@@ -238,7 +238,7 @@ class CodecCost:
 
 @dataclass(frozen=True)
 class CodecCosts:
-    """Costs of the buckets that are compressed, and of those that a plan leaves uncompressed.
+    """Holds costs of the buckets that are compressed, and of those that are not.
 
     Attributes:
         compressed: By the training's codec; without one, nothing.
@@ -260,15 +260,15 @@ class CodecCosts:
 
     @property
     def are_none(self) -> bool:
-        """Whether there is no codec."""
+        """Tells whether there is no codec."""
         return self.compressed == CodecCost()
 
     def of(self, plan: BucketPlan, number: int) -> CodecCost:
-        """The cost of bucket `number` of `plan`."""
+        """Returns the cost of bucket `number` of `plan`."""
         return self.uncompressed if number in plan.uncompressed else self.compressed
 
     def of_all(self, plan: BucketPlan) -> list[BucketCost]:
-        """What each bucket of `plan` costs, padding included."""
+        """Returns what each bucket of `plan` costs, padding included."""
         return [
             self.of(plan, number).of(bucket.padded_numel, bucket.itemsize, plan.world_size)
             for number, bucket in enumerate(plan.buckets)

@@ -26,13 +26,13 @@ give other bits for an element that moves from the vectorised part of a tensor t
 
 
 def aligned(numel: int, multiple: int = ALIGNMENT) -> int:
-    """`numel` rounded up to a multiple."""
+    """Returns `numel` rounded up to a multiple."""
     return -(-numel // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One parameter as the planner sees it.
+    """Describes one parameter as the planner sees it.
 
     Attributes:
         index: Its number in the engine's list of parameters.
@@ -54,18 +54,18 @@ class TensorSpec:
 
     @property
     def is_used(self) -> bool:
-        """Whether the recorded step produced a gradient for it."""
+        """Tells whether the recorded step produced a gradient for it."""
         return self.ready is not None
 
     @property
     def nbytes(self) -> int:
-        """Size, bytes."""
+        """Returns the size, bytes."""
         return self.numel * self.itemsize
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements [start, stop) of tensor `tensor`, in storage order, at `offset` in the bucket."""
+    """Places elements [start, stop) of tensor `tensor`, in storage order, at `offset`."""
 
     tensor: int
     start: int
@@ -74,13 +74,13 @@ class Slice:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Returns the number of elements."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """One bucket: slices in first-use order, padded so that every rank's shard is equal.
+    """Describes one bucket: slices in first-use order, padded so that all shards are equal.
 
     Attributes:
         family: That of all its tensors.
@@ -96,17 +96,17 @@ class BucketSpec:
 
     @property
     def numel(self) -> int:
-        """Elements that belong to tensors."""
+        """Returns the number of elements that belong to tensors."""
         return sum(piece.numel for piece in self.slices)
 
     @property
     def nbytes(self) -> int:
-        """Size, padding included."""
+        """Returns the size in bytes, padding included."""
         return self.padded_numel * self.itemsize
 
     @property
     def stepped_bytes(self) -> int:
-        """Size without the padding, which no optimizer steps.
+        """Returns the size in bytes without the padding, which no optimizer steps.
 
         So shards take as long to step with every plan, and each tensor its share of that.
         """
@@ -118,7 +118,7 @@ Part = tuple[TensorSpec, int, int]
 
 
 def bucket_of(parts: Sequence[Part], world_size: int) -> BucketSpec:
-    """A bucket that holds `parts`, one after the other, in this order.
+    """Returns a bucket that holds `parts`, one after the other, in this order.
 
     Raises:
         ValueError: If they are of several families.
@@ -140,7 +140,7 @@ def bucket_of(parts: Sequence[Part], world_size: int) -> BucketSpec:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Buckets in first-use order (the order of stepping and gathering) and their reduce order.
+    """Holds buckets in first-use order (of stepping and gathering) and their reduce order.
 
     Within a family, buckets follow each other in one flat buffer, so that a tensor split between
     two buckets stays contiguous.
@@ -168,32 +168,32 @@ class BucketPlan:
 
     @cached_property
     def gather_order(self) -> tuple[int, ...]:
-        """Numbers of the buckets that are gathered: the early ones, then in first-use order."""
+        """Returns numbers of the buckets that are gathered: early ones, then in first-use order."""
         others = frozenset((*self.early, *self.all_reduced))
         return *self.early, *(n for n in range(len(self.buckets)) if n not in others)
 
     @property
     def padded_numel(self) -> int:
-        """Elements of all buckets, padding included."""
+        """Returns the elements of all buckets, padding included."""
         return sum(bucket.padded_numel for bucket in self.buckets)
 
     @property
     def fill(self) -> float:
-        """Share of the buckets that is not padding, 0..1."""
+        """Returns the share of the buckets that is not padding, 0..1."""
         return sum(bucket.numel for bucket in self.buckets) / max(self.padded_numel, 1)
 
     @property
     def all_reduced_share(self) -> float:
-        """Share of all elements that lie in all-reduced buckets, 0..1."""
+        """Returns the share of all elements that lie in all-reduced buckets, 0..1."""
         numel = sum(self.buckets[number].numel for number in self.all_reduced)
         return numel / max(sum(bucket.numel for bucket in self.buckets), 1)
 
     def has_buckets_of(self, other: BucketPlan) -> bool:
-        """Whether both plans differ in their names alone."""
+        """Tells whether both plans differ in their names alone."""
         return self == replace(other, name=self.name)
 
     def to_dict(self, tensors: Sequence[TensorSpec]) -> dict[str, Any]:
-        """The plan as JSON can hold it, with the names and sizes of the `tensors` it is over."""
+        """Returns the plan as JSON can hold it, with the names and sizes of its `tensors`."""
         return {
             "version": FORMAT_VERSION,
             "name": self.name,
@@ -210,7 +210,7 @@ class BucketPlan:
     def from_dict(
         cls, data: dict[str, Any], tensors: Sequence[TensorSpec], world_size: int
     ) -> BucketPlan:
-        """The plan of `to_dict`, over `tensors`, which are found by name.
+        """Returns the plan of `to_dict`, over `tensors`, which are found by name.
 
         Raises:
             ValueError: If it is no plan, or one for other tensors (the message names the first that
@@ -302,7 +302,7 @@ def _matched(saved: Sequence[Any], tensors: Sequence[TensorSpec]) -> dict[int, T
 
 
 def reduce_order(buckets: Sequence[BucketSpec], tensors: Sequence[TensorSpec]) -> tuple[int, ...]:
-    """Bucket numbers by the time their last gradient came; those that got none go last."""
+    """Returns bucket numbers by the time their last gradient came; those without go last."""
     ready = {tensor.index: tensor.ready for tensor in tensors}
 
     def last_gradient(number: int) -> tuple[float, int]:
@@ -313,7 +313,7 @@ def reduce_order(buckets: Sequence[BucketSpec], tensors: Sequence[TensorSpec]) -
 
 
 def distinct(plans: Iterable[BucketPlan]) -> list[BucketPlan]:
-    """The plans without those that differ from an earlier one in their names alone."""
+    """Returns the plans without those that differ from an earlier one in name alone."""
     kept: dict[BucketPlan, BucketPlan] = {}
     for plan in plans:
         kept.setdefault(replace(plan, name=""), plan)
@@ -321,7 +321,7 @@ def distinct(plans: Iterable[BucketPlan]) -> list[BucketPlan]:
 
 
 def with_whole_tensors(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> BucketPlan:
-    """`plan`, but every tensor that it cuts has a bucket to itself. Pure.
+    """Returns `plan`, but with a bucket for every tensor that it cuts. Pure.
 
     For optimizers that need to see tensors whole. What else was in its buckets stays together,
     before it or after it; no bucket is early, or all-reduced. A bucket is uncompressed if that
@@ -362,7 +362,7 @@ def save_plan(path: str | Path, plan: BucketPlan, tensors: Sequence[TensorSpec])
 
 
 class FixedPlan:
-    """A plan that was made before, for the same model on the same number of ranks.
+    """Uses a plan that was made before, for the same model on as many ranks.
 
     Args:
         path_or_plan: File of `save_plan`, read when training has recorded its first step, on every

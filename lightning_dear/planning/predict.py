@@ -26,7 +26,7 @@ from lightning_dear.planning.step import (
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan's step is expected to take.
+    """Says what a plan's step is expected to take.
 
     Attributes:
         step_s: From one backward to the next.
@@ -39,7 +39,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class StepModel:
-    """What is known of a training's steps. It tells what they take with a plan; pure.
+    """Knows a training's steps, and tells what they take with a plan; pure.
 
     Attributes:
         tensors: What plans are made of.
@@ -56,7 +56,7 @@ class StepModel:
     codecs: CodecCosts = NO_CODEC
 
     def step_s(self, plan: BucketPlan) -> float:
-        """The predicted step, seconds."""
+        """Returns the predicted step, seconds."""
         return self.predict(plan).step_s
 
     def predict(self, plan: BucketPlan) -> Prediction:
@@ -104,7 +104,7 @@ def predict(
     link: LinkCost,
     codecs: CodecCosts = NO_CODEC,
 ) -> Prediction:
-    """The steady-state step of `plan`. Padding is encoded, sent and decoded, and not stepped.
+    """Predicts the steady-state step of `plan`. Padding is encoded, sent and decoded too.
 
     Backward: reduce-scatters and all-reduces in reduce order, each launched when its last gradient
     is there, and early gathers in their order, each launched when its bucket is reduced; the link

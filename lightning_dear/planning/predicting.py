@@ -72,7 +72,7 @@ class MGWFBPFusion(PredictingPlanner):
 
     @override
     def best_plan(self, model: StepModel) -> BucketPlan:
-        """The plan that the rule makes, with the costs of a reduce-scatter in the link's.
+        """Returns the rule's plan, with the costs of a reduce-scatter in the link's.
 
         The rule knows nothing of codecs, so that the strategy refuses it with a compressor.
         """
@@ -89,7 +89,7 @@ class MGWFBPFusion(PredictingPlanner):
 def merged(
     sizes: Sequence[float], ready_s: Sequence[float], alpha_s: float, beta_s: float
 ) -> list[list[int]]:
-    """The groups that the MG-WFBP rule makes; both arguments and groups are in backward order.
+    """Returns the groups that the MG-WFBP rule makes; arguments and groups in backward order.
 
     With `t = alpha + beta x size` and a group `l` that would begin at `c` (when the link is free
     and its last gradient is there), the next tensor, ready at `r`, joins the group if it is ready
@@ -119,7 +119,7 @@ def merged(
 
 
 class MergeCompHeuristicFusion(PredictingPlanner):
-    """A few groups of neighbours, by MergeComp's search over where to cut; all are compressed.
+    """Makes a few groups of neighbours, by MergeComp's search for cuts; all are compressed.
 
     For comparing: with the default options `MergeCompFusion` never predicts a longer step. Needs
     measured times: until then it trains with `ThresholdFusion`'s buckets. Its plan is used without
@@ -154,7 +154,7 @@ class MergeCompHeuristicFusion(PredictingPlanner):
 
     @override
     def best_plan(self, model: StepModel) -> BucketPlan:
-        """The plan that the search finds, without early gathers."""
+        """Returns the plan that the search finds, without early gathers."""
         groups: list[list[int]] = []
         for course in courses_of(model, self.max_pieces):
             groups += members_of(course.pieces, best_cuts(course, self.max_groups, self.min_gain))
@@ -164,7 +164,7 @@ class MergeCompHeuristicFusion(PredictingPlanner):
 def best_cuts(
     course: Course, max_groups: int = _MAX_GROUPS, min_gain: float = _MIN_GAIN
 ) -> list[int]:
-    """Where the groups end that the search finds, as numbers of pieces; the last is all of them.
+    """Returns where the search's groups end, as numbers of pieces; the last is all of them.
 
     Args:
         course: Whose pieces are grouped.
@@ -198,7 +198,7 @@ def _search(course: Course, before: list[int], num_groups: int) -> tuple[float, 
 
 
 class MergeCompFusion(PredictingPlanner):
-    """The buckets with the shortest predicted step, by an exact dynamic programme.
+    """Finds the buckets with the shortest predicted step, by an exact dynamic programme.
 
     What MergeComp (arXiv 2103.15195) searches for with measured steps. Needs measured times: until
     then it trains with `ThresholdFusion`'s buckets. No fixed rule, nor MergeComp's own search, is
@@ -231,7 +231,7 @@ class MergeCompFusion(PredictingPlanner):
 
     @override
     def best_plan(self, model: StepModel) -> BucketPlan:
-        """The plan that is predicted fastest, of all unbeaten groupings and of simpler plans.
+        """Returns the plan predicted fastest, of all unbeaten groupings and of simpler plans.
 
         Of several as fast that with the fewest buckets. Without a codec, early gathers are
         chosen for each, and a plan counts as fast that is nearly so.
@@ -258,7 +258,7 @@ class MergeCompFusion(PredictingPlanner):
 
     @override
     def search_for(self, model: StepModel) -> PlanSearch:
-        """As inherited; with a codec, what is measured decides."""
+        """Searches as inherited; with a codec, what is measured decides."""
         if model.codecs.are_none:
             return super().search_for(model)
         best, *others = distinct([self.best_plan(model), *_simpler_plans(model)])
@@ -343,7 +343,7 @@ class MergeCompSearch(Contest):
     fitted_to: BucketPlan | None = None
 
     def expected_s(self, plan: BucketPlan) -> float:
-        """The step of `plan`, seconds, as far as others tell: its own measurements have no say.
+        """Returns the step of `plan`, seconds, as far as others tell, not its own measurements.
 
         Its prediction, and what the two other measured plans with the nearest predictions took
         beyond theirs, on average: several buckets take more beyond theirs than a single one.

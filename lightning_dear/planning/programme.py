@@ -82,7 +82,7 @@ def _group_cost(codec: CodecCost, itemsize: int, model: StepModel) -> GroupCost:
 
 
 def backward_order(tensors: Sequence[TensorSpec], times: ModelTimes) -> list[list[TensorSpec]]:
-    """The tensors that get gradients, in the order of those, family by family; largest first."""
+    """Returns tensors in the order of their gradients, family by family; largest first."""
     families: dict[str, list[TensorSpec]] = {}
     for tensor in tensors:
         if tensor.is_used:
@@ -95,7 +95,7 @@ def backward_order(tensors: Sequence[TensorSpec], times: ModelTimes) -> list[lis
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors that stay together, neighbours in the order of gradients.
+    """Holds tensors that stay together, neighbours in the order of gradients.
 
     Attributes:
         indices: The tensors' numbers.
@@ -113,7 +113,7 @@ class Piece:
 
 
 def pre_merged(tensors: Sequence[TensorSpec], most: int) -> list[list[TensorSpec]]:
-    """At most so many runs of neighbours, which are joined while they are smaller than a size.
+    """Returns at most so many runs of neighbours, joined while smaller than a size.
 
     The size is 1 KiB, doubled until few enough are left; so the runs joined are the smallest.
     """
@@ -135,7 +135,7 @@ def pre_merged(tensors: Sequence[TensorSpec], most: int) -> list[list[TensorSpec
 def families_of_pieces(
     tensors: Sequence[TensorSpec], times: ModelTimes, max_pieces: int
 ) -> list[tuple[int, list[Piece]]]:
-    """Bytes an element, and pieces in the order of their gradients, of each family."""
+    """Returns of each family the bytes an element, and pieces in gradient order."""
 
     def piece_of(run: Sequence[TensorSpec]) -> Piece:
         return Piece(
@@ -154,7 +154,7 @@ def families_of_pieces(
 
 @dataclass(eq=False)
 class Course:
-    """The step of `pieces`, group by group.
+    """Computes the step of `pieces`, group by group.
 
     Attributes:
         pieces: In the order of their gradients.
@@ -197,7 +197,7 @@ class Course:
         return e, r, s, p + step_s * nbytes, g, d + late_step_s * nbytes
 
     def extended(self, rows: Rows, begin: int, end: int, first_use_s: float, kind: int) -> Rows:
-        """Ways up to piece `begin`, with a group of the pieces up to `end`, encoded by `kind`.
+        """Returns ways up to piece `begin`, with a group up to `end`, encoded by `kind`.
 
         Args:
             rows: Not mutated.
@@ -231,7 +231,7 @@ class Course:
             np.maximum(rows[:, column], least_s, out=rows[:, column])
 
     def least_s(self, rows: Rows, end: int) -> Rows:
-        """The shortest step that each way could still lead to; the step's length at the end."""
+        """Returns the shortest step each way could still lead to; the step's length at the end."""
         size = len(self.pieces)
         left = self._cost_s(self._least, end, size) if end < size else (0.0,) * 6
         encode_s, reduce_s, sum_s, publish_s, gather_s, decode_s = left
@@ -246,7 +246,7 @@ class Course:
         return reduced_s + passed_s + self.times.forward_s
 
     def step_s(self, cuts: Sequence[int]) -> float:
-        """The step's length with groups that end after so many pieces each; all compressed."""
+        """Returns the step's length with groups that end after so many pieces each; compressed."""
         rows, begin = self.start, 0
         for end in cuts:
             first_use_s = min(piece.first_use_s for piece in self.pieces[begin:end])
@@ -255,7 +255,7 @@ class Course:
 
 
 def course_of(pieces: Sequence[Piece], itemsize: int, model: StepModel) -> Course:
-    """The `Course` of one family, which has the link and the step to itself."""
+    """Returns the `Course` of one family, which has the link and the step to itself."""
     nbytes = max(sum(piece.nbytes for piece in pieces), 1)
     steps_s = model.times.step_s / nbytes, model.times.late_step_s / nbytes
     codecs = model.codecs
@@ -265,13 +265,13 @@ def course_of(pieces: Sequence[Piece], itemsize: int, model: StepModel) -> Cours
 
 
 def courses_of(model: StepModel, max_pieces: int) -> list[Course]:
-    """A `Course` for each family of the tensors, of at most `max_pieces` each; largest first."""
+    """Returns a `Course` for each family, of at most `max_pieces` pieces; largest first."""
     families = families_of_pieces(model.tensors, model.times, max_pieces)
     return [course_of(pieces, itemsize, model) for itemsize, pieces in families]
 
 
 def members_of(pieces: Sequence[Piece], cuts: Iterable[int]) -> list[list[int]]:
-    """The tensors' numbers, group by group; `cuts` says after how many pieces each group ends."""
+    """Returns the tensors' numbers, group by group; `cuts` counts the pieces up to each end."""
     groups, begin = [], 0
     for end in cuts:
         groups.append([index for piece in pieces[begin:end] for index in piece.indices])
@@ -281,7 +281,7 @@ def members_of(pieces: Sequence[Piece], cuts: Iterable[int]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Grouping:
-    """One way to cut the pieces.
+    """Describes one way to cut the pieces.
 
     Attributes:
         cuts: Where groups end, as numbers of pieces.
@@ -315,7 +315,7 @@ class _Ways:
 def best_groupings(
     course: Course, max_bytes: float = float("inf"), known_s: float = float("inf")
 ) -> list[Grouping]:
-    """All groupings of the course's pieces that no other beats in every figure, the best first.
+    """Returns all groupings of the pieces that no other beats in every figure, best first.
 
     O(N^2) times the number of ways kept for each number of pieces. It is exact for `NUM_EXACT`
     pieces. Of more, at most `MAX_WAYS` are kept for each, those whose steps could still become the

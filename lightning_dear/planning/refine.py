@@ -36,7 +36,7 @@ _DDP_CAPS_BYTES = 1 * MIB, 25 * MIB
 def choose_early(
     plan: BucketPlan, tensors: Sequence[TensorSpec], times: ModelTimes, link: LinkCost
 ) -> BucketPlan:
-    """`plan` with `early` set: gathers for the time in which backward leaves the link idle.
+    """Returns `plan` with `early` set: gathers while backward leaves the link idle.
 
     Whenever the link would stand still before the next reduce-scatter, of the buckets reduced so
     far the one is chosen that forward needs first of those whose gather delays the last
@@ -65,7 +65,7 @@ def _beginnings(numbers: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def fitting(plan: BucketPlan, model: StepModel) -> tuple[int, ...]:
-    """Gathers that fit between the reduce-scatters of a plan that has none; see `choose_early`."""
+    """Returns gathers that fit between the reduce-scatters of a plan; see `choose_early`."""
     gather_s = [model.link.all_gather_s(one.nbytes, plan.world_size) for one in plan.buckets]
     spans = [span for span in model.predict(plan).spans if span.lane != ALL_GATHER]
     chosen: list[int] = []
@@ -101,7 +101,7 @@ def choose_all_reduce(
     link: LinkCost,
     max_share: float,
 ) -> BucketPlan:
-    """`plan` with `all_reduced` set to what `predict` says makes the step shortest.
+    """Returns `plan` with `all_reduced` set to what `predict` says makes the step shortest.
 
     Tried are the beginnings of three orders: the first to be reduced first, which moves gathers
     from forward into backward; the last first, for which the step and forward wait; the smallest
@@ -162,7 +162,7 @@ def _with(plan: BucketPlan, chosen: tuple[int, ...]) -> BucketPlan:
 def everything_all_reduced(
     tensors: Sequence[TensorSpec], world_size: int, divisor: int = 1
 ) -> BucketPlan:
-    """DDP's exchange: buckets of 25 MiB in the order of the gradients, the first of 1 MiB.
+    """Returns DDP's exchange: buckets of 25 MiB in gradient order, the first of 1 MiB.
 
     A bucket is closed by the tensor with which it reaches its cap; no tensor is cut. Both caps are
     divided by `divisor`.

@@ -32,7 +32,7 @@ NUM_REPEATED = 3
 
 
 class PlanSearch(Protocol):
-    """A search for the plan with the shortest step; pure: whoever drives it measures.
+    """Searches for the plan with the shortest step; pure: whoever drives it measures.
 
     Call `next`, train some steps with that plan, `tell` what they took, until `next` returns None;
     then use `best`.
@@ -51,7 +51,7 @@ class PlanSearch(Protocol):
         """See the class."""
 
     def next(self) -> BucketPlan | None:
-        """The plan to measure next, perhaps once more; None when the search is over."""
+        """Returns the plan to measure next, perhaps once more; None when the search is over."""
 
     def tell(self, plan: BucketPlan, step_s: float) -> None:
         """Notes that the slowest rank took `step_s` seconds a step with `plan`."""
@@ -59,7 +59,7 @@ class PlanSearch(Protocol):
 
 @runtime_checkable
 class SearchingPlanner(FusionPlanner, Protocol):
-    """A planner whose `plan` is only where it starts from.
+    """Plans by measuring: its `plan` is only where it starts from.
 
     One whose class says `plans_for_codecs = True` may be used with a compressor, and its `search`
     is then given the `CodecCosts` as a fifth argument.
@@ -72,7 +72,7 @@ class SearchingPlanner(FusionPlanner, Protocol):
 
 
 class NoContest:
-    """The `PlanSearch` of a planner whose one plan is applied without measuring it."""
+    """Searches nothing: the one plan of a planner is applied without measuring it."""
 
     def __init__(self, plan: BucketPlan, reason: str) -> None:
         self.best = plan
@@ -112,7 +112,7 @@ class Contest(PlanSearch):
 
     @property
     def num_measured(self) -> int:
-        """How many plans have been measured so far."""
+        """Returns how many plans have been measured so far."""
         return sum(map(bool, self._measured.values()))
 
     def next(self) -> BucketPlan | None:
@@ -132,12 +132,12 @@ class Contest(PlanSearch):
             self._queue.pop(0)
 
     def mean_s(self, plan: BucketPlan) -> float:
-        """Mean of the steps measured with a plan, seconds; infinite if there are none."""
+        """Returns the mean of a plan's measured steps, seconds; infinite if there are none."""
         steps_s = self._measured[plan]
         return sum(steps_s) / len(steps_s) if steps_s else float("inf")
 
     def count(self, plan: BucketPlan) -> int:
-        """How often a plan has been measured."""
+        """Returns how often a plan has been measured."""
         return len(self._measured[plan])
 
     @property
@@ -149,7 +149,7 @@ class Contest(PlanSearch):
 
 
 class StepModelPlanner(ABC):
-    """A `SearchingPlanner` that searches with a `StepModel`."""
+    """Searches with a `StepModel`."""
 
     def search(
         self,
@@ -168,7 +168,7 @@ class StepModelPlanner(ABC):
 
 
 class PredictingPlanner(StepModelPlanner):
-    """A planner that decides by predictions: its one plan is applied as it is, unless it says else.
+    """Decides by predictions: its one plan is applied as it is, unless it says else.
 
     Until there are times it trains with `ThresholdFusion`'s buckets.
 
@@ -184,18 +184,18 @@ class PredictingPlanner(StepModelPlanner):
 
     @override
     def search_for(self, model: StepModel) -> PlanSearch:
-        """A search that is over."""
+        """Returns a search that is over."""
         best = self.best_plan(model)
         predicted = f"predicted {1e3 * model.step_s(best):.3g} ms/step"
         return NoContest(best, f"{self.name}: {described(best)}, {predicted}")
 
     @abstractmethod
     def best_plan(self, model: StepModel) -> BucketPlan:
-        """The plan that the planner makes of what was measured; pure."""
+        """Returns the plan that the planner makes of what was measured; pure."""
 
 
 def described(plan: BucketPlan) -> str:
-    """`6 buckets of 2-8 MiB`, for people."""
+    """Returns `6 buckets of 2-8 MiB`, for people."""
     sizes_mb = [bucket.stepped_bytes / MIB for bucket in plan.buckets]
     sizes = f"{min(sizes_mb):.2g}-{max(sizes_mb):.2g} MiB"
     rest = ""

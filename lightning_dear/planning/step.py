@@ -24,7 +24,7 @@ REDUCE_SCATTER, ALL_GATHER, ALL_REDUCE = "reduce_scatter", "all_gather", "all_re
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Something that keeps the rank busy for `seconds`.
+    """Keeps the rank busy for `seconds`.
 
     Attributes:
         kind: What it is.
@@ -39,7 +39,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Where forward or backward `begins`, or ends.
+    """Marks where forward or backward `begins`, or ends.
 
     In between the clock is the phase's beginning, what of it is done, and its delays. Adding up all
     the pieces instead would round, and plans that are equally good would no longer be equal.
@@ -50,7 +50,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A collective of all ranks, which the link carries once they have launched it.
+    """Describes a collective of all ranks, which the link carries once all launched it.
 
     Attributes:
         kind: What it is, for people and for what is counted as exposed.
@@ -70,7 +70,7 @@ class Message:
 
     @property
     def key(self) -> tuple[str, int]:
-        """By which it is waited for."""
+        """Returns by what it is waited for."""
         return self.kind, self.number
 
 
@@ -99,7 +99,7 @@ Op = Compute | Phase | Launch | Wait
 
 @dataclass(frozen=True)
 class Program:
-    """A step of each rank: forward, backward, optimizer step, in whatever order they are mixed.
+    """Describes a step of each rank: forward, backward, optimizer step, however mixed.
 
     Attributes:
         name: For people.
@@ -111,24 +111,24 @@ class Program:
 
     @property
     def messages(self) -> list[Message]:
-        """What it sends, in the order of its launches."""
+        """Returns what it sends, in the order of its launches."""
         return [op.message for op in self.ops if isinstance(op, Launch)]
 
     @property
     def sent_bytes(self) -> float:
-        """What a rank sends in a step."""
+        """Returns what a rank sends in a step."""
         return sum(message.nbytes for message in self.messages)
 
     @property
     def compute_s(self) -> float:
-        """Seconds without any waiting."""
+        """Returns seconds without any waiting."""
         return sum(op.seconds for op in self.ops if isinstance(op, Compute))
 
 
 def interleaved(
     kind: str, length_s: float, events: Iterable[tuple[float, Sequence[Op]]]
 ) -> list[Op]:
-    """Computing of `length_s` in all, with operations in between at their times.
+    """Returns computing of `length_s` in all, with operations in between at their times.
 
     Args:
         kind: Of the computing.
@@ -152,7 +152,7 @@ def interleaved(
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A message on the link: its kind and number, and from when to when.
+    """Describes a message on the link: its kind and number, and from when to when.
 
     Attributes:
         step: Number of the step that launched it.
@@ -171,7 +171,7 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Something that a rank did, or stood still for (`is_wait`), from `begin_s` to `end_s`."""
+    """Says what a rank did, or stood still for (`is_wait`), from `begin_s` to `end_s`."""
 
     step: int
     kind: str
@@ -217,7 +217,7 @@ class LinkQueue:
         heapq.heappush(self._coming, (ready_s, self._count, step, message))
 
     def end_s(self, step: int, key: tuple[str, int]) -> float:
-        """When a message ends, seconds; all that could begin before it must have been launched.
+        """Returns when a message ends, seconds; all that could begin before must be launched.
 
         Raises:
             KeyError: If it was never launched.
@@ -298,7 +298,7 @@ class Run:
 
 
 class PlannedStep(ABC):
-    """What a rank does with a plan, as ours does; who knows what exchanges cost is a subclass.
+    """Does with a plan what a rank of ours does; subclasses know what exchanges cost.
 
     Args:
         plan: Its buckets.
@@ -331,11 +331,11 @@ class PlannedStep(ABC):
 
     @abstractmethod
     def reduce(self, number: int) -> Message:
-        """A bucket's reduce-scatter, or its all-reduce."""
+        """Returns a bucket's reduce-scatter, or its all-reduce."""
 
     @abstractmethod
     def gather(self, number: int) -> Message:
-        """A bucket's all-gather."""
+        """Returns a bucket's all-gather."""
 
     def forward(self) -> list[Op]:
         """Stands still at a bucket's first read until it is there; decodes, and steps, it there."""
@@ -348,7 +348,7 @@ class PlannedStep(ABC):
         return interleaved(FORWARD, self.times.forward_s, events)
 
     def before_use(self, number: int) -> list[Op]:
-        """What comes before the first read of a bucket."""
+        """Returns what comes before the first read of a bucket."""
         return [
             Wait((ALL_GATHER, number), from_last_step=True),
             *computed(CODEC, self.costs[number].decode_s),
@@ -372,7 +372,7 @@ class PlannedStep(ABC):
         return interleaved(BACKWARD, self.times.backward_s, events)
 
     def launched_s(self, ready_s: float) -> float:
-        """When a bucket is launched that is complete at `ready_s`."""
+        """Returns when a bucket is launched that is complete at `ready_s`."""
         return ready_s
 
     def _early_after(self) -> dict[int, list[int]]:
@@ -413,5 +413,5 @@ class PlannedStep(ABC):
 
 
 def computed(kind: str, seconds: float) -> list[Op]:
-    """Computing, if it takes any time."""
+    """Returns computing, if it takes any time."""
     return [Compute(kind, seconds)] if seconds else []

@@ -1,4 +1,4 @@
-"""The same strategy and callbacks for `pytorch_lightning`, where the rest is for `lightning`.
+"""Offers the strategy and the callbacks for `pytorch_lightning` instead of `lightning`.
 
     from lightning_dear.pytorch_lightning import DearStrategy
     from pytorch_lightning import Trainer
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from lightning_dear.strategy import dear as _strategy
 
     class DearStrategy(_strategy.DearStrategy, DDPStrategy):  # type: ignore[misc]
-        """`lightning_dear.DearStrategy` for `pytorch_lightning`."""
+        """Does as `lightning_dear.DearStrategy`, for `pytorch_lightning`."""
 
     class DearMonitor(_callbacks.DearMonitor, Callback):  # type: ignore[misc]
-        """`lightning_dear.callbacks.DearMonitor` for `pytorch_lightning`."""
+        """Does as `lightning_dear.callbacks.DearMonitor`, for `pytorch_lightning`."""
 
     class TimelineCallback(_callbacks.TimelineCallback, Callback):  # type: ignore[misc]
-        """`lightning_dear.callbacks.TimelineCallback` for `pytorch_lightning`."""
+        """Does as `lightning_dear.callbacks.TimelineCallback`, for `pytorch_lightning`."""
 
 else:
     from lightning_dear.pytorch_lightning.callbacks import DearMonitor, TimelineCallback

@@ -1,4 +1,4 @@
-"""What a Trainer drives: `DearStrategy`, what it refuses, its launchers and its checkpoints."""
+"""Holds what a Trainer drives: `DearStrategy`, its refusals, launchers and checkpoints."""
 
 from lightning_dear.strategy.dear import DearStrategy
 

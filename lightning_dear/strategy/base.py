@@ -181,7 +181,7 @@ class PipelineStrategy(ABC):
 
     @property
     def plan(self) -> BucketPlan | None:
-        """The first optimizer's buckets; None before its first step of a fit."""
+        """Returns the first optimizer's buckets; None before its first step of a fit."""
         return None if self._present is None else self._present.parts[0].plan
 
     def save_plan(self, path: str | Path) -> None:
@@ -197,7 +197,7 @@ class PipelineStrategy(ABC):
         save_plan(path, self._present.parts[0].plan, self._present.parts[0].tensors)
 
     def encoding_figures(self) -> dict[str, Tensor | float]:
-        """What the compressor saves and leaves over, for the first optimizer; empty without one.
+        """Returns what the compressor saves and leaves over, for the first optimizer.
 
         Local, no wait. See `OptimizerPipeline.encoding_figures`.
         """
@@ -205,12 +205,12 @@ class PipelineStrategy(ABC):
 
     @property
     def statistics(self) -> StepStatistics | None:
-        """What the last optimizer step cost; None outside a fit, and see `Pipeline.statistics`."""
+        """Returns what the last step cost; None outside a fit. See `Pipeline.statistics`."""
         return None if self._present is None else self._present.statistics
 
     @property
     def timeline(self) -> Timeline | None:
-        """Where spans are recorded at present. Assign a `Timeline` to record, None to stop."""
+        """Returns where spans are recorded. Assign a `Timeline` to record, None to stop."""
         return None if self._present is None else self._present.timeline
 
     @timeline.setter
@@ -223,7 +223,7 @@ class PipelineStrategy(ABC):
 
     @abstractmethod
     def pipeline_of(self, optimizer: Optimizer | None = None) -> Pipeline:
-        """What trains `optimizer`'s parameters; has `statistics` and `timeline`.
+        """Returns what trains `optimizer`'s parameters; it has `statistics` and `timeline`.
 
         Args:
             optimizer: One that is being trained; not needed where one module is.
@@ -234,7 +234,7 @@ class PipelineStrategy(ABC):
         """
 
     def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
-        """Norm of the mean gradient as it came, from the shards of all ranks.
+        """Returns the norm of the mean gradient as it came, from the shards of all ranks.
 
         For `on_before_optimizer_step`, or between a backward and `step()` where you call both. With
         a GradScaler under Fabric it is that of the scaled gradient until `fabric.clip_gradients`.

@@ -51,7 +51,7 @@ def checked(
     weights_only: bool | None = None,
     is_trainers: bool = False,
 ) -> dict[str, Any]:
-    """The checkpoint in the file or folder `path`, without masters if another strategy wrote it.
+    """Returns the checkpoint in `path`, without masters if another strategy wrote it.
 
     Every rank reads: where it fails on any rank, it fails on all. Hosts may have copies of their
     own: without that others would wait for the one that failed. Collective, blocks.

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 def append_callbacks(
     trainer: pl.Trainer, planner: FusionPlanner, schedule: CompressionSchedule | None
 ) -> None:
-    """Those that work between two steps of a fit; once for a trainer."""
+    """Adds the callbacks that work between two steps of a fit, once for a trainer."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if trainer.state.fn != TrainerFn.FITTING:
         return
@@ -102,7 +102,7 @@ def connect_scaler(
 
 
 def loss_scale(scaler: Any, device: torch.device) -> Tensor:
-    """What a GradScaler multiplies losses by at present, without waiting for a device."""
+    """Returns what a GradScaler multiplies losses by, without waiting for a device."""
     # Its `get_scale` waits for the device.
     scaled: Tensor = scaler.scale(torch.ones(1, dtype=torch.float32, device=device))
     return scaled
@@ -118,7 +118,7 @@ def disconnect_precision(precision: Precision) -> None:
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """Torch's optimizer in what a Trainer or Fabric has put around it, or `optimizer` itself."""
+    """Returns torch's optimizer in what a Trainer or Fabric has put around it, or itself."""
     is_wrapped = isinstance(optimizer, (LightningOptimizer, _FabricOptimizer))
     found: Optimizer = optimizer.optimizer if is_wrapped else optimizer
     return found
@@ -132,7 +132,7 @@ _MAX_RANK = _CTRL_C - 2
 
 
 class StopRequest:
-    """SIGTERM or Ctrl-C on any rank stops all ranks after the same step.
+    """Stops all ranks after the same step on SIGTERM or Ctrl-C on any rank.
 
     What a rank was asked is one number, of which the largest counts: 1 + its rank for SIGTERM, 128
     more for Ctrl-C. In training it travels with the flags of every step, or, before a batch whose
@@ -160,11 +160,11 @@ class StopRequest:
 
     @property
     def asked(self) -> int:
-        """What this rank was asked, or has heard on the board."""
+        """Returns what this rank was asked, or has heard on the board."""
         return self._board.asked
 
     def take_ctrl_c(self) -> None:
-        """From here on Ctrl-C is one's own, if nobody else handles it; Lightning puts it back."""
+        """Handles Ctrl-C from here on, if nobody else does; Lightning puts the handler back."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._on_signal)
@@ -200,7 +200,7 @@ class StopRequest:
         vars(self.trainer.fit_loop.epoch_loop)[_QUESTION] = answer
 
     def tell(self, asked: int) -> None:
-        """What was found on the board: in a step others are waited for, and hear of it by flags."""
+        """Takes what was found on the board; in a step others are waited for, and told by flags."""
         if not self.trainer.training:
             self._hear(asked)
 
@@ -215,7 +215,7 @@ class StopRequest:
         return f"{f'Rank {rank}' if rank < _MAX_RANK else 'A rank'} was asked to stop ({how})"
 
     def end_by(self, exception: BaseException) -> str:
-        """Who was asked for the end that `exception` is, or nothing; Ctrl-C: the exit code is 1."""
+        """Says who was asked for the end that `exception` is; after Ctrl-C the exit code is 1."""
         if not (self.heard and isinstance(exception, SIGTERMException)):
             return ""
         exception.code = 1 if self.heard > _CTRL_C else None

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class DearStrategy(PipelineStrategy, DDPStrategy):
-    """Data parallel training whose communication overlaps backward *and* the next forward.
+    """Trains data-parallel, hiding communication behind backward *and* the next forward.
 
     Gradients are reduce-scattered during backward, the optimizer steps this rank's 1/world_size of
     every bucket, and the new parameters are all-gathered during the next forward (DeAR, arXiv
@@ -160,7 +160,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        """As ever; then all ranks begin a new board of failures. Collective, blocks."""
+        """Does as Lightning; then all ranks begin a new board of failures. Collective, blocks."""
         super().setup_environment()
         self._failures.close()
         board = FailureBoard(self.broadcast(uuid4().hex), self.global_rank, self.world_size)
@@ -303,7 +303,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Gradients accumulate locally in backwards run within; nothing is sent."""
+        """Lets gradients accumulate locally in backwards run within; nothing is sent."""
         before, self._is_sync_blocked = self._is_sync_blocked, True
         try:
             yield
@@ -340,7 +340,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def optimizer_state(
         self, optimizer: Optimizer, *, on_all_ranks: bool = False
     ) -> dict[str, Any]:
-        """The state in torch's format, for a file or for a folder. Collective, blocks.
+        """Returns the state in torch's format, for a file or for a folder. Collective, blocks.
 
         Args:
             optimizer: One of the trainer's.
@@ -387,7 +387,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """The ordinary checkpoint, from a file or a folder. Every rank reads it in whole.
+        """Returns the ordinary checkpoint from a file or a folder. Every rank reads it in whole.
 
         Collective, blocks: what one rank cannot read fails on all.
 
@@ -431,7 +431,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """As ever; but after a failure it does not wait for ranks that never come."""
+        """Waits as Lightning does, but after a failure not for ranks that never come."""
         if not self._failures.board.has_failed:
             return super().barrier(name)
         try:
@@ -475,7 +475,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @contextmanager
     def last_backward(self, *optimizers: Optimizer) -> Generator[None, None, None]:
-        """Manual optimisation: the backward run within is the last one before `step()`.
+        """Makes the backward run within the last one before `step()`, in manual optimization.
 
         Its gradients are sent while it runs. Unmarked, they are sent at `step()`, since any number
         of backwards may come before it.

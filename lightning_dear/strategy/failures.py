@@ -68,7 +68,7 @@ _IS_LATE = re.compile(r"[Tt]imed out|[Tt]imeout")
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank failed of, in one line."""
+    """Holds what a rank failed of, in one line."""
 
     rank: int
     message: str
@@ -78,13 +78,13 @@ class Failure:
 
 
 def describe(exception: BaseException) -> str:
-    """The exception's type and text, as a traceback ends."""
+    """Returns the exception's type and text, as a traceback ends."""
     text = str(exception)[:_MAX_MESSAGE_CHARS]
     return f"{type(exception).__name__}: {text}" if text else type(exception).__name__
 
 
 def is_consequence(exception: BaseException) -> bool:
-    """Whether the root of the exception's chain only says that a peer is gone or late."""
+    """Tells whether the root of the exception's chain only says that a peer is gone or late."""
     root = exception
     while (before := root.__cause__ if root.__suppress_context__ else root.__context__) is not None:
         root = before
@@ -92,7 +92,7 @@ def is_consequence(exception: BaseException) -> bool:
 
 
 class FailureBoard:
-    """What the ranks of one run know of its failure. Without other ranks all of it is a no-op.
+    """Keeps what the ranks of one run know of its failure. With one rank it does nothing.
 
     Args:
         attempt: Equal on all ranks and never used before in this store, so that a run after a
@@ -184,7 +184,7 @@ class FailureBoard:
         return self.seen is not None
 
     def notice(self, store: Any) -> bool:
-        """Whether any rank has failed; if so, leaves word that this rank's process lives.
+        """Tells whether any rank has failed; if so, notes that this rank's process lives.
 
         Tells others, or learns from them, that a rank was asked to stop.
         """
@@ -363,7 +363,7 @@ _latest: FailureBoard | None = None
 
 
 def first_failure() -> Failure | None:
-    """The first failure of this process's latest run, as far as this rank knows it already."""
+    """Returns the first failure of this process's latest run, as far as this rank knows it."""
     return None if _latest is None else _latest.seen
 
 
@@ -423,7 +423,7 @@ class FailureWatch:
         self.board.leave(f"has ended, and not all others with it: {asked}.")
 
     def close(self) -> None:
-        """The run is over on this rank. Returns at once."""
+        """Ends the watch: the run is over on this rank. Returns at once."""
         self._is_over.set()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -123,7 +123,7 @@ def _part_jobs() -> None:
 
 
 def job_end() -> Callable[[], None]:
-    """What to call between two jobs of one process, to be made before the first starts ranks.
+    """Returns what to call between two jobs of one process; make it before ranks start.
 
     Lightning leaves variables and the process group behind, and takes them, at the next Trainer,
     for a sign that somebody else has started the ranks.
@@ -279,7 +279,7 @@ class JobLauncher(_SubprocessScriptLauncher):
 def call_if_unheard(
     heard: threading.Event, after_s: float, act: Callable[[], None]
 ) -> Iterator[None]:
-    """Within, calls `act` if the first SIGINT or SIGTERM goes unheard.
+    """Calls `act` if, within the block, the first SIGINT or SIGTERM goes unheard.
 
     Python runs a signal's handler in the main thread, once that thread runs Python again: never, if
     it waits in a collective for a rank that hangs. Does nothing outside the main thread, or where
@@ -331,7 +331,7 @@ def print_first_failure() -> None:
 
 
 def watch_parent() -> None:
-    """In a child rank, begin to watch rank 0, and end soon after it; elsewhere a no-op.
+    """Begins to watch rank 0 in a child rank, and ends soon after it; elsewhere a no-op.
 
     The kernel's own signal for this, PR_SET_PDEATHSIG, comes when the *thread* that started the
     children ends, and so would end them while rank 0 lives.
@@ -416,7 +416,7 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) 
 
 
 def first_ending(codes: Sequence[int | None]) -> str:
-    """The number of the first of ranks 1, 2, ... to fail, and how, by their exit codes."""
+    """Returns the number of the first rank to fail, and how, by the exit codes of 1, 2, ..."""
     rank, code = next((rank, code) for rank, code in enumerate(codes, start=1) if code)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     return f"{rank} {how}"
@@ -444,7 +444,7 @@ def _quoted(value: str) -> str:
 
 
 class ReportingLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher, whose ranks say who failed first.
+    """Launches as Lightning does, with ranks that say who failed first.
 
     Lightning hands an exception to callbacks and strategy in the process that started the ranks,
     where nothing is known of it but the traceback of the rank that ended first.

@@ -275,7 +275,7 @@ _STEP_HOOKS = ("optimizer_step", "optimizer_zero_grad", "backward")
 def why_not_early(
     trainer: pl.Trainer, optimizers: Sequence[Optimizer], readers: Mapping[str, Sequence[str]]
 ) -> str | None:
-    """Why no bucket may be stepped before backward has ended; None if it may.
+    """Says why no bucket may be stepped before backward has ended; None if it may.
 
     Args:
         trainer: Of the fit that begins.

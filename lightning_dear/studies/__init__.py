@@ -1,4 +1,4 @@
-"""Strategies side by side: the competitors, what is measured of a step, and what could be.
+"""Compares strategies side by side: competitors, what a step takes, and what it could.
 
 `apps/bench/` is the command line; read `block.py` first, then `summary.py`.
 """

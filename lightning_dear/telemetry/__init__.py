@@ -1,1 +1,1 @@
-"""What a step cost and what ran when: clocks, spans, statistics, timelines."""
+"""Records what a step cost and what ran when: clocks, spans, statistics, timelines."""

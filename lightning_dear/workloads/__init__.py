@@ -1,1 +1,1 @@
-"""Models and data for the command line: small ones that run anywhere, images behind an extra."""
+"""Holds models and data for the command line: small ones, and images behind an extra."""

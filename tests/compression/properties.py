@@ -163,7 +163,7 @@ PROPERTIES: dict[str, Properties] = {
         again=_same_integers,
     ),
     "onebit": OfRows(
-        formula="The mean of the numbers below zero, or that of the others, for each block",
+        formula="the mean of the numbers below zero, or that of the others, for each block",
         instances=tuple(OneBit(block_size=size) for size in SIGN_BLOCKS),
         law=formulas.has_two_means,
         sent_again=_MEANS,

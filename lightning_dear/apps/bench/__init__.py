@@ -1,1 +1,1 @@
-"""``dear-bench``: strategies side by side."""
+"""Compares, as ``dear-bench``, strategies side by side."""

@@ -1,1 +1,1 @@
-"""``dear-converge``: how training ends under each compressor."""
+"""Compares, as ``dear-converge``, how training ends under each compressor."""

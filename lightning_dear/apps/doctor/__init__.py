@@ -1,1 +1,1 @@
-"""``dear-train doctor=true``: whether a cluster is fit for a job."""
+"""Tells, as ``dear-train doctor=true``, whether a cluster is fit for a job."""

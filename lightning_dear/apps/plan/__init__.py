@@ -1,1 +1,1 @@
-"""``dear-plan``: which strategy would be fastest on a cluster, and what to measure of it."""
+"""Says, as ``dear-plan``, which strategy would be fastest on a cluster."""

@@ -1,1 +1,1 @@
-"""The papers' claims, to run again; each module has one recipe's `make`."""
+"""Runs the papers' claims again; each module has one recipe's `make`."""

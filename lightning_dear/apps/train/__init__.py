@@ -1,1 +1,1 @@
-"""``dear-train``: one job from its config to its test."""
+"""Runs, as ``dear-train``, one job from its config to its test."""

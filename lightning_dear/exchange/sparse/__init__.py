@@ -1,1 +1,1 @@
-"""Of each rank's numbers a few are summed, wherever they stand: Ok-Topk, and its baselines."""
+"""Sums a few of each rank's numbers, wherever they stand: Ok-Topk, and its baselines."""

@@ -1,4 +1,4 @@
-"""Models that wait instead of computing: many ranks on few cores, and real communication."""
+"""Holds models that wait instead of computing: many ranks on few cores, real messages."""
 
 from lightning_dear.workloads.replay.model import ReplayData, ReplayModel
 from lightning_dear.workloads.replay.profile import (
