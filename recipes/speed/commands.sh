@@ -1,5 +1,7 @@
 # What measured the folders beside this file, one command each; each writes into outputs/FOLDER.
-# Linux with iproute2, as root, two cores with nothing else running. # One dear-bench a layout and rate was run, into outputs/hosts/LAYOUT-RATE/bench; this makes all six.
+# Linux with iproute2, as root, two cores with nothing else running. dear-bench must be on the path.
+
+# One dear-bench a layout and rate was run, into outputs/hosts/LAYOUT-RATE/bench; this makes all six.
 dear-bench cluster=emulated optimizer=sgd_plain model.profile=bert_base model.scale=80 model.compute_s=1.2 \
   rounds=2 steps=4 warm_up_steps=3 hydra.run.dir=outputs/hosts \
   entries='[ddp,ddp_bf16,fsdp2,dear_paper,dear,{name: bf16, strategy: dear, compressor: bf16},{name: int8, strategy: dear, compressor: int8},{name: topk, strategy: dear, compressor: topk, compressor.density: 0.01},{name: oktopk, strategy: dear, compressor: oktopk}]' \
@@ -12,8 +14,6 @@ for hosts in 4:1 2:2 2:4; do for how in 31.25:int8 125:int8 125:bf16 125:topk; d
     compressor=${how#*:} hydra.run.dir=outputs/hosts/${hosts%:*}x${hosts#*:}-${how%:*}/${how#*:}
 done; done
 python -m tests.benchmarks.hosts_accuracy recipes/speed/hosts/*
-
-dear-bench must be on the path.
 
 OMP_NUM_THREADS=1 dear-bench warm_up_steps=5 cluster=emulated cluster.num_hosts=2 cluster.rate_mbit=1000 \
   rounds=5 steps=15 hydra.run.dir=outputs/real_digits model=resnet data=digits \
