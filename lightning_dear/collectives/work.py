@@ -275,11 +275,9 @@ class Collectives(ABC):
         sender that finds no receive posted waits for a message that says there is one, and that
         message queues behind whatever its host is sending. NCCL has nothing to do here.
         """
-        return
 
     def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
         """Lets others' shards arrive in `buffer` from now on; as `expect_reduce_scatter`."""
-        return
 
     def launch_messages(
         self,
@@ -311,7 +309,6 @@ class Collectives(ABC):
 
     def expect_messages(self, lane: str, incoming: Tensor, bucket: int) -> None:
         """Lets rows, or messages, of all others arrive from now on; as `expect_reduce_scatter`."""
-        return
 
     def launch_all_reduce(self, buffer: Tensor, bucket: int) -> Work:
         """Sums the flat `buffer`, in place on all ranks alike, in the reduce-scatter group."""
@@ -348,7 +345,6 @@ class Collectives(ABC):
 
     def expect_sums_of_host(self, received: Tensor, incoming: Tensor, bucket: int) -> None:
         """Lets others' parts arrive from now on; as `expect_reduce_scatter`."""
-        return
 
     def launch_gather_of_host(self, buffer: Tensor, bucket: int) -> Work:
         """Fills `buffer`, as long as `launch_sums_of_host`'s, with what ranks of this host sum.
@@ -383,7 +379,6 @@ class Collectives(ABC):
         What is launched or waited for here from now on raises. May block a few seconds. Nothing to
         do on gloo, where nobody waits for a rank that has ended.
         """
-        return
 
     def check(self) -> None:
         """Raises `RuntimeError` after `abort`: what has arrived since is of no use."""

@@ -96,11 +96,9 @@ class Exchange(ABC):
     def hear_found_inf(self, found: Tensor) -> None:
         """Told whether any rank found one."""
         # Where gradients travel as they are, it shows in the mean.
-        return
 
     def look_again(self) -> None:
         """As the two above, of means that a hook may have changed. All ranks call; may block."""
-        return
 
     @property
     def voting(self) -> AbstractSet[int]:
@@ -109,7 +107,6 @@ class Exchange(ABC):
 
     def refuse_votes(self, names: Sequence[str]) -> None:
         """Told, as all ranks are, of parameters in them that not every rank has a gradient for."""
-        return
 
     def add_earlier(self, bucket: Bucket, earlier: Tensor | None, *, is_empty: bool) -> None:
         """Adds to the bucket's mean what earlier rounds of the step have brought.
@@ -124,7 +121,6 @@ class Exchange(ABC):
 
     def note_used(self, used: Sequence[bool], *, keeps: bool) -> None:
         """Told which parameters will be stepped; `keeps`: see `CompressedBucket`."""
-        return
 
     # --- around a step ----------------------------------------------------------------------------
 
@@ -150,15 +146,12 @@ class Exchange(ABC):
 
     def check(self) -> None:
         """Raises `RuntimeError` if the step cannot be made with what was reduced."""
-        return
 
     def commit(self) -> None:
         """Told that the step was made of what was reduced."""
-        return
 
     def discard(self) -> None:
         """Told that what was reduced since the last step is void."""
-        return
 
 
 @dataclass(frozen=True)

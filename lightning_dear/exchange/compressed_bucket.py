@@ -140,7 +140,6 @@ class CompressedBucket(ABC):
 
     def steer(self, steering: Tensor) -> None:
         """Selects by that from now on, if it is of a bucket like this one. Between steps."""
-        return
 
     @property
     def rate(self) -> float:
