@@ -27,7 +27,7 @@ from lightning_dear.collectives.hosts import ranks_on_each_host
 from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.streams import CudaStreams, Streams
 from lightning_dear.collectives.two_hops import NativeTwoHopCollectives, TwoHopCollectives
-from lightning_dear.collectives.work import Collectives, WireLedger, alive, reusable_groups
+from lightning_dear.collectives.work import Collectives, alive, reusable_groups
 
 _NUM_GROUPS = 3
 """With NCCL, before those that two hops need."""
@@ -244,4 +244,4 @@ def _connect(collectives: Collectives, device: torch.device, *, sends_rows: bool
         # Else the all-gather has used another group.
         collectives.launch_broadcast(torch.zeros(1, device=device), 0).wait()
     collectives.streams.synchronize()
-    collectives.ledger = WireLedger()
+    collectives.ledger.clear()

@@ -79,7 +79,7 @@ class PairwiseCollectives(Collectives):
         rows = self._reduce_rows(received)
         outgoing = [(peer, shard_of(buffer, peer, self.world_size)) for peer in self._peers()]
         waits = self._exchange("reduce_scatter", received, rows, outgoing, bucket)
-        self.ledger.reduce_scatter_bytes += nbytes_of(outgoing)
+        self.ledger["reduce_scatter"] += nbytes_of(outgoing)
         # In rank order, not that of arrival or of peers, so that all runs have the same bits.
         finish = partial(sum_in_source_order, by_source((*rows, (self.rank, own))), out, self._size)
         return self.new_work("reduce_scatter", f"bucket {bucket}", waits, finish)
@@ -89,7 +89,7 @@ class PairwiseCollectives(Collectives):
         incoming[self.rank].copy_(rows[self.rank])
         outgoing = [(peer, rows[peer]) for peer in self._peers()]
         waits = self._exchange("reduce_scatter", incoming, self._rows(incoming), outgoing, bucket)
-        self.ledger.reduce_scatter_bytes += nbytes_of(outgoing)
+        self.ledger["reduce_scatter"] += nbytes_of(outgoing)
         return self.new_work("reduce_scatter", f"bucket {bucket}", waits)
 
     @override
@@ -99,7 +99,7 @@ class PairwiseCollectives(Collectives):
             for flat, sizes in (outgoing, incoming)
         )
         waits = self._exchange("all_gather", incoming[0], rows, sent, number)
-        self.ledger.all_gather_bytes += nbytes_of(sent)
+        self.ledger["all_gather"] += nbytes_of(sent)
         return self.new_work("all_gather", f"bucket {number}", waits)
 
     @override
@@ -117,8 +117,8 @@ class PairwiseCollectives(Collectives):
         rows = [(source, incoming[source]) for source in self._sources() if source in sources]
         waits = self._exchange(lane, incoming, rows, outgoing, bucket)
         noted_bytes = sum(num_notes * one.element_size() for _, one in outgoing)
-        self.ledger.metadata_bytes += noted_bytes
-        self.ledger.add(lane, nbytes_of(outgoing) - noted_bytes)
+        self.ledger["metadata"] += noted_bytes
+        self.ledger[lane] += nbytes_of(outgoing) - noted_bytes
         return self.new_work(lane, f"bucket {bucket}", waits)
 
     @override
@@ -127,7 +127,7 @@ class PairwiseCollectives(Collectives):
         rows = self._rows(buffer.tensor_split(self.world_size))
         outgoing = [(peer, own) for peer in self._peers()]
         waits = self._exchange("all_gather", buffer, rows, outgoing, bucket)
-        self.ledger.all_gather_bytes += nbytes_of(outgoing)
+        self.ledger["all_gather"] += nbytes_of(outgoing)
         return self.new_work("all_gather", f"bucket {bucket}", waits)
 
     @override
@@ -136,7 +136,7 @@ class PairwiseCollectives(Collectives):
         own = flags.clone()
         outgoing = [(peer, own) for peer in self._peers()]
         waits = self._exchange("reduce_scatter", flags, rows, outgoing, _FLAGS_TAG)
-        self.ledger.other_bytes += nbytes_of(outgoing)
+        self.ledger["other"] += nbytes_of(outgoing)
 
         def combine() -> None:
             for _, row in rows:
@@ -149,7 +149,7 @@ class PairwiseCollectives(Collectives):
         rows = [] if self.rank == 0 else [(0, buffer)]
         outgoing = [(peer, buffer) for peer in self._peers()] if self.rank == 0 else []
         waits = self._exchange("all_gather", buffer, rows, outgoing, _BUFFERS_TAG + index)
-        self.ledger.other_bytes += nbytes_of(outgoing)
+        self.ledger["other"] += nbytes_of(outgoing)
         return self.new_work("other", "module buffers", waits)
 
     @override

@@ -50,38 +50,38 @@ class NativeCollectives(Collectives):
     ) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
         waits = self.start(REDUCE_SCATTER, self.reduce_group, own, buffer)
-        self.ledger.reduce_scatter_bytes += self.ring_bytes(buffer)
+        self.ledger["reduce_scatter"] += self.ring_bytes(buffer)
         finish = None if out.dtype == own.dtype else partial(out.copy_, own)
         return self.new_work("reduce_scatter", f"bucket {bucket}", waits, finish)
 
     @override
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, bucket: int) -> Work:
         waits = self.start("all_to_all_single", self.reduce_group, incoming, rows)
-        self.ledger.reduce_scatter_bytes += self.ring_bytes(rows)
+        self.ledger["reduce_scatter"] += self.ring_bytes(rows)
         return self.new_work("reduce_scatter", f"bucket {bucket}", waits)
 
     @override
     def launch_parts(self, outgoing: Parts, incoming: Parts, number: int) -> Work:
         both = incoming[0], outgoing[0], incoming[1], outgoing[1]
         waits = self.start("all_to_all_single", self.gather_group, *both)
-        self.ledger.all_gather_bytes += outgoing[0].nbytes
+        self.ledger["all_gather"] += outgoing[0].nbytes
         return self.new_work("all_gather", f"bucket {number}", waits)
 
     @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         own = shard_of(buffer, self.rank, self.world_size)
         waits = self.start(ALL_GATHER, self.gather_group, buffer, own)
-        self.ledger.all_gather_bytes += self.ring_bytes(buffer)
+        self.ledger["all_gather"] += self.ring_bytes(buffer)
         return self.new_work("all_gather", f"bucket {bucket}", waits)
 
     @override
     def launch_any(self, flags: Tensor) -> Work:
         waits = self.start("all_reduce", self.reduce_group, flags, dist.ReduceOp.MAX)
-        self.ledger.other_bytes += 2 * self.ring_bytes(flags)
+        self.ledger["other"] += 2 * self.ring_bytes(flags)
         return self.new_work("other", "used parameters", waits)
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
         waits = self.start("broadcast", self.gather_group, buffer, 0)
-        self.ledger.other_bytes += buffer.nbytes
+        self.ledger["other"] += buffer.nbytes
         return self.new_work("other", "module buffers", waits)

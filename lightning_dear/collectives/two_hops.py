@@ -81,7 +81,7 @@ class TwoHopCollectives(PairwiseCollectives):
     ) -> Work:
         own, (_, across) = self._column(buffer), self._received(received)
         receives = self._receives("reduce_scatter", received, across, bucket + _SECOND_HOP)
-        self.ledger.reduce_scatter_bytes += own[0].nbytes * len(self._across(1))
+        self.ledger["reduce_scatter"] += own[0].nbytes * len(self._across(1))
         work, _ = self._reduce(buffer, received, own, lambda: own, receives, bucket)
         of_hosts = by_source((*across, (self.rank, own[self.rank // self._size])))
         return Work(work.wait, partial(sum_in_source_order, of_hosts, out))
@@ -101,7 +101,7 @@ class TwoHopCollectives(PairwiseCollectives):
             return rows
 
         receives = self._receives("reduce_scatter", incoming, across, bucket + _SECOND_HOP)
-        self.ledger.reduce_scatter_bytes += incoming[own].nbytes * len(across)
+        self.ledger["reduce_scatter"] += incoming[own].nbytes * len(across)
         return self._reduce(buffer, received, list(sums), encoded, receives, bucket)
 
     def _reduce(
@@ -130,7 +130,7 @@ class TwoHopCollectives(PairwiseCollectives):
             rows = encode()
             return [(peer, rows[peer // self._size]) for peer in self._across(1)]
 
-        self.ledger.reduce_scatter_bytes += nbytes_of(outgoing)
+        self.ledger["reduce_scatter"] += nbytes_of(outgoing)
         return self._two_hops(lane, bucket, first, pass_on, receives)
 
     @override
@@ -140,7 +140,7 @@ class TwoHopCollectives(PairwiseCollectives):
         outgoing = [(peer, own) for peer in self._across(1)]
         passed_on = [(peer, row) for peer in self._within(1) for row in self._column(buffer)]
         first = self._exchange(lane, buffer, across, outgoing, bucket)
-        self.ledger.all_gather_bytes += nbytes_of(outgoing) + nbytes_of(passed_on)
+        self.ledger["all_gather"] += nbytes_of(outgoing) + nbytes_of(passed_on)
         receives = self._receives(lane, buffer, within, bucket + _SECOND_HOP)
         return self._two_hops(lane, bucket, first, lambda: passed_on, receives)[0]
 
@@ -149,7 +149,7 @@ class TwoHopCollectives(PairwiseCollectives):
         lane, own = "all_gather", self._column(buffer)
         outgoing = [(peer, row) for peer in self._within(1) for row in own]
         rows = self._columns(buffer, self._within(-1))
-        self.ledger.all_gather_bytes += nbytes_of(outgoing)
+        self.ledger["all_gather"] += nbytes_of(outgoing)
         waits = self._exchange(lane, buffer, rows, outgoing, bucket)
         return self.new_work(lane, f"bucket {bucket} within the host", waits)
 
@@ -299,7 +299,7 @@ class NativeTwoHopCollectives(NativeCollectives):
             across: What travels to, or from, every other host.
         """
         nbytes = within.nbytes // self._size * (self._size - 1)
-        self.ledger.add(lane, nbytes + across.nbytes * (self.world_size // self._size - 1))
+        self.ledger[lane] += nbytes + across.nbytes * (self.world_size // self._size - 1)
 
     @override
     def scratch_numel(self, numel: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,38 +39,10 @@ is expected after a step that was broken off: of whole gradients, of saved state
 select."""
 
 
-@dataclass
-class WireLedger:
-    """Bytes that this rank handed to the network since the ledger was made.
-
-    Attributes:
-        metadata_bytes: Of what says how many numbers travel, and which.
-    """
-
-    reduce_scatter_bytes: int = 0
-    all_gather_bytes: int = 0
-    all_reduce_bytes: int = 0
-    other_bytes: int = 0
-    metadata_bytes: int = 0
-
-    def add(self, lane: str, nbytes: int) -> None:
-        """Adds to the bytes of "reduce_scatter" or "all_gather"."""
-        if lane == "reduce_scatter":
-            self.reduce_scatter_bytes += nbytes
-        else:
-            self.all_gather_bytes += nbytes
-
-    @property
-    def total_bytes(self) -> int:
-        """Sum over all kinds, in bytes."""
-        decoupled_bytes = self.reduce_scatter_bytes + self.all_gather_bytes
-        return decoupled_bytes + self.all_reduce_bytes + self.other_bytes + self.metadata_bytes
-
-
 @contextmanager
 def uncounted(collectives: Collectives) -> Iterator[None]:
     """What is sent meanwhile, to measure or to save something, belongs to no step."""
-    ledger, collectives.ledger = collectives.ledger, WireLedger()
+    ledger, collectives.ledger = collectives.ledger, Counter()
     try:
         yield
     finally:
@@ -82,7 +55,7 @@ def as_metadata(collectives: Collectives) -> Iterator[None]:
     ledger = collectives.ledger
     with uncounted(collectives):
         yield
-        ledger.metadata_bytes += collectives.ledger.total_bytes
+        ledger["metadata"] += collectives.ledger.total()
 
 
 def is_uneven(collectives: Collectives) -> bool:
@@ -192,6 +165,9 @@ class Collectives(ABC):
         calls: What is called to send and receive: torch.distributed, or what stands in for it,
             where a device is simulated.
         streams: Those of the parameters' device.
+        ledger: Kind -> bytes that this rank has handed to the network since the ledger was made:
+            "reduce_scatter", "all_gather", "all_reduce", "other", and "metadata", which says how
+            many numbers travel, and which.
         hosts: Number of each rank's host, which is that of its first rank; of nobody: not known.
         hops: 2: both halves go within hosts, and between them; 1: they do not tell hosts apart.
         reads_flags_freely: Whether the host waits for nothing more where it reads flags.
@@ -213,7 +189,7 @@ class Collectives(ABC):
     hosts: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        self.ledger, self.signal = WireLedger(), Signal()
+        self.ledger, self.signal = Counter[str](), Signal()
         self.observer: WorkObserver | None = None
         self.was_discarded = self.was_aborted = self.has_given_up = False
         self._size = ranks_on_each_host(self.hosts)
@@ -315,7 +291,7 @@ class Collectives(ABC):
         if self.world_size == 1:
             return Work.done()
         waits = self.start("all_reduce", self.reduce_group, buffer)
-        self.ledger.all_reduce_bytes += 2 * self.ring_bytes(buffer)
+        self.ledger["all_reduce"] += 2 * self.ring_bytes(buffer)
         # In this lane since it takes the reduce-scatters' place in backward.
         return self.new_work("reduce_scatter", f"bucket {bucket}", waits)
 

@@ -84,7 +84,7 @@ class Instruments:
 
     def finish_step(self) -> None:
         """Ends a step: its figures become `statistics`."""
-        sent_bytes = self._collectives.ledger.total_bytes
+        sent_bytes = self._collectives.ledger.total()
         if self._current is not None:
             self._current.wire_bytes = sent_bytes - self._sent_bytes
         self._sent_bytes = sent_bytes

@@ -6,6 +6,7 @@ Nothing that the engine says of itself is trusted: its own ledger must say the s
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dear.collectives.factory import new_collectives
-from lightning_dear.collectives.work import GRADIENT_NUMBERS, SELECTION_NUMBERS, WireLedger
+from lightning_dear.collectives.work import GRADIENT_NUMBERS, SELECTION_NUMBERS
 from lightning_dear.compression import Compressor, resolve_compressor
 from lightning_dear.compression.codec import FewOfMany
 from lightning_dear.engine.pipeline import Pipeline
@@ -159,8 +160,8 @@ def train(compressor: str, gradients: str, density: float, numel: int, num_steps
     return Sent(torch.stack(steps), buckets, digest)
 
 
-def _check_ledger(ledger: WireLedger, total: Tensor) -> None:
+def _check_ledger(ledger: Counter[str], total: Tensor) -> None:
     counted = total.sum(dim=1).tolist()
-    told = [0, ledger.metadata_bytes, ledger.other_bytes]
-    told[PAYLOAD] = ledger.total_bytes - sum(told)
+    told = [0, ledger["metadata"], ledger["other"]]
+    told[PAYLOAD] = ledger.total() - sum(told)
     assert counted == told, f"the wire has {counted}, the ledger {told}"

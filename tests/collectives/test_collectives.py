@@ -62,12 +62,12 @@ def test_bytes_follow_the_formula(world_size: int) -> None:
     buffer = torch.zeros(numel)
     received = torch.empty(collectives.scratch_numel(numel))
     own = shard_of(buffer, dist.get_rank(), world_size)
-    assert collectives.ledger.total_bytes == 0
+    assert collectives.ledger.total() == 0
     collectives.launch_reduce_scatter(buffer, received, own, 0).wait()
     collectives.launch_all_gather(buffer, 0).wait()
     share = numel * 4 * (world_size - 1) // world_size
-    assert collectives.ledger.reduce_scatter_bytes == share
-    assert collectives.ledger.all_gather_bytes == share
+    assert collectives.ledger["reduce_scatter"] == share
+    assert collectives.ledger["all_gather"] == share
 
 
 @distributed()
@@ -184,7 +184,7 @@ def test_connections_for_rows_are_opened_where_a_compressor_needs_them() -> None
         assert opened.call_count == 1
     # Else the first backward would wait until they are open.
     assert waited.call_count == 2
-    assert collectives.ledger.total_bytes == 0
+    assert collectives.ledger.total() == 0
 
 
 @given(st.integers(1, 5), st.integers(0, 4), st.sampled_from(DTYPES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_dear.bucket import allocate
-from lightning_dear.collectives.work import WireLedger, Work
+from lightning_dear.collectives.work import Work
 from lightning_dear.compression import GTopk, OkTopk, SparseAllReduce
 from lightning_dear.exchange import new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
@@ -57,7 +58,7 @@ class InRoom:
 
     def __init__(self, room: Room, rank: int) -> None:
         self._room, self.rank, self.world_size = room, rank, room.world_size
-        self.ledger = WireLedger()
+        self.ledger = Counter()
 
     def scratch_numel(self, numel: int) -> int:
         return numel

@@ -108,8 +108,8 @@ def test_nothing_of_them_is_gathered_or_scattered(world_size: int) -> None:
     pipeline.detach()
     plan = pipeline.parts[0].plan
     sent_bytes = 4 * plan.padded_numel // world_size * (world_size - 1)
-    assert ledger.reduce_scatter_bytes == ledger.all_gather_bytes == 0
-    assert ledger.all_reduce_bytes == 3 * 2 * sent_bytes
+    assert ledger["reduce_scatter"] == ledger["all_gather"] == 0
+    assert ledger["all_reduce"] == 3 * 2 * sent_bytes
 
 
 Change = Callable[[OptimizerPipeline, nn.Module, list[Tensor]], None]

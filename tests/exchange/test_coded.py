@@ -192,7 +192,7 @@ def test_each_half_sends_what_the_codec_says(gather: str) -> None:
             run.step()
             run.pipeline.complete_parameters()
             ledger = run.pipeline.collectives.ledger
-            sent.append((ledger.reduce_scatter_bytes, ledger.all_gather_bytes))
+            sent.append((ledger["reduce_scatter"], ledger["all_gather"]))
         assert run.part.plan is not None
         (bucket,) = run.part.plan.buckets
         world_size = dist.get_world_size()

@@ -246,6 +246,6 @@ def test_messages_may_be_shorter_than_the_memory_that_waits_for_them() -> None:
             assert torch.equal(incoming[other, :length], torch.arange(length) + other)
             assert (incoming[other, length:] == -1).all()
             assert (incoming[collectives.rank] == -1).all()
-    assert collectives.ledger.metadata_bytes == 4 * 6
-    assert collectives.ledger.reduce_scatter_bytes == 4 * (6 + 49_999)
-    assert collectives.ledger.all_gather_bytes == 4 * (6 + 49_999)
+    assert collectives.ledger["metadata"] == 4 * 6
+    assert collectives.ledger["reduce_scatter"] == 4 * (6 + 49_999)
+    assert collectives.ledger["all_gather"] == 4 * (6 + 49_999)

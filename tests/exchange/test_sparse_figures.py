@@ -33,12 +33,12 @@ def test_figures_say_what_travelled() -> None:
         run = run_of(codec)
         run.step()
         ledger = run.pipeline.collectives.ledger
-        before = ledger.reduce_scatter_bytes + ledger.all_gather_bytes
+        before = ledger["reduce_scatter"] + ledger["all_gather"]
         run.step()
         run.pipeline.complete_parameters()
         (one,) = run.part.plans.active.exchange.coded
         assert 4 * one.tally.words_sent == (
-            ledger.reduce_scatter_bytes + ledger.all_gather_bytes - before
+            ledger["reduce_scatter"] + ledger["all_gather"] - before
         )
         words = torch.tensor([one.tally.words_sent, one.tally.words_received])
         dist.all_reduce(words)
@@ -110,10 +110,10 @@ def _words_of_a_step(codec: SparseAllReduce) -> list[tuple[int, Any]]:
     seen = []
     for _ in range(6):
         ledger = run.pipeline.collectives.ledger
-        before = ledger.total_bytes - ledger.metadata_bytes - ledger.other_bytes
+        before = ledger.total() - ledger["metadata"] - ledger["other"]
         run.step()
         run.pipeline.complete_parameters()
-        after = ledger.total_bytes - ledger.metadata_bytes - ledger.other_bytes
+        after = ledger.total() - ledger["metadata"] - ledger["other"]
         seen.append(((after - before) // 4, run))
     return seen
 

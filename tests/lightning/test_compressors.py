@@ -169,7 +169,7 @@ def test_densities_change_what_is_sent() -> None:
     class Watch(WeightRecorder):
         def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
             trainer.strategy.complete_parameters()
-            sent.append(trainer.strategy._pipeline.collectives.ledger.reduce_scatter_bytes)
+            sent.append(trainer.strategy._pipeline.collectives.ledger["reduce_scatter"])
             super().on_train_batch_end(trainer, *rest)
 
     watch = Watch()

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 NUM_STEPS = 6
-KINDS = ("reduce_scatter", "all_gather", "all_reduce", "other", "metadata", "total")
+KINDS = ("reduce_scatter", "all_gather", "all_reduce", "other", "metadata")
 GATHERS = ("parameters", "gradients")
 VARIANTS = ("plain", "clip", "accumulate", "16bit", "resumed")
 
@@ -165,7 +165,7 @@ def _step(pipeline: Any, model: nn.Module, case: Case, step: int, seen: dict[str
             group["lr"] *= 0.5
     if case.options != "depth 1":
         # With a depth it depends on the clock what has been sent by now.
-        seen["sent"].append(pipeline.collectives.ledger.total_bytes)
+        seen["sent"].append(pipeline.collectives.ledger.total())
 
 
 def train(case: Case, timeout: timedelta) -> dict[str, Any]:
@@ -212,7 +212,8 @@ def _results(pipeline: Any, model: nn.Module) -> dict[str, Any]:
     # Gathers that were held back are sent now.
     pipeline.complete_parameters()
     ledger = pipeline.collectives.ledger
-    found: dict[str, Any] = {kind: getattr(ledger, f"{kind}_bytes") for kind in KINDS}
+    found: dict[str, Any] = {kind: ledger[kind] for kind in KINDS}
+    found["total"] = ledger.total()
     found["buckets"] = len(part.plan.buckets)
     found["weights"] = digest(model.state_dict())
     figures = of(part, "encoding_figures")()
@@ -221,7 +222,7 @@ def _results(pipeline: Any, model: nn.Module) -> dict[str, Any]:
     found["residuals"] = digest(state.pop("residuals", None))
     found["state"] = digest(state)
     # Whoever saves sends nothing that counts.
-    found["total after saving"] = pipeline.collectives.ledger.total_bytes
+    found["total after saving"] = pipeline.collectives.ledger.total()
     of(part, "sync_replicas")()
     found["synced"] = digest(model.state_dict())
     pipeline.detach()

@@ -248,10 +248,10 @@ def test_accumulated_gradients_are_those_of_ddp(world_size: int) -> None:
             else:
                 with wrapped.no_sync():
                     loss_of(wrapped, *data).backward()
-        sent_before = pipeline.collectives.ledger.reduce_scatter_bytes
+        sent_before = pipeline.collectives.ledger["reduce_scatter"]
         optimizer.step()
         plain_optimizer.step()
-        assert pipeline.collectives.ledger.reduce_scatter_bytes == sent_before or step == 0
+        assert pipeline.collectives.ledger["reduce_scatter"] == sent_before or step == 0
     assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(plain), strict=True))
 
 
@@ -272,10 +272,10 @@ def test_gradients_that_come_in_parts_are_sent_once() -> None:
     model = build("reentrant")
     pipeline = new_pipeline(model, optimizer_for("sgd", model))
     for step in range(3):
-        before = pipeline.collectives.ledger.reduce_scatter_bytes
+        before = pipeline.collectives.ledger["reduce_scatter"]
         train_steps(pipeline, model, [step], "reentrant")
         plan = pipeline.parts[0].plan
         assert plan is not None
-        sent = pipeline.collectives.ledger.reduce_scatter_bytes - before
+        sent = pipeline.collectives.ledger["reduce_scatter"] - before
         assert sent == plan.padded_numel * 4 // 2
     pipeline.detach()

@@ -19,7 +19,7 @@ LINKS = [LinkCost(1e-4, 1e-9, LinkCost(0.0, beta_s)) for beta_s in (1e-9, 2e-9, 
 @distributed(world_sizes=(2, 3))
 def test_all_is_measured_alike_on_all_ranks(world_size: int) -> None:
     collectives = new_collectives(CPU)
-    sent_before = collectives.ledger.total_bytes
+    sent_before = collectives.ledger.total()
     norm = torch.nn.BatchNorm1d(1 << 20)
     optimizer = torch.optim.AdamW(norm.parameters())
     begun: list[str] = []
@@ -43,7 +43,7 @@ def test_all_is_measured_alike_on_all_ranks(world_size: int) -> None:
     assert 0 < costs.sharding_s < 1
     assert collectives.all_gather_object(costs) == [costs] * world_size
     # Training's bytes stay training's, and so does the module.
-    assert collectives.ledger.total_bytes == sent_before
+    assert collectives.ledger.total() == sent_before
     assert norm.num_batches_tracked == 0
     assert norm.weight.grad is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dear.collectives.work import WireLedger, Work
+from lightning_dear.collectives.work import Work
 from lightning_dear.compression import Codec, Int8
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import (
@@ -70,7 +71,7 @@ class _Collectives:
 
     def __init__(self, world_size: int = 2) -> None:
         self.world_size = world_size
-        self.ledger = WireLedger()
+        self.ledger = Counter()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value, 1.1 * value if isinstance(value, float) else value]
@@ -83,12 +84,12 @@ class _Collectives:
 
     def launch_all_reduce(self, buffer: torch.Tensor, *_: Any) -> Work:
         CLOCK.now_s += 0.5 * LINK_ALPHA_S + 3 * LINK_BETA_S * buffer.nbytes
-        self.ledger.all_reduce_bytes += buffer.nbytes
+        self.ledger["all_reduce"] += buffer.nbytes
         return Work(lambda: None)
 
     def launch_all_gather(self, buffer: torch.Tensor, *_: Any) -> Work:
         CLOCK.now_s += LINK_ALPHA_S + LINK_BETA_S * buffer.nbytes / 2
-        self.ledger.other_bytes += buffer.nbytes
+        self.ledger["other"] += buffer.nbytes
         return Work(lambda: None)
 
 
@@ -348,7 +349,7 @@ def test_the_link_is_measured_in_fp32_within_any_default_dtype() -> None:
 def test_measuring_the_link_counts_no_bytes() -> None:
     pipeline = _Pipeline()
     measure_link(pipeline)  # type: ignore[arg-type]
-    assert pipeline.collectives.ledger.total_bytes == 0
+    assert pipeline.collectives.ledger.total() == 0
 
 
 class _OverlappingStarts(_Collectives):
