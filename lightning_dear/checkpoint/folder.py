@@ -93,13 +93,6 @@ def load(
     skeleton = partial(torch.load, path, map_location="cpu", weights_only=weights_only)
     file = files.read(path, skeleton, check_digests=check_digests)
 
-    if "places" not in file:
-        raise files.CheckpointError(
-            f"{folder} was written by an earlier version of lightning-dear, which kept no places of"
-            " tensors. Make a file of it with that version (python -m"
-            " lightning_dear.checkpoint.folder), and load that."
-        )
-
     def whole() -> Any:
         tensors = read_tensors(folder, file["tensors"], file["places"], check_digests)
         return put_together(file["checkpoint"], tensors)
