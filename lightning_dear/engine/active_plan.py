@@ -106,6 +106,15 @@ class ActivePlan:
         total = parts.max() if math.isinf(norm_type) else parts.sum().pow(1.0 / norm_type)
         return total.to(like.dtype)
 
+    @torch.no_grad()
+    def sync_replicas(self) -> None:
+        """Gives all ranks the parameters that their owners step, none of which may be pending.
+
+        Collective, blocks.
+        """
+        for bucket in self.flat.buckets:
+            self.exchange.sync(bucket).wait()
+
     def unscale(self, unscale: Callable[[Optimizer], None], shards: OptimizerShards) -> None:
         """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Collective.
 

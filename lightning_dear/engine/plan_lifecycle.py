@@ -30,7 +30,7 @@ from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.exchange import LossScale, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, LeftWeights
+from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, drop_masters
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer, SpreadState
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
@@ -82,7 +82,6 @@ class PlanLifecycle:
         number: Of the optimizer among all whose pipelines share process groups.
         codec: What encodes in place of the configured codec; None for that one.
         residuals: What encoding has left to be sent.
-        left_weights: Weights that are in no plan, and whose masters wait.
         shared: Whether all ranks step with the same options.
         loss_scale: See `Traffic`; to be assigned to by whoever scales losses.
         find_plan: Asked for the plan of what was recorded, before the planner is, which makes one
@@ -105,7 +104,6 @@ class PlanLifecycle:
         self._collectives, self._options = collectives, options
         together = options.ranks_together(collectives)
         self.residuals = ResidualKeeper(stepper.optimizer, collectives, together)
-        self.left_weights = LeftWeights(stepper.optimizer)
         self.shared = SharedOptions(stepper.optimizer, number, collectives)
         self.loss_scale: LossScale = lambda: None
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
@@ -282,8 +280,6 @@ class PlanLifecycle:
         Args:
             but: Numbers of buckets whose parameters are left alone.
         """
-        if self.left_weights.noted:
-            self.left_weights.follow(self.trained.parameters)
         if self.active is None:
             return
         if self.active.flat.adopt_writes(but) and self._uses_buckets:
@@ -291,8 +287,8 @@ class PlanLifecycle:
         if self.adopt_state():
             self.active.flat.adopt_writes(but)
         if self._options.encodes_differences:
-            # What has its master there still is in no plan.
-            self.left_weights.note(list(self._stepper.optimizer.state))
+            # What has a master there still is in no plan, and was loaded.
+            self._tell_of_masters(AdoptedState(False, drop_masters(self._stepper.optimizer)))
 
     def adopt_state(self) -> bool:
         """Takes over state that was given since; says whether masters were among it. Local.
@@ -328,13 +324,14 @@ class PlanLifecycle:
     def dissolve(self) -> None:
         """Back to before the first step, values and optimizer state kept. Collective, blocks.
 
-        State stays in shards for the next plan; masters of weights that lag behind them do not.
+        State stays in shards for the next plan. Weights that lag behind their masters become what
+        these are, since without a plan neither says by itself which of both is new.
         """
         if self.active is not None:
-            left = self._leave_plan()
-            if lagging := self.active.flat.lagging:
-                self._hand_on(left.take(MASTER_KEY, left.entries.keys()))
-                self.left_weights.note(lagging)
+            self.active.gatherer.complete(reason="re-plan")
+            self.take_over()
+            self.active.sync_replicas()
+            self._leave_plan().take(MASTER_KEY, set(self.active.flat.lagging))
         self.release()
         self.plan = None
         self._start_recording()
@@ -358,8 +355,17 @@ class PlanLifecycle:
                 lost = left.take(MASTER_KEY, written)
                 self._tell_of_masters(AdoptedState(False, bool(lost.entries)))
                 self._stepper.left = left
+                lagging = was_written.keys() & set(self._module.parameters())
+                self._sync(left.take(MASTER_KEY, lagging - set(self.trained.parameters)))
         if isinstance(self._stepper, ReplicatedOptimizer):
             self._give_back()
+
+    @torch.no_grad()
+    def _sync(self, masters: SpreadState) -> None:
+        """Weights that no plan will have become what their masters are. Collective, blocks."""
+        self._hand_on(masters)
+        for parameter in masters.entries:
+            parameter.copy_(self._stepper.optimizer.state[parameter].pop(MASTER_KEY))
 
     def hand_over(self, through: Collectives) -> tuple[SpreadState | None, dict[Parameter, bool]]:
         """Lets go of the state of a training that is over. Collective, blocks.
@@ -426,8 +432,8 @@ class PlanLifecycle:
         self.release()
         # What is written to weights afterwards wins, and neither they nor masters say it.
         self._lagging_at_end.update((one, _digest(one)) for one in lagging)
-        for part in (self._stepper, self.residuals, self.left_weights):
-            part.detach()
+        self._stepper.detach()
+        self.residuals.detach()
 
 
 def _digest(parameter: Parameter) -> int:

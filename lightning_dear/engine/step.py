@@ -595,14 +595,11 @@ class OptimizerPipeline:
             other.prepare_state()
         self.plans.inherit([one.plans for one in own])
 
-    @torch.no_grad()
     def sync_replicas(self) -> None:
         """See `DearStrategy.sync_replicas`. Collective, blocks; raises as `prepare_state`."""
         self.prepare_state("sync_replicas")
-        self.plans.left_weights.sync()
-        if (active := self.plans.active) is not None:
-            for bucket in active.flat.buckets:
-                active.exchange.sync(bucket).wait()
+        if self.plans.active is not None:
+            self.plans.active.sync_replicas()
 
     @torch.inference_mode(False)
     def prepare_state(self, reason: str = "optimizer state") -> None:
@@ -621,7 +618,6 @@ class OptimizerPipeline:
             )
         self.stepper.restore()
         self.complete_parameters(reason)
-        self.plans.left_weights.follow()
         self.plans.take_over()
 
     # --- for whoever looks in from outside ------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, differs
+from lightning_dear.optimizers.masters import AdoptedState, drop_masters
 from lightning_dear.optimizers.sharded import OptimizerShards, closure_skipped, inner_step
 from lightning_dear.torch_modes import plain_mode
 
@@ -44,10 +44,7 @@ class ReplicatedOptimizer(OptimizerShards):
 
         But for masters, which nobody steps here: they would be old when they are read again.
         """
-        is_lost = False
-        for parameter, entries in self.optimizer.state.items():
-            is_lost |= differs(entries.pop(MASTER_KEY, None), parameter)
-        return AdoptedState(brings_masters=False, loses_masters=is_lost)
+        return AdoptedState(False, drop_masters(self.optimizer))
 
     # --- the step -----------------------------------------------------------------------------
 
