@@ -16,7 +16,6 @@ from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.work import Work
 from lightning_dear.engine.shared_options import SharedOptions
-from lightning_dear.engine.trained_parameters import sparse_gradient
 from lightning_dear.exchange import Exchange
 from lightning_dear.planning.plan import BucketPlan
 from lightning_dear.torch_modes import saves_calls
@@ -206,7 +205,10 @@ class GradientReducer:
             # A hook has cleared it: DistributedDataParallel averages zeros then.
             gradient = torch.zeros_like(parameter)
         if gradient.is_sparse:
-            raise sparse_gradient(self._names[index])
+            raise RuntimeError(
+                f"'{self._names[index]}' has a sparse gradient, which strategy='dear' does not"
+                " reduce; use sparse=False in its embedding."
+            )
         if home is not None:
             parameter.grad = None
             # Else it is refused or converted, or somebody who has it too may change it until then.

@@ -46,7 +46,7 @@ from lightning_dear.engine.trained_parameters import check_layout, ignored_names
 from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.telemetry.clock import Clock, clock_of
-from lightning_dear.telemetry.statistics import Instruments, StepStatistics, Waiting
+from lightning_dear.telemetry.statistics import Instruments, StepStatistics
 from lightning_dear.telemetry.timeline import Timeline
 
 REFUSALS = "_lightning_dear_refusals"
@@ -314,7 +314,7 @@ class Pipeline(Training):
 
     def _finish_buffers(self) -> None:
         if self._buffers is not None and self._buffers.launched:
-            with Waiting(self.instruments, "all_gather", "module buffers"):
+            with self.instruments.waiting("all_gather", "module buffers"):
                 self._buffers.wait()
 
     # --- for whoever looks in from outside ------------------------------------------------------

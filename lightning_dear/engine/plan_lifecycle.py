@@ -35,7 +35,7 @@ from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer, SpreadState
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, with_whole_tensors
-from lightning_dear.telemetry.statistics import Instruments, Waiting
+from lightning_dear.telemetry.statistics import Instruments
 
 
 @dataclass(eq=False)
@@ -156,7 +156,6 @@ class PlanLifecycle:
     def _build(self, plan: BucketPlan, recording: Recording) -> ActivePlan:
         """Makes all that `plan` needs; the parameters move, and keep their values. Local."""
         options, collectives = self._options, self._collectives
-        waiting = partial(Waiting, self._training.instruments)
         number, num_shards = options.shards(collectives)
         sends_bytes = options.codec is not None and options.ranks_together(collectives) == 1
         # Any stream may still read where parameters have been.
@@ -180,7 +179,7 @@ class PlanLifecycle:
             flat,
             exchange,
             recording.ungated,
-            partial(waiting, "all_gather"),
+            partial(self._training.instruments.waiting, "all_gather"),
             collectives.streams,
             self._on_arrival if options.is_of_gradients else None,
             is_gated=self._uses_buckets,
@@ -192,7 +191,7 @@ class PlanLifecycle:
             plan,
             exchange,
             gatherer.pending,
-            partial(waiting, "reduce_scatter"),
+            partial(self._training.instruments.waiting, "reduce_scatter"),
             self.shared,
         )
         return ActivePlan(plan, flat, reducer, gatherer, exchange)

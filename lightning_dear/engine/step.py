@@ -20,7 +20,7 @@ from lightning_dear.engine.hooks import StepHooks, warn_of_hooks, warn_of_leftov
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle, Training
 from lightning_dear.engine.step_state import Backward, SendTime, StepState
 from lightning_dear.engine.step_timer import StepTimer
-from lightning_dear.engine.trained_parameters import changed_with_gradients, check_momentum
+from lightning_dear.engine.trained_parameters import check_momentum
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer, warn_of_zeros
 from lightning_dear.planning import BucketPlan, TensorSpec
@@ -122,7 +122,11 @@ class OptimizerPipeline:
         if active is not None and not (is_idle and not active.reducer.has_begun):
             # What other ranks wait for is sent first.
             active.reducer.reduce()
-            raise changed_with_gradients()
+            raise RuntimeError(
+                "Parameters began to require gradients, or the optimizer's were exchanged, after a"
+                " backward whose gradients no step has used yet; let that happen between an"
+                " optimizer step and the next forward."
+            )
         self.plans.dissolve()
 
     def watching(self, *, audits: bool) -> AbstractContextManager[Any]:

@@ -367,20 +367,3 @@ def warn_of_others(module: Module, optimizers: Sequence[Optimizer]) -> None:
             " optimizer that the training knows, or freeze them: requires_grad_(False).",
             stacklevel=2,
         )
-
-
-def changed_with_gradients() -> RuntimeError:
-    """What is raised if an optimizer holds other parameters while gradients wait for its step."""
-    return RuntimeError(
-        "Parameters began to require gradients, or the optimizer's were exchanged, after a backward"
-        " whose gradients no step has used yet; let that happen between an optimizer step and the"
-        " next forward."
-    )
-
-
-def sparse_gradient(name: str) -> RuntimeError:
-    """What is raised where `name` has a sparse gradient."""
-    return RuntimeError(
-        f"'{name}' has a sparse gradient, which strategy='dear' does not reduce; use sparse=False"
-        " in its embedding."
-    )

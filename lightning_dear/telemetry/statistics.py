@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from torch.autograd import profiler
@@ -47,11 +46,6 @@ class Instruments:
         self._is_asked = True
         return self._last
 
-    @property
-    def times_waits(self) -> bool:
-        """Whether somebody wants to know of waits: on a device each costs the host two marks."""
-        return self._current is not None or self.timeline is not None
-
     def record_in(self, timeline: Timeline | None) -> None:
         """Records spans, and collectives launched from now on, there; None: nowhere."""
         self.timeline = timeline
@@ -65,13 +59,26 @@ class Instruments:
         with _in_profiler(lane), self.timeline.span(lane, lane) if self.timeline else nullcontext():
             yield
 
-    def note_wait(self, lane: str, reason: str, start: Any) -> None:
-        """Counts the time since the mark `start` as exposed communication of `lane`."""
-        end = self.clock.mark()
-        if self._current is not None:
-            self._current.waits[lane].append((start, end))
-        if self.timeline is not None:
-            self.timeline.record("wait", reason, start, end)
+    @contextmanager
+    def waiting(self, lane: str, reason: str) -> Iterator[None]:
+        """What happens in it counts as exposed communication.
+
+        Args:
+            lane: Which half of the exchange, "reduce_scatter" or "all_gather".
+            reason: What forces the wait, for the timeline.
+        """
+        # Nobody wants to know? On a device each wait would cost the host two marks.
+        is_timed = self._current is not None or self.timeline is not None
+        start = self.clock.mark() if is_timed else None
+        # Not with `finally`: after a failure the device may refuse a mark, which would hide it.
+        with _in_profiler(f"wait for {lane}: {reason}"):
+            yield
+        if is_timed:
+            end = self.clock.mark()
+            if self._current is not None:
+                self._current.waits[lane].append((start, end))
+            if self.timeline is not None:
+                self.timeline.record("wait", reason, start, end)
 
     def begin_step(self) -> None:
         """Notes that a bucket begins to be stepped, if a timeline is recorded."""
@@ -89,33 +96,6 @@ class Instruments:
             self._current.wire_bytes = sent_bytes - self._sent_bytes
         self._sent_bytes = sent_bytes
         self._last, self._current = self._current, self._new_statistics()
-
-
-@dataclass
-class Waiting:
-    """A context: what happens in it is exposed communication.
-
-    Attributes:
-        instruments: Told of it.
-        lane: Which half of the exchange, "reduce_scatter" or "all_gather".
-        reason: What forces the wait, for the timeline.
-    """
-
-    instruments: Instruments
-    lane: str
-    reason: str
-    _start: Any = None
-
-    def __enter__(self) -> None:
-        self._range = _in_profiler(f"wait for {self.lane}: {self.reason}")
-        self._range.__enter__()
-        self._start = self.instruments.clock.mark() if self.instruments.times_waits else None
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._range.__exit__(None, None, None)
-        # After a failure the device may refuse a mark, which would hide what has failed.
-        if kind is None and self._start is not None:
-            self.instruments.note_wait(self.lane, self.reason, self._start)
 
 
 def _in_profiler(name: str) -> AbstractContextManager[object]:

@@ -126,9 +126,9 @@ DEVICES = [
     ),
     Mutation(
         "no marks of waits that nobody asks for",
-        "Waiting.__enter__",
-        " if self.instruments.times_waits else None",
-        "",
+        "Instruments.waiting",
+        "self._current is not None or self.timeline is not None",
+        "True",
         (CLOCK,),
     ),
     Mutation(

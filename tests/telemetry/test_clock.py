@@ -8,7 +8,7 @@ import torch
 
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.telemetry.clock import HostClock, StreamClock
-from lightning_dear.telemetry.statistics import Instruments, Waiting
+from lightning_dear.telemetry.statistics import Instruments
 from lightning_dear.telemetry.timeline import Timeline
 
 DAY_MS = 86_400_000.0
@@ -57,7 +57,7 @@ def test_a_wait_of_a_tenth_of_a_millisecond_is_seen_after_a_day() -> None:
 
 
 def _wait(instruments: Instruments) -> None:
-    with Waiting(instruments, "reduce_scatter", "gradients"):
+    with instruments.waiting("reduce_scatter", "gradients"):
         instruments.clock._cuda.now_ms += 2.0
     instruments.finish_step()
 
@@ -90,7 +90,7 @@ def test_a_timeline_shows_waits_that_nobody_counts() -> None:
 
 def test_a_host_counts_waits_from_the_beginning() -> None:
     instruments = Instruments(HostClock(), PairwiseCollectives(None, None, None, 0, 1))
-    with Waiting(instruments, "all_gather", "read"):
+    with instruments.waiting("all_gather", "read"):
         pass
     instruments.finish_step()
     assert instruments.statistics is not None
