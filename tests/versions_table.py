@@ -2,9 +2,9 @@
 
     python -m tests.versions_table tests/engine tests/exchange
 
-Arguments are pytest's; tests marked slow are left out. A row says which versions, which tests and how
-many passed, failed and were skipped; a row of the same versions and tests is replaced. Exit code:
-pytest's.
+Arguments are pytest's; tests marked slow are left out. A row says which versions, which tests and
+how many passed, failed and were skipped. A row of the same versions and tests is replaced. Exit
+code: pytest's.
 """
 
 from __future__ import annotations
