@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 Ranges = Mapping[str, tuple[str, str]]
 """Distribution, or "python" -> the first version inside the range and the first one past it."""
 
-TESTED_RANGES = {"python": ("3.10", "3.14"), "torch": ("2.6", "2.14"), "lightning": ("2.5", "2.7")}
+TESTED_RANGES = {"python": ("3.10", "3.14"), "torch": ("2.6", "2.16"), "lightning": ("2.5", "2.7")}
 """Versions that the test suite was run with."""
 
 MIRROR_RANGES = {

@@ -2,8 +2,9 @@
 
     python -m tests.versions_table tests/engine tests/exchange
 
-Arguments are pytest's. A row says which versions, which tests and how many passed, failed and were
-skipped; a row of the same versions and tests is replaced. Exit code: pytest's.
+Arguments are pytest's; tests marked slow are left out. A row says which versions, which tests and
+how many passed, failed and were skipped. A row of the same versions and tests is replaced. Exit
+code: pytest's.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def rows_of(page: str) -> list[Row]:
 def with_row(page: str, row: Row) -> str:
     """The page with a row more, sorted by versions, or with another in its place."""
     before, rule, rest = page.partition(RULE)
-    after = rest.strip().partition("\n\n")[2]
+    after = rest.lstrip("\n").partition("\n\n")[2]
     rows = sorted({one.key: one for one in [*rows_of(page), row]}.values(), key=_order)
     lines = "\n".join(f"| {' | '.join(one)} |" for one in rows)
     return f"{before}{rule}\n{lines}\n{after and chr(10)}{after}"
@@ -71,7 +72,8 @@ def main() -> int:
     arguments = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments]
+        options = ["-m", "not slow", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", *options, *arguments]
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         if not report.is_file():
             return code or 1
