@@ -39,7 +39,7 @@ T = TypeVar("T")
 _SMALL_NUMEL, _LARGE_NUMEL = 1 << 16, 1 << 22
 """Elements of the two buckets, padding left out; of smaller models less."""
 
-_NUM_REPEATS = 5
+_NUM_REPEATS = 15
 """Exchanges of each bucket; the first one is dropped."""
 
 
