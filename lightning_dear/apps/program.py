@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.metadata import version
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
-from lightning_dear import __version__
 from lightning_dear.names import APPS, is_meant, need
 from lightning_dear.paths import conf_dir
 from lightning_dear.studies.interrupts import INTERRUPTS, SIGNALS
@@ -62,7 +62,7 @@ class Program:
         elif {"-h", "--help"} & {*words}:
             print(self.help())
         elif "--version" in words:
-            print(f"{self.name} {__version__}")
+            print(f"{self.name} {version('lightning-dear')}")
         else:
             if not self.trains:
                 need(self.name, *APPS, error=SystemExit)
