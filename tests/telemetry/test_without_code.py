@@ -1,0 +1,47 @@
+"""Records that need no line of code: a timeline by an environment variable, and torch's profiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TRAINING = """
+import json, sys
+import lightning_dear
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.profiler import profile
+
+options = dict(accelerator="cpu", devices=2, logger=False, enable_progress_bar=False, max_epochs=1)
+options.update(limit_train_batches=14, limit_val_batches=0, enable_checkpointing=False)
+trainer = Trainer(strategy="dear", **options)
+with profile() as profiler:
+    trainer.fit(BoringModel())
+names = sorted({one.key for one in profiler.key_averages() if one.key.startswith("dear: ")})
+if trainer.is_global_zero:
+    print(json.dumps(names))
+"""
+
+
+def test_a_timeline_by_an_environment_variable_and_ranges_in_torchs_profiler(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "training.py"
+    script.write_text(TRAINING)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "LIGHTNING_DEAR_TIMELINE": str(tmp_path / "seen")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "seen/timeline.json").read_text())["traceEvents"]
+    names = json.loads(done.stdout.splitlines()[-1])
+    assert {"dear: forward", "dear: backward"} <= {*names}
+    assert any(name.startswith("dear: wait for all_gather") for name in names), names
