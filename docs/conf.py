@@ -30,7 +30,13 @@ version = release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/*.md", "recipes/README.md", "recipes/*/README.md", "tests/README.md"]
+include_patterns = [
+    "*.md",
+    "docs/*.md",
+    "recipes/README.md",
+    "recipes/*/README.md",
+    "tests/README.md",
+]
 exclude_patterns = [".*", "lightning_dear", "conf", "tests/*/**", "examples", "outputs", "multirun"]
 exclude_patterns += [
     "build",

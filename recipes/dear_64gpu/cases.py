@@ -74,7 +74,7 @@ def cases_of(cfg: DictConfig) -> Iterator[Case]:
     """
     builders, networks = _builders(cfg), _networks(cfg)
     pairs = [(name, *model) for name in networks for model in _models(cfg)]
-    for name, profile, workload in progress(pairs, "Simulating"):
+    for name, profile, workload in progress(pairs, "simulating"):
         network = networks[name]
         # Our engine gathers nothing before backward has ended where NCCL sends.
         times = replace(workload.times, allows_early=not network.has_reduce_scatter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from omegaconf import DictConfig
@@ -45,10 +46,15 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
         ValueError: If the config names what does not exist, or a planner refuses its options.
     """
     planners, summary = planners_of(cfg), list[Row]()
-    networks, models = networks_of(cfg, cfg.world_size), workloads_of(cfg)
-    pairs = [(cluster, workload) for cluster in networks for workload in models]
-    for cluster, workload in progress(pairs, "Planning"):
-        summary += _rows(cluster, networks[cluster], workload, planners)
+    networks = networks_of(cfg, cfg.world_size)
+    models = {workload.name: workload for workload in workloads_of(cfg)}
+    steps = {
+        (cluster, model, name): _step(planners[name], models[model], networks[cluster])
+        for cluster, model, name in progress([*product(networks, models, planners)], "planning")
+    }
+    for cluster, model in product(networks, models):
+        own = {name: steps[cluster, model, name] for name in planners}
+        summary += _rows(cluster, models[model], own)
     claims = [*_simulated_claims(summary), *_measured_claims(siblings)]
     return Report(claims, summary, _picture(summary))
 
@@ -75,13 +81,7 @@ def planners_of(cfg: DictConfig) -> dict[str, FusionPlanner]:
     return made
 
 
-def _rows(
-    cluster: str, network: Network, workload: Workload, planners: Mapping[str, FusionPlanner]
-) -> Iterator[Row]:
-    # Our engine gathers nothing before backward has ended where NCCL sends.
-    times = replace(workload.times, allows_early=not network.has_reduce_scatter)
-    workload = replace(workload, times=times)
-    steps = {name: _step(planner, workload, network) for name, planner in planners.items()}
+def _rows(cluster: str, workload: Workload, steps: Mapping[str, SimulatedStep]) -> Iterator[Row]:
     best_s = min(step.step_s for step in steps.values())
     for name, step in steps.items():
         kinds = [message.kind for message in step.program.messages]
@@ -98,6 +98,9 @@ def _rows(
 
 
 def _step(planner: FusionPlanner, workload: Workload, network: Network) -> SimulatedStep:
+    # Our engine gathers nothing before backward has ended where NCCL sends.
+    times = replace(workload.times, allows_early=not network.has_reduce_scatter)
+    workload = replace(workload, times=times)
     build = planned(planner.plan)
     if isinstance(planner, SearchingPlanner):
         build = searched(planner)

@@ -1,4 +1,4 @@
-"""Records that need no line of code: a timeline by an environment variable, and torch's profiler."""
+"""Records that need no code: a timeline by an environment variable, ranges in torch's profiler."""
 
 from __future__ import annotations
 

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import TypeVar
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
-from rich.progress import track
 
 from lightning_dear.apps.plan.config import network_of
 from lightning_dear.names import is_meant
 from lightning_dear.paths import conf_dir
 from lightning_dear.simulator import Network, Workload
+from lightning_dear.studies.progress import Progress
 from lightning_dear.workloads.replay.planned import planned
 from lightning_dear.workloads.replay.profile import ModelProfile, load_profile
 
 T = TypeVar("T")
 
 
-def progress(work: Sequence[T], what: str) -> Iterable[T]:
-    """`work`, with a bar on stderr that says how much time is left; only where one looks."""
-    return track(work, what, console=Console(stderr=True), transient=True)
+def progress(work: Sequence[T], what: str) -> Iterator[T]:
+    """`work`, and on stderr how far it is and how much time is left."""
+    with closing(Progress(len(work))) as shown:
+        for one in work:
+            shown.begin(what)
+            yield one
+            shown.step()
 
 
 def workloads_of(cfg: DictConfig) -> list[Workload]:
