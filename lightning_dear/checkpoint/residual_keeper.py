@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, product
 from typing import Any
 
@@ -70,7 +69,7 @@ class ResidualKeeper:
 
     def inherit(self, others: Iterable[ResidualKeeper]) -> None:
         """Holds what others hold, whose plans have ended; to be called before the first plan."""
-        for held in (other.taken(self._collectives, self._rows) for other in others):
+        for held in (other.taken(self._collectives) for other in others):
             if not held.is_of_nothing or held.seed is not None:
                 self._held = held if self._held is None else self._held.joined(held)
 
@@ -160,21 +159,19 @@ class ResidualKeeper:
     # --- out of buckets -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def taken(self, through: Collectives | None = None, rows: Rows | None = None) -> Residuals:
+    def taken(self, through: Collectives | None = None) -> Residuals:
         """Returns copies of all residuals, in buckets and not; no bucket may be pending.
 
-        Collective, blocks; through the keeper's own collectives if no others are given, and as the
-        keeper has them, or as one with other `rows`.
+        Collective, blocks; through the keeper's own collectives if no others are given.
         """
         collectives = through or self._collectives
-        is_alike = rows is None or rows.together == self._rows.together
         taken = self._common()
         taken.kept[FACTORS] = {one: own.clone() for one, own in taken.kept[FACTORS].items()}
         for one in self._coded:
             whole: dict[residuals.Kind, Tensor] = {}
             for name, kept in one.worker.kept.items():
                 whole["worker", name] = flat = one.whole_of(kept)
-                if len(one.encoded) > 1 and is_alike:
+                if len(one.encoded) > 1:
                     # What this rank encodes may be another part of the next plan.
                     collectives.launch_gather_of_host(flat, STATE_NUMBERS + one.number).wait()
             for name, shard in one.owner.kept.items():
@@ -187,27 +184,7 @@ class ResidualKeeper:
                     target[parameter] = flat.new_zeros(parameter.numel())
                 numbers = flat[part.offset : part.offset + part.numel]
                 target[parameter][part.start : part.stop] = numbers
-        if is_alike or rows is None:
-            return taken if self._held is None else taken.joined(self._held)
-        held = self._held or Residuals()
-        return self._shared_out(taken, collectives, rows, 1).joined(
-            self._shared_out(held, collectives, rows, self._rows.together)
-        )
-
-    @staticmethod
-    def _shared_out(
-        held: Residuals, collectives: Collectives, rows: Rows, num_copies: int
-    ) -> Residuals:
-        """`held` in equal shares for whoever encodes from now on, as where others go on."""
-        kept = dict(held.kept)
-        for kind, own in held.kept.items():
-            if kind[0] == "worker":
-                sums = {one: numbers.clone() for one, numbers in own.items()}
-                for numbers in sums.values():
-                    collectives.launch_all_reduce(numbers, STATE_NUMBERS).wait()
-                    numbers.div_(num_copies * rows.of(kind)[1])
-                kept[kind] = sums
-        return replace(held, kept=kept)
+        return taken if self._held is None else taken.joined(self._held)
 
     def _common(self) -> Residuals:
         """What all ranks have alike: factors, the buckets' own, counts, rates and the seed. Local.

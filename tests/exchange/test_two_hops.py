@@ -39,7 +39,7 @@ from tests.distributed.harness import distributed
 from tests.distributed.rank import on_hosts
 from tests.exchange.test_coded import CONTRACTIVE
 from tests.training import three_ways
-from tests.training.linear import Known, Run, gradients_of, summed
+from tests.training.linear import Known, Run, gradients_of
 from tests.training.models import distance, weights
 from tests.training.three_ways import new_pipeline
 
@@ -368,25 +368,3 @@ def _check_layouts(world_size: int, codecs: Sequence[Codec]) -> None:
                 rate = codec.rate if isinstance(codec, LoCo) else 1.0
                 assert max(run.errors(rate)) <= 1e-4, (codec, ranks_a_host)
                 before = run
-
-
-@distributed(world_sizes=(4,))
-def test_residuals_go_on_where_others_encode_them() -> None:
-    """A second training of one optimizer, with a compressor that encodes for hosts, or does not."""
-    alone, together = PowerSGD(rank=1, min_saving=1.0), Int8(block_size=64)
-    orders: list[tuple[Compressor, Compressor]] = [(alone, together), (together, alone)]
-    for first, second in orders:
-        with on_hosts(2):
-            run, other = (Run(ExchangeOptions("gradients", codec=one)) for one in (first, second))
-            for _ in range(3):
-                run.step()
-            run.pipeline.complete_parameters()
-            # As the next fit does, which finds the same parameters.
-            run.part.plans.residuals.release()
-            other.part.plans.residuals.inherit([run.part.plans.residuals])
-            other.model = run.model
-            ours, theirs = (
-                torch.cat([summed(number.double()) / one.together for number in kept_of(one)])
-                for one in (other, run)
-            )
-            assert distance([ours], [theirs]) < 1e-6
