@@ -30,8 +30,14 @@ version = release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/*.md", "recipes/README.md", "recipes/*/README.md"]
-exclude_patterns = [".*", "lightning_dear", "conf", "tests", "examples", "outputs", "multirun"]
+include_patterns = [
+    "*.md",
+    "docs/*.md",
+    "tests/README.md",
+    "recipes/README.md",
+    "recipes/*/README.md",
+]
+exclude_patterns = [".*", "lightning_dear", "conf", "examples", "outputs", "multirun"]
 exclude_patterns += [
     "build",
     "dist",
