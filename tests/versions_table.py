@@ -79,7 +79,8 @@ def main() -> int:
             return code or 1
         result = result_of(report)
     torch, lightning = (version(name).partition("+")[0] for name in ("torch", "lightning"))
-    tests = " ".join(f"`{one}`" for one in arguments if one.startswith("tests"))
+    folders = [one for one in arguments if one.startswith("tests/")]
+    tests = ", ".join(one.removeprefix("tests/") for one in folders) or "all"
     row = Row(platform.python_version(), torch, lightning, tests, result)
     PAGE.write_text(with_row(PAGE.read_text(), row))
     return code
