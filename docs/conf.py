@@ -33,19 +33,11 @@ root_doc = "docs/index"
 include_patterns = [
     "*.md",
     "docs/*.md",
-<<<<<<< HEAD
-    "recipes/README.md",
-    "recipes/*/README.md",
-    "tests/README.md",
-]
-exclude_patterns = [".*", "lightning_dear", "conf", "tests/*/**", "examples", "outputs", "multirun"]
-=======
     "tests/README.md",
     "recipes/README.md",
     "recipes/*/README.md",
 ]
 exclude_patterns = [".*", "lightning_dear", "conf", "examples", "outputs", "multirun"]
->>>>>>> p1
 exclude_patterns += [
     "build",
     "dist",
