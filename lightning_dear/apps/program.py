@@ -139,6 +139,8 @@ class Program:
             again = "Interrupted before anything was written: start it again."
             if self.folder is not None and (self.folder / "summary.csv").exists():
                 again = f"Interrupted: add hydra.run.dir={self.folder} to the command to go on."
+            elif self.folder is not None and (self.folder / "table.txt").exists():
+                again = f"Interrupted: what was finished is in {self.folder}."
             print(f"{self.name}: {again}", file=sys.stderr, flush=True)
 
 

@@ -1,5 +1,6 @@
 """The programs, by what they are called with; their docstrings are what `--help` prints."""
 
+import runpy
 import sys
 from inspect import cleandoc
 
@@ -58,15 +59,16 @@ def plan() -> None:
     """Predicts a step of a model on a cluster for each strategy; starts no process.
 
       dear-plan profile=bert_base cluster=ethernet_10g   a known model on a known cluster
-      dear-plan cluster.num_nodes=8 cluster.devices=4    another number of nodes and devices
+      dear-plan cluster.num_nodes=8 compute_s=0.25       8 nodes; seconds of forward and backward
+      dear-plan compressors=[int8] strategies=[ddp,dear] some rows of the table alone
       dear-plan calibrate model=resnet data=digits       measures this cluster and a model first
 
     `dear-plan calibrate --help` says more of the last one, which prints the command to go on with.
     """
     if sys.argv[1:2] == ["calibrate"]:
-        # As a module of its own, which its ranks can be started as.
+        # As a program of its own, which its ranks can be started as.
         sys.argv.pop(1)
-        calibrate()
+        runpy.run_module("lightning_dear.apps.calibrate", run_name="__main__", alter_sys=True)
     else:
         Program("dear-plan", "plan", "lightning_dear.apps.plan.report", plan.__doc__).main()
 
@@ -80,7 +82,7 @@ def calibrate() -> None:
 
     Prints the command that predicts with what was measured.
     """
-    module = "lightning_dear.apps.plan.calibrate"
+    module = "lightning_dear.apps.calibrate.calibrate"
     Program("dear-plan calibrate", "calibrate", module, calibrate.__doc__).main()
 
 

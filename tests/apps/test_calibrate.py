@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_dear.apps.plan.calibrate import Calibration, cluster_of
+from lightning_dear.apps.calibrate.calibrate import Calibration, cluster_of
 from lightning_dear.apps.plan.config import measured_network, network_of, world_sizes_of
 from lightning_dear.planning import LinkCost
 from lightning_dear.planning.predict import StepModel

@@ -24,7 +24,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
-from lightning_dear.apps import emulated, job, programs
+from lightning_dear.apps import emulated, job
 from lightning_dear.apps.program import Program
 from lightning_dear.apps.train import train
 from lightning_dear.collectives.factory import new_collectives
@@ -40,7 +40,7 @@ from lightning_dear.simulator.workload import BLOCKS
 from lightning_dear.studies.interrupts import INTERRUPTS
 from lightning_dear.studies.probes import Costs, measure
 
-MODULE = "lightning_dear.apps.plan.calibrate"
+MODULE = "lightning_dear.apps.calibrate"
 _TIMEOUT = timedelta(minutes=10)
 _BYTES_PER_ELEMENT = 4
 
@@ -216,7 +216,3 @@ def run_job(cfg: DictConfig, program: Program) -> None:
     with job.one_message(program.name), job.isolated_job():
         if not emulated.restart_on_cluster(cfg, MODULE):
             calibrate(cfg)
-
-
-if __name__ == "__main__":
-    programs.calibrate()

@@ -1,0 +1,1 @@
+"""``dear-plan calibrate``: what this cluster and a model take."""
