@@ -102,9 +102,9 @@ def test_a_sweep_ends_with_a_table_and_without_a_terminal_each_epoch_has_a_line(
     code, output, _ = said(tmp_path, "train", *jobs, *quick)
     assert code == 0, output
     assert len(re.findall(r"^Epoch \d, step \d+, .*val_loss", output, re.MULTILINE)) == 4
-    assert output.count("samples per second") == 3
-    table = output[output.rindex("samples per second") :].splitlines()[2:]
-    assert ["optimizer.lr=0.1" in table[0], "optimizer.lr=0.2" in table[1]] == [True, True]
+    assert output.count("samples per second") == 2
+    rows = [line for line in output.splitlines() if re.match(r"optimizer.lr=0\.[12] +\d", line)]
+    assert len(rows) == 2
     (saved, *_) = re.findall(r"ckpt_path=(\S+)", output)
     tested, output, _ = said(
         tmp_path, "train", *quick, "strategy=single", "eval=true", f"ckpt_path={saved}"

@@ -56,8 +56,8 @@ def _where(trainer: Trainer) -> str:
     return f"{goes_on}Config, metrics, logs: {folder}"
 
 
-_JOBS: list[dict[str, str]] = []
-"""What the jobs of a sweep came to, in this process."""
+_JOBS: list[tuple[list[str], dict[str, str]]] = []
+"""What the jobs of a sweep were asked for, and came to, in this process."""
 
 
 def end_of_job(cfg: DictConfig, trainer: Trainer, metrics: Mapping[str, float]) -> None:
@@ -68,14 +68,21 @@ def end_of_job(cfg: DictConfig, trainer: Trainer, metrics: Mapping[str, float]) 
     table = rows(metrics, summary_of(trainer), batch * trainer.world_size, unit)
     title = f"{cfg.task_name}: {type(trainer.strategy).__name__}, {trainer.world_size} rank(s)"
     print(format_table(title, table), _where(trainer), sep="\n")
-    _JOBS.append({"job": " ".join(HydraConfig.get().overrides.task), **dict(table)})
+    _JOBS.append((list(HydraConfig.get().overrides.task), dict(table)))
 
 
 def jobs_end() -> None:
     """Prints a table over the jobs of a sweep, if there were several."""
     if len(_JOBS) > 1:
-        cells = [[one.get(title, tables.MISSING) for title in _JOBS[0]] for one in _JOBS]
-        print(tables.format_table(list(_JOBS[0]), cells, tables.WIDTH))
+        alike, titles = set.intersection(*(set(words) for words, _ in _JOBS)), list(_JOBS[0][1])
+        cells = [
+            [
+                " ".join(one for one in words if one not in alike),
+                *(found.get(one, "") for one in titles),
+            ]
+            for words, found in _JOBS
+        ]
+        print(tables.format_table(["job", *titles], cells, tables.WIDTH))
 
 
 def rows(
