@@ -51,7 +51,6 @@ def calibrated(tmp_path_factory):
     return run(folder, "calibrate", *options, program=PROGRAM), folder / "out"
 
 
-@pytest.mark.slow
 def test_it_measures_the_model_and_the_cluster(calibrated) -> None:
     result, folder = calibrated
     assert result.returncode == 0, result.stderr
