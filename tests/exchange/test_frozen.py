@@ -226,6 +226,9 @@ def test_what_is_written_between_two_plans_stays() -> None:
     run.optimizer.zero_grad()
     run.pipeline.complete_parameters()
     assert torch.equal(weight.detach(), before + 5.0)
+    # Nor is it taken back by a master of before.
+    run.pipeline.parts[0].sync_replicas()
+    assert torch.equal(weight.detach(), before + 5.0)
 
 
 @distributed(world_sizes=(1, 2))
