@@ -81,8 +81,9 @@ def one_message(program: str) -> Iterator[None]:
         print(f"{program}:{where} {describe(error)}", file=sys.stderr)
         config = HydraConfig.get()
         folder = Path(config.runtime.output_dir)
-        kept = {path.name for path in folder.iterdir()} - {".hydra", f"{config.job.name}.log"}
-        if kept or where:
+        # Another process that was refused the same may have taken the folder away.
+        kept = {path.name for path in folder.glob("*")} - {".hydra", f"{config.job.name}.log"}
+        if kept or where or folder == Path.cwd():
             path = folder / f"traceback_rank{rank}.txt"
             path.write_text(traceback.format_exc())
             print(f"The traceback is in {path} (HYDRA_FULL_ERROR=1 prints it).", file=sys.stderr)

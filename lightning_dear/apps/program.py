@@ -74,9 +74,8 @@ class Program:
         """What it does, and the groups of its config with what there is to choose from."""
         from omegaconf import OmegaConf
 
-        defaults = OmegaConf.select(
-            OmegaConf.load(conf_dir() / f"{self.config}.yaml"), "defaults", default=[]
-        )
+        config = OmegaConf.load(conf_dir() / f"{self.config}.yaml")
+        defaults = OmegaConf.select(config, "defaults", default=[])
         lines = [f"{self.name}: {cleandoc(self.what or '')}", ""]
         # Strings are this file itself, or one that it is based on.
         for one in (one for one in defaults if not isinstance(one, str)):
@@ -85,8 +84,7 @@ class Program:
             names = ", ".join(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
             head = f"  {group}={name or 'null'}"
             lines.append(textwrap.fill(f"{head:<28}{names}", 100, subsequent_indent=" " * 28))
-        lines.append("Groups are chosen as GROUP=NAME. All options with their values: --cfg job.")
-        return "\n".join(lines)
+        return "\n".join([*lines, "GROUP=NAME chooses. All options with their values: --cfg job."])
 
     def _run(self) -> None:
         """Have Hydra compose what the command line says, and run jobs of it."""
@@ -105,9 +103,8 @@ class Program:
             if meant := _is_meant(end.__context__, self.config):
                 print(meant.strip(), file=sys.stderr)
             raise
-        jobs_end = getattr(sys.modules.get(self.module), "jobs_end", None)
-        if jobs_end is not None:
-            jobs_end()
+        # Nothing was imported for what needs no job, as --cfg.
+        getattr(sys.modules.get(self.module), "jobs_end", lambda: None)()
 
     def _report(self, arguments: list[str]) -> None:
         if len(arguments) != 1 or arguments[0].startswith("-"):

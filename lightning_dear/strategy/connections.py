@@ -26,6 +26,7 @@ from lightning.fabric.wrappers import _FabricOptimizer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
@@ -50,9 +51,12 @@ def append_callbacks(
     has_tuner = any(isinstance(one, FusionTuner) for one in callbacks)
     if isinstance(planner, SearchingPlanner) and not has_tuner:
         callbacks.append(FusionTuner(planner))
-    has_timeline = any(isinstance(one, TimelineCallback) for one in callbacks)
-    if (folder := os.environ.get("LIGHTNING_DEAR_TIMELINE")) and not has_timeline:
+    folder = os.environ.get("LIGHTNING_DEAR_TIMELINE")
+    recorded = [one.dirpath for one in callbacks if isinstance(one, TimelineCallback)]
+    if folder and not recorded:
         callbacks.append(TimelineCallback(dirpath=folder))
+    elif folder and folder not in recorded:
+        rank_zero_warn("LIGHTNING_DEAR_TIMELINE is ignored: the trainer has a TimelineCallback.")
     if schedule is not None and schedule not in callbacks:
         callbacks.append(schedule)
 

@@ -7,6 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_dear.callbacks import TimelineCallback
+from lightning_dear.planning import ThresholdFusion
+from lightning_dear.strategy.connections import append_callbacks
 
 TRAINING = """
 import json, sys
@@ -45,3 +54,16 @@ def test_a_timeline_by_an_environment_variable_and_ranges_in_torchs_profiler(
     names = json.loads(done.stdout.splitlines()[-1])
     assert {"dear: forward", "dear: backward"} <= {*names}
     assert any(name.startswith("dear: wait for all_gather") for name in names), names
+
+
+def test_a_trainer_that_records_elsewhere_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_DEAR_TIMELINE", "seen")
+    fitting: Any = SimpleNamespace(callbacks=[], state=SimpleNamespace(fn=TrainerFn.FITTING))
+    for _ in range(2):
+        # Once for a trainer, and silent where its own is found again.
+        append_callbacks(fitting, ThresholdFusion(), None)
+        assert [one.dirpath for one in fitting.callbacks] == ["seen"]
+    fitting.callbacks = [TimelineCallback()]
+    with pytest.warns(UserWarning, match="LIGHTNING_DEAR_TIMELINE is ignored"):
+        append_callbacks(fitting, ThresholdFusion(), None)
+    assert len(fitting.callbacks) == 1
