@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_dear.planning.plan import BucketPlan, BucketSpec
-from lightning_dear.torch_modes import plain_mode
+from lightning_dear.torch_modes import plain_mode, saves_calls
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 """Parameters of these are stepped as fp32 masters: an update is often below their resolution."""
@@ -121,9 +121,11 @@ class Bucket:
         through `.data`. Where parameters lag, the master moves by as much as they were moved.
         """
         if self.lags:
-            # By 0 where nobody wrote: the lag is still to be sent.
-            follow_weights(self.shard, self.published, self.replica)
-            self.note_published()
+            # Usually nobody wrote. A CPU sees that in one pass; an accelerator would be waited for.
+            if saves_calls(self.shard.device) or not torch.equal(self.replica, self.published):
+                # By 0 where nobody wrote: the lag is still to be sent.
+                follow_weights(self.shard, self.published, self.replica)
+                self.note_published()
         elif self.is_staged and not self.has_master:
             self.shard.copy_(self.replica)
         elif self.has_master:
