@@ -323,7 +323,7 @@ class Pipeline(Training):
         """Blocks until all parameters have the values of the last step; local and idempotent."""
         self.collectives.check()
         for part in self.parts:
-            part.complete_parameters(reason)
+            part.plans.complete_parameters(reason)
 
     def detach(self) -> None:
         """Ends the training: the module is as it was, with the new values. Blocks.
@@ -333,7 +333,7 @@ class Pipeline(Training):
         hide what happened first. Idempotent.
         """
         self._strangers.remove()
-        if all(part.state is StepState.ENDED for part in self.parts):
+        if all(part.progress.state is StepState.ENDED for part in self.parts):
             return
         if not self.collectives.was_discarded:
             self.collectives.streams.synchronize()

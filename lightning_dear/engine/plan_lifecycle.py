@@ -115,6 +115,17 @@ class PlanLifecycle:
         self._lagging_at_end: dict[Parameter, int] = {}
         self._start_recording()
 
+    @property
+    def present(self) -> ActivePlan:
+        """The plan at work, where there must be one."""
+        assert self.active is not None
+        return self.active
+
+    def complete_parameters(self, reason: str) -> None:
+        """Blocks until all parameters have the values of the last step; local and idempotent."""
+        if self.active is not None:
+            self.active.gatherer.complete(reason=reason)
+
     # --- from a recording to a plan -------------------------------------------------------------
 
     def _start_recording(self) -> None:
@@ -207,7 +218,7 @@ class PlanLifecycle:
         self.trained.restore_replaced()
         has_moved = self.trained.have_moved(notes=True)
         if has_moved and self._uses_buckets and self.active is not None:
-            self.active.gatherer.complete(reason="exchanged modules")
+            self.complete_parameters("exchanged modules")
             self.trained.recorder = self.trained.new_recorder()
             self.looks_again = True
 
@@ -313,7 +324,6 @@ class PlanLifecycle:
 
     def replan(self, plan: BucketPlan) -> None:
         """See `OptimizerPipeline.replan`; between two steps."""
-        assert self.active is not None
         assert self.recording is not None
         agree_on_plan(plan, self.recording, self._collectives)
         self._leave_plan()
@@ -327,10 +337,8 @@ class PlanLifecycle:
         these are, since without a plan neither says by itself which of both is new.
         """
         if self.active is not None:
-            self.active.gatherer.complete(reason="re-plan")
-            self.take_over()
-            self.active.sync_replicas()
-            self._leave_plan().take(MASTER_KEY, set(self.active.flat.lagging))
+            left = self._leave_plan(syncs_replicas=True)
+            left.take(MASTER_KEY, set(self.active.flat.lagging))
         self.release()
         self.plan = None
         self._start_recording()
@@ -398,11 +406,12 @@ class PlanLifecycle:
         self.is_moving = False
         return self._tell_of_masters(moved)
 
-    def _leave_plan(self) -> SpreadState:
+    def _leave_plan(self, *, syncs_replicas: bool = False) -> SpreadState:
         """Completes parameters; their state stays in shards. Collective, blocks."""
-        assert self.active is not None
-        self.active.gatherer.complete(reason="re-plan")
+        self.complete_parameters("re-plan")
         self.take_over()
+        if syncs_replicas:
+            self.present.sync_replicas()
         with uncounted(self._collectives):
             self.residuals.release()
         # Any stream may still read the flat buffers.

@@ -54,8 +54,8 @@ LOADING = [
     ),
     Mutation(
         "weights that are what their masters were when their plan ends",
-        "PlanLifecycle.dissolve",
-        "            self.active.sync_replicas()\n",
+        "PlanLifecycle._leave_plan",
+        "            self.present.sync_replicas()\n",
         "",
         (f"{FROZEN}::test_what_leaves_a_plan_becomes_what_its_master_was",),
     ),
