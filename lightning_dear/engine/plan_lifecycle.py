@@ -17,18 +17,13 @@ from lightning_dear.checkpoint.optimizer_state import hand_on, spread_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.collectives.work import Collectives, is_uneven, uncounted
 from lightning_dear.compression import Compressor, check_replaces
-from lightning_dear.engine.active_plan import (
-    ActivePlan,
-    Recording,
-    agree_on_plan,
-    agree_on_recording,
-)
+from lightning_dear.engine.active_plan import ActivePlan, Recording
 from lightning_dear.engine.gradient_reducer import GradientReducer
 from lightning_dear.engine.hooks import OnGradient
 from lightning_dear.engine.parameter_gatherer import ParameterGatherer
 from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.engine.trained_parameters import TrainedParameters
-from lightning_dear.exchange import LossScale, new_exchange
+from lightning_dear.exchange import LossScale, Traffic, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, drop_masters
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
@@ -138,11 +133,11 @@ class PlanLifecycle:
 
     def start(self) -> ActivePlan:
         """Makes the plan that the recorded step asks for, and puts it to work. Collective."""
-        self.recording = agree_on_recording(self.trained, self._collectives, self._options)
+        self.recording = Recording.agreed(self.trained, self._collectives, self._options)
         tensors, world_size = self.recording.tensors, self._collectives.world_size
         found = None if self.find_plan is None else self.find_plan(tensors)
         plan = self._training.fusion.plan(tensors, world_size) if found is None else found
-        agree_on_plan(plan, self.recording, self._collectives)
+        self.recording.check(plan, self._collectives)
         return self._activate(plan)
 
     def _activate(self, plan: BucketPlan) -> ActivePlan:
@@ -183,15 +178,15 @@ class PlanLifecycle:
             is_scattered=options.is_scattered,
         )
         codecs = [recording.codecs[bucket.slices[0].tensor] for bucket in plan.buckets]
-        place = collectives, self.number * MAX_BUCKETS, flat, lambda: self.loss_scale()
-        exchange = new_exchange(options, codecs, plan.uncompressed, *place)
+        place = collectives, self.number * MAX_BUCKETS
+        what = flat, options.is_of_gradients, plan.uncompressed, lambda: self.loss_scale()
+        exchange = new_exchange(options, codecs, Traffic(*place, *what))
         gatherer = ParameterGatherer(
             self._module,
             flat,
             exchange,
             recording.ungated,
             partial(self._training.instruments.waiting, "all_gather"),
-            collectives.streams,
             self._on_arrival if options.is_of_gradients else None,
             is_gated=self._uses_buckets,
         )
@@ -325,7 +320,7 @@ class PlanLifecycle:
     def replan(self, plan: BucketPlan) -> None:
         """See `OptimizerPipeline.replan`; between two steps."""
         assert self.recording is not None
-        agree_on_plan(plan, self.recording, self._collectives)
+        self.recording.check(plan, self._collectives)
         self._leave_plan()
         self._release_active()
         self._activate(plan)

@@ -493,6 +493,5 @@ class OptimizerPipeline:
         for hook in self._hooks:
             hook.remove()
         self.optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
-        self.stepper.remove_hooks()
         self.plans.detach()
         self.progress.state = StepState.ENDED

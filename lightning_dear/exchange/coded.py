@@ -143,7 +143,7 @@ class CodedExchange(CompressedExchange):
         if coded.is_sent_back:
             self.collectives.expect_all_gather(coded.outgoing.view(-1), coded.stream)
         else:
-            self._dense.expect_gather(bucket)
+            super().expect_gather(bucket)
 
     @override
     def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
@@ -152,9 +152,9 @@ class CodedExchange(CompressedExchange):
         if coded.is_sent_back:
             return self._prepare(partial(coded.encode_gather, self._is_nan, self._look_for_inf))
         coded.flush()
-        return partial(self._send_dense, coded, self._dense.prepare_gather(bucket))
+        return partial(self._send_as_it_is, coded, super().prepare_gather(bucket))
 
-    def _send_dense(self, coded: CodedBucket, launch: Callable[[], Work]) -> Work:
+    def _send_as_it_is(self, coded: CodedBucket, launch: Callable[[], Work]) -> Work:
         # Never done at once, not even with one rank: whoever waits steps the bucket.
         return Work(launch().wait, coded.bucket.note_published)
 
@@ -163,7 +163,7 @@ class CodedExchange(CompressedExchange):
         # Not encoded: nothing stays behind.
         if not bucket.lags:
             return Work.done()
-        return self._send_dense(self.coded[bucket.number], self._dense.prepare_gather(bucket))
+        return self._send_as_it_is(self.coded[bucket.number], super().prepare_gather(bucket))
 
     @property
     @override

@@ -195,7 +195,13 @@ class OptimizerShards:
         self.shards = Shards(buffers, parameters, layouts, group_of, in_bucket, defaultdict(dict))
 
     def detach(self) -> None:
-        """Lets go of the flat buffers; state stays readable through `state_of`."""
+        """Lets go of the flat buffers; state stays readable through `state_of`.
+
+        Gives the optimizer's methods back their ordinary meaning.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self.state_at_end = self.optimizer.state
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         for piece in self.pieces:
             kept = self.shards.state.get(piece.parameter)
@@ -221,12 +227,6 @@ class OptimizerShards:
     def leave(self, left: SpreadState | None) -> None:
         """Lets go of the pieces, whose plan has ended; `left` is what is kept of their state."""
         self.pieces, self.left, self.shards = (), left, _no_shards()
-
-    def remove_hooks(self) -> None:
-        """Gives the optimizer's methods back their ordinary meaning."""
-        for hook in self._hooks:
-            hook.remove()
-        self.state_at_end = self.optimizer.state
 
     # --- mean gradients -------------------------------------------------------------------------
 

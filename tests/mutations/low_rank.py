@@ -93,7 +93,7 @@ LOW_RANK = [
     ),
     Mutation(
         "buckets of their own for tensors with another codec",
-        "agree_on_recording",
+        "Recording.agreed",
         '            family=f"{parameter.dtype}/{parameter.device.type}/{codecs[index]}",\n',
         '            family=f"{parameter.dtype}/{parameter.device.type}",\n',
         (f"{GROUPS}::test_vectors_travel_as_they_are_and_nothing_is_lost",),

@@ -69,14 +69,14 @@ SPARSE_SUMS = [
     Mutation(
         "refusing to add to gradients that were shown and taken back",
         "MeanGradient._conceal",
-        "        self._progress.enter(StepState.CHANGED)\n",
-        "        self._progress.enter(StepState.REDUCED)\n",
+        "        self.progress.enter(StepState.CHANGED)\n",
+        "        self.progress.enter(StepState.REDUCED)\n",
         (f"{SUMS}::test_nothing_is_added_to_what_was_changed",),
     ),
     Mutation(
         "refusing to add to gradients that were clipped",
         "MeanGradient._on_shards",
-        "            self._progress.enter(StepState.CHANGED)\n",
+        "            self.progress.enter(StepState.CHANGED)\n",
         "            pass\n",
         (f"{SUMS}::test_nothing_is_added_to_what_was_changed",),
     ),

@@ -74,7 +74,7 @@ WAITS = [
     Mutation(
         "completing parameters before the step",
         "MeanGradient._bring",
-        '        self._plans.complete_parameters("step")\n',
+        '        self.plans.complete_parameters("step")\n',
         "",
         (f"{READING}::test_nothing_is_under_way_into_a_parameter_when_it_is_stepped",),
     ),
@@ -243,8 +243,8 @@ GUARDS = [
     Mutation(
         "numbers of their own for a second optimizer's buckets",
         "PlanLifecycle._build",
-        "collectives, self.number * MAX_BUCKETS, flat",
-        "collectives, 0, flat",
+        "collectives, self.number * MAX_BUCKETS",
+        "collectives, 0",
         (f"{GRADIENTS}::test_two_optimizers_number_their_buckets_apart",),
     ),
 ]
@@ -267,7 +267,7 @@ FLUSHES = [
     Mutation(
         "taking exposed gradients back",
         "MeanGradient._conceal",
-        "        self._stepper.set_gradients(self._plans.present.reducer.conceal())\n",
+        "        self.stepper.set_gradients(self.plans.present.reducer.conceal())\n",
         "        pass\n",
         (f"{GRADIENTS}::test_what_is_done_to_exposed_gradients_counts",),
     ),
@@ -287,7 +287,7 @@ FLUSHES = [
     ),
     Mutation(
         "rounding masters into parameters",
-        "DenseExchange.prepare_gather",
+        "exchange:Exchange.prepare_gather",
         "        bucket.publish()\n",
         "",
         (f"{MASTERS}::test_parameters_are_the_masters_rounded",),

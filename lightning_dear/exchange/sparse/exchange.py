@@ -32,7 +32,7 @@ from lightning_dear.bucket import Bucket
 from lightning_dear.collectives.work import GRADIENT_NUMBERS, Collectives, Work
 from lightning_dear.compression import SparseAllReduce
 from lightning_dear.compression.sparse_all_reduce import FEWEST_PER_RANK
-from lightning_dear.exchange.base import CompressedExchange, Sending, Traffic
+from lightning_dear.exchange.base import CompressedExchange, Exchange, Sending, Traffic
 from lightning_dear.exchange.sparse.bucket import Launch, SparseBucket
 from lightning_dear.exchange.sparse.entries import Entries, added, unpacked
 from lightning_dear.exchange.sparse.owned_bucket import (
@@ -103,7 +103,7 @@ class WholeSparseExchange(CompressedExchange):
         elif one.sparse.is_scattered:
             self.collectives.expect_reduce_scatter(one.received, number)
         else:
-            self._dense.expect_reduce(bucket)
+            super().expect_reduce(bucket)
 
     @override
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
@@ -111,7 +111,7 @@ class WholeSparseExchange(CompressedExchange):
         one, number = self.coded[bucket.number], self.number_of(bucket)
         if not one.is_sparse:
             self._look_for_inf(one.flushed(scale))
-            dense = partial(self._dense.launch_reduce, bucket)
+            dense = partial(Exchange.launch_reduce, self, bucket)
             return Sending(partial(one.launch_all, number) if one.sparse.is_scattered else dense)
         waiting = one.accumulated(scale)
         selected = one.select(waiting)
