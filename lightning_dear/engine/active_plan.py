@@ -113,7 +113,7 @@ class ActivePlan:
         Collective, blocks.
         """
         for bucket in self.flat.buckets:
-            self.exchange.sync(bucket).wait()
+            self.exchange.sync(bucket)
 
     def unscale(self, unscale: Callable[[Optimizer], None], shards: OptimizerShards) -> None:
         """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Collective.

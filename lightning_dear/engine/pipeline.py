@@ -219,11 +219,6 @@ class Pipeline(Training):
         for part in self.parts:
             part.measure_next_step()
 
-    @property
-    def codec(self) -> Compressor | None:
-        """What was configured to encode gradients; None for nothing."""
-        return self.options.codec
-
     def use_codec(self, codec: Compressor) -> None:
         """Another codec of the same kind, or none; see `OptimizerPipeline.use_codec`."""
         for part in self.parts:

@@ -135,9 +135,11 @@ class Exchange:
         number = self.number_of(bucket) + GRADIENT_NUMBERS
         return self.collectives.launch_all_gather(bucket.gradients, number)
 
-    def sync(self, bucket: Bucket) -> Work:
-        """Starts gathering stepped shards that replicas are behind of. All ranks call."""
-        return Work.done()
+    def sync(self, bucket: Bucket) -> None:
+        """Gathers stepped shards that replicas are behind of, as they are. Collective, blocks."""
+        if bucket.lags:
+            Exchange.prepare_gather(self, bucket)().wait()
+            bucket.note_published()
 
     # --- what only some have to do, and then between the halves -----------------------------------
 

@@ -158,13 +158,6 @@ class CodedExchange(CompressedExchange):
         # Never done at once, not even with one rank: whoever waits steps the bucket.
         return Work(launch().wait, coded.bucket.note_published)
 
-    @override
-    def sync(self, bucket: Bucket) -> Work:
-        # Not encoded: nothing stays behind.
-        if not bucket.lags:
-            return Work.done()
-        return self._send_as_it_is(self.coded[bucket.number], super().prepare_gather(bucket))
-
     @property
     @override
     def compression_ratio(self) -> float:

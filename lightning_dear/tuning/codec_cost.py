@@ -50,7 +50,7 @@ def measure_codecs(pipeline: Pipeline) -> CodecCosts:
     training is touched. Needs memory for a few buckets of 4 Mi elements for a moment. Collective,
     blocks.
     """
-    codec, collectives = pipeline.codec, pipeline.collectives
+    codec, collectives = pipeline.options.codec, pipeline.collectives
     if codec is None:
         return NO_CODEC
     assert isinstance(codec, Codec)
