@@ -190,13 +190,8 @@ class Recording:
             )
             for index, (name, parameter) in enumerate(named)
         ]
-        return cls(
-            specs,
-            [gradients.get(index, 1) for index in range(len(parameters))],
-            recorder.ungated,
-            codecs,
-            seed,
-        )
+        expected = [gradients.get(index, 1) for index in range(len(parameters))]
+        return cls(specs, expected, recorder.ungated, codecs, seed)
 
     def check(self, plan: BucketPlan, collectives: Collectives) -> None:
         """Refuses a plan that ranks do not share, that is not over what was recorded, or too fine.

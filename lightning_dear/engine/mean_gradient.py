@@ -27,7 +27,6 @@ class MeanGradient:
         progress: Where the optimizer's step is; told what happens.
         plans: Makes its plan when it is reduced for the first time.
         stepper: Has the shards, which are mutated.
-        on_reduce: Called when a step's last reduce-scatters are launched, before they are there.
         has_leftovers: Whether under plain torch gradients of the last step would still count; to be
             assigned to.
     """
@@ -36,7 +35,6 @@ class MeanGradient:
     progress: StepProgress
     plans: PlanLifecycle
     stepper: OptimizerShards
-    on_reduce: Callable[[], None]
     has_leftovers: bool = False
 
     def reduce(self) -> None:
@@ -63,7 +61,7 @@ class MeanGradient:
             warn_of_leftovers(self.stepper.optimizer)
         self.plans.complete_parameters("step")
         active = self.plans.active or self.plans.start()
-        self.stepper.set_gradients(active.reducer.reduce(self.on_reduce))
+        self.stepper.set_gradients(active.reducer.reduce(self.training.on_reduce))
         self.progress.enter(StepState.REDUCED)
 
     def _refuse_changes(self) -> None:

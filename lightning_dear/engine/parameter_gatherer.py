@@ -44,7 +44,6 @@ class ParameterGatherer:
         waiting: Entered around every wait.
         on_arrival: Called with a bucket's number when it has arrived, by whoever waits for it;
             None: nobody is.
-        is_gated: False where nothing ever travels: no hook or gate is put anywhere.
 
     Attributes:
         pending: Bucket number -> its gather, until it has arrived; to be looked at.
@@ -62,8 +61,6 @@ class ParameterGatherer:
         ungated: Mapping[int, Module | None],
         waiting: Waiting,
         on_arrival: Callable[[int], None] | None,
-        *,
-        is_gated: bool = True,
     ) -> None:
         self._buffers, self._exchange = buffers, exchange
         self._waiting, self._on_arrival = waiting, on_arrival
@@ -78,7 +75,8 @@ class ParameterGatherer:
         for placement in buffers.placements:
             for number in placement.buckets:
                 self._parameters_of[number].append(placement.parameter)
-        self._is_gated = is_gated
+        # Else nothing ever travels, and no hook or gate is put anywhere.
+        self._is_gated = exchange.collectives.world_size > 1 or bool(exchange.coded)
         self._find_readers(module, ungated)
 
     def _find_readers(self, module: Module, ungated: Mapping[int, Module | None]) -> None:

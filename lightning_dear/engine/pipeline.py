@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Compressor
@@ -137,7 +138,7 @@ class Pipeline(Training):
     def _start(self, optimizers: Sequence[Optimizer]) -> None:
         """Makes the parts of `optimizers`, which have been checked."""
         self.parts[:] = [
-            OptimizerPipeline(self, optimizer, number, self._on_reduce, self._on_step)
+            OptimizerPipeline(self, optimizer, number)
             for number, optimizer in enumerate(optimizers, start=self._first_number)
         ]
         ignored = ignored_names(self.module)
@@ -289,7 +290,8 @@ class Pipeline(Training):
             for part in parts:
                 part.sending = SendTime.IN_BACKWARD
 
-    def _on_reduce(self) -> None:
+    @override
+    def on_reduce(self) -> None:
         """Launches module buffers, once a forward, behind the last reduce-scatters.
 
         Not before: some ranks launched their last ones in backward already. Others lack a gradient
@@ -299,7 +301,8 @@ class Pipeline(Training):
         if self._buffers is not None and self._buffers.are_due:
             self._buffers.launch()
 
-    def _on_step(self) -> None:
+    @override
+    def on_step(self) -> None:
         self._finish_buffers()
         self.instruments.finish_step()
         if self._is_in_forward:

@@ -56,6 +56,12 @@ class Training:
     early_refusal: str | None = None
     all_reduce_refusal: str | None = None
 
+    def on_reduce(self) -> None:
+        """Called when a step's last reduce-scatters are launched, before they are there."""
+
+    def on_step(self) -> None:
+        """Called when an optimizer's step has ended."""
+
 
 class PlanLifecycle:
     """Makes one optimizer's plans and puts them to work.
@@ -188,7 +194,6 @@ class PlanLifecycle:
             recording.ungated,
             partial(self._training.instruments.waiting, "all_gather"),
             self._on_arrival if options.is_of_gradients else None,
-            is_gated=self._uses_buckets,
         )
         reducer = GradientReducer(
             flat,

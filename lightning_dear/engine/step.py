@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -41,8 +41,6 @@ class OptimizerPipeline:
         training: What the optimizer is a part of.
         optimizer: Mutated: hooks, and `zero_grad`.
         number: Of the optimizer among all whose pipelines share process groups.
-        on_reduce: Called when a step's last reduce-scatters are launched, before they are there.
-        on_step: Called when a step has ended.
 
     Attributes:
         optimizer: The user's.
@@ -57,17 +55,10 @@ class OptimizerPipeline:
             to be assigned to.
     """
 
-    def __init__(
-        self,
-        training: Training,
-        optimizer: Optimizer,
-        number: int,
-        on_reduce: Callable[[], None],
-        on_step: Callable[[], None],
-    ) -> None:
+    def __init__(self, training: Training, optimizer: Optimizer, number: int) -> None:
         self.optimizer = optimizer
         self._collectives, self._options = training.collectives, training.options
-        self._instruments, self._on_step = training.instruments, on_step
+        self._training, self._instruments = training, training.instruments
         self.warns_of_hooks = False
         self.timer = StepTimer(training.module, self._instruments.clock)
         self.num_steps = 0
@@ -87,7 +78,7 @@ class OptimizerPipeline:
         )
         called = self._on_gradient, self._on_arrival
         self.plans = PlanLifecycle(training, self.stepper, number, *called)
-        self.mean = MeanGradient(training, self.progress, self.plans, self.stepper, on_reduce)
+        self.mean = MeanGradient(training, self.progress, self.plans, self.stepper)
 
     def _hook_into(self, optimizer: Optimizer) -> list[Any]:
         calls = self._before_hooks, self._begin_step, self._on_inner_step
@@ -353,7 +344,7 @@ class OptimizerPipeline:
         self.mean.has_leftovers = self._uses_buckets
         self.num_steps += 1
         self.timer.step_ends()
-        self._on_step()
+        self._training.on_step()
         if self._step_hooks.are_behind:
             self.plans.complete_parameters("optimizer step hook")
 

@@ -48,17 +48,9 @@ class CodedExchange(CompressedExchange):
     ) -> None:
         assert isinstance(options.codec, Codec)
         super().__init__(traffic, options.codec)
-        buckets, uncompressed = traffic.flat.buckets, traffic.uncompressed
         self.coded: Sequence[CodedBucket] = [
-            CodedBucket(
-                one,
-                options,
-                codec or options.codec,
-                self.collectives,
-                self.number_of(one),
-                is_encoded=one.number not in uncompressed,
-            )
-            for one, codec in zip(buckets, codecs, strict=True)
+            CodedBucket(bucket, options, codec or options.codec, traffic)
+            for bucket, codec in zip(traffic.flat.buckets, codecs, strict=True)
         ]
 
     # --- the reduce half ----------------------------------------------------------------------

@@ -88,17 +88,16 @@ def halves_costs(compressor: str | Compressor, device: Device, world_size: int) 
         encode = total(encode, device.work(*_ADD_RESIDUAL), decode, device.work(*_KEEP_RESIDUAL))
     own = Linear(decode.alpha, decode.beta / world_size)
     sums = device.work(world_size - 1, _SUM_BYTES * (world_size - 1) / world_size)
-    return CodecCosts(
-        CodecCost(
-            encode=encode,
-            decode_sum=own if made.is_summable else total(decode, sums),
-            encode_shard=encode,
-            decode=decode,
-            reduce_bytes=wire,
-            gather_bytes=wire,
-            way="half" if made.is_summable else "to_owners",
-        )
+    cost = CodecCost(
+        encode=encode,
+        decode_sum=own if made.is_summable else total(decode, sums),
+        encode_shard=encode,
+        decode=decode,
+        reduce_bytes=wire,
+        gather_bytes=wire,
+        way="half" if made.is_summable else "to_owners",
     )
+    return CodecCosts(cost)
 
 
 def whole_costs(compressor: str | Compressor, device: Device, world_size: int) -> CodecCosts:
@@ -121,15 +120,14 @@ def whole_costs(compressor: str | Compressor, device: Device, world_size: int) -
     ours = halves_costs(made, device, world_size).compressed
     decodes = Linear(world_size * decode.alpha, world_size * decode.beta)
     sums = device.work(world_size - 1, _SUM_BYTES * (world_size - 1))
-    return CodecCosts(
-        CodecCost(
-            encode=ours.encode,
-            decode_sum=total(decodes, sums),
-            reduce_bytes=Linear(wire.alpha, world_size * wire.beta),
-            gather_bytes=Linear(),
-            way="all_gather",
-        )
+    cost = CodecCost(
+        encode=ours.encode,
+        decode_sum=total(decodes, sums),
+        reduce_bytes=Linear(wire.alpha, world_size * wire.beta),
+        gather_bytes=Linear(),
+        way="all_gather",
     )
+    return CodecCosts(cost)
 
 
 def total(*parts: Linear) -> Linear:

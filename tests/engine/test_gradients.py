@@ -133,7 +133,7 @@ def test_a_backward_after_a_reduce_is_added() -> None:
 
 def pipeline_of(part: OptimizerPipeline) -> Pipeline:
     """The pipeline that `part` belongs to."""
-    owner: Pipeline = part._on_step.__self__
+    owner: Pipeline = part._training
     return owner
 
 

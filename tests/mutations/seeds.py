@@ -17,8 +17,8 @@ SEEDS = [
     Mutation(
         "rank 0's seed on all ranks",
         "Recording.agreed",
-        "            codecs,\n            seed,\n",
-        "            codecs,\n            torch.initial_seed(),\n",
+        "recorder.ungated, codecs, seed)\n",
+        "recorder.ungated, codecs, torch.initial_seed())\n",
         (f"{TESTS}::test_rank_0s_seed_counts",),
     ),
     Mutation(

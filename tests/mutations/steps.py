@@ -52,7 +52,7 @@ WAITS = [
     ),
     Mutation(
         "waiting for it again after a step in mid-forward",
-        "Pipeline._on_step",
+        "Pipeline.on_step",
         "        if self._is_in_forward:\n",
         "        if False:\n",
         (f"{READING}::test_it_is_waited_for_again_after_a_step_in_mid_forward",),
