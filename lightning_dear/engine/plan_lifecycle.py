@@ -184,9 +184,9 @@ class PlanLifecycle:
             is_scattered=options.is_scattered,
         )
         codecs = [recording.codecs[bucket.slices[0].tensor] for bucket in plan.buckets]
-        place = collectives, self.number * MAX_BUCKETS
         what = flat, options.is_of_gradients, plan.uncompressed, lambda: self.loss_scale()
-        exchange = new_exchange(options, codecs, Traffic(*place, *what))
+        traffic = Traffic(collectives, self.number * MAX_BUCKETS, *what)
+        exchange = new_exchange(options, codecs, traffic)
         gatherer = ParameterGatherer(
             self._module,
             flat,
