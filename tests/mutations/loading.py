@@ -56,7 +56,7 @@ LOADING = [
         "weights that are what their masters were when their plan ends",
         "PlanLifecycle._leave_plan",
         "            self.present.sync_replicas()\n",
-        "",
+        "            pass\n",
         (f"{FROZEN}::test_what_leaves_a_plan_becomes_what_its_master_was",),
     ),
     Mutation(
