@@ -133,5 +133,6 @@ class CompressionSchedule(Callback):
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
         pipeline: Pipeline = strategy.pipeline_of()
-        if pipeline.codec is not None:
-            pipeline.use_codec(self.codec_at(pipeline.codec, trainer.global_step))
+        codec = pipeline.options.codec
+        if codec is not None:
+            pipeline.use_codec(self.codec_at(codec, trainer.global_step))

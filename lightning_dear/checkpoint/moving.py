@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dear.bucket import Chunk
+from lightning_dear.bucket import Chunk, as_flat
 from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
 
 ROUND_BYTES = 1 << 22
@@ -155,7 +155,8 @@ def _exchange(
     """Makes the transfers of one round. Collective, blocks."""
 
     def of(one: _Transfer, part: Chunk | Wanted) -> Tensor:
-        return as_storage(part.values)[one.start - part.start : one.stop - part.start]
+        flat = as_flat(part.values, part.values.stride())
+        return flat[one.start - part.start : one.stop - part.start]
 
     rank, ranks = collectives.rank, range(collectives.world_size)
     away = [one for one in together if one.source != one.target]
@@ -177,8 +178,3 @@ def _exchange(
         dtype, room = items[one.item].dtype, of(one, items[one.item].want[one.want])
         # Numbers of several sizes may lie in one message, not all where memory is aligned.
         room.copy_(part.clone().view(dtype))
-
-
-def as_storage(tensor: Tensor) -> Tensor:
-    """Returns a tensor without gaps as 1-D, in the order of its storage; a view."""
-    return tensor.as_strided((tensor.numel(),), (1,))

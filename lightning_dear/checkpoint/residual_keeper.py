@@ -231,15 +231,13 @@ class ResidualKeeper:
         state[CLASS] = type(self._optimizer).__name__
         if not self._coded and self._held is None:
             return state
-        held, numbers = self._held or Residuals(), self._numbers()
+        groups = self._optimizer.param_groups
+        parameters = chain.from_iterable(group["params"] for group in groups)
+        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        held = self._held or Residuals()
         whole = self._common().joined(held.of(lambda one: one in numbers))
         own, chunks = residuals.sharded(self._parts(), whole, numbers, self._rows)
         return ShardedState({**state, KEY: own}, (*state.chunks, *chunks), state.parameters)
-
-    def _numbers(self) -> dict[Tensor, int]:
-        """Parameter -> its number in the optimizer's state dict."""
-        own = (one for group in self._optimizer.param_groups for one in group["params"])
-        return {parameter: number for number, parameter in enumerate(own)}
 
     def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Pre-hook of `load_state_dict`: what was kept before belongs to other weights."""

@@ -113,7 +113,7 @@ class ActivePlan:
         Collective, blocks.
         """
         for bucket in self.flat.buckets:
-            self.exchange.sync(bucket).wait()
+            self.exchange.sync(bucket)
 
     def unscale(self, unscale: Callable[[Optimizer], None], shards: OptimizerShards) -> None:
         """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Collective.
@@ -162,77 +162,71 @@ class Recording:
     codecs: list[Codec | None]
     seed: int
 
+    @classmethod
+    def agreed(
+        cls, trained: TrainedParameters, collectives: Collectives, options: ExchangeOptions
+    ) -> Recording:
+        """Takes rank 0's order of reads and gradients, and its seed, for everybody's.
 
-def agree_on_recording(
-    trained: TrainedParameters, collectives: Collectives, options: ExchangeOptions
-) -> Recording:
-    """Takes rank 0's order of reads and gradients, and its seed, for everybody's.
-
-    Collective, blocks.
-    """
-    names, parameters, recorder = trained.names, trained.parameters, trained.recorder
-    own = recorder.first_use, recorder.gradients, torch.initial_seed()
-    first_use, gradients, seed = collectives.all_gather_object(own)[0]
-    named = list(zip(names, parameters, strict=True))
-    codecs = [options.codec_of(name, parameter.ndim) for name, parameter in named]
-    # Nothing may have been recorded.
-    order = list(gradients) or range(len(parameters) - 1, -1, -1)
-    ready = {index: place for place, index in enumerate(order)}
-    specs = [
-        TensorSpec(
-            index=index,
-            name=name,
-            numel=parameter.numel(),
-            itemsize=parameter.element_size(),
-            family=f"{parameter.dtype}/{parameter.device.type}/{codecs[index]}",
-            first_use=first_use.get(index),
-            ready=ready.get(index),
-        )
-        for index, (name, parameter) in enumerate(named)
-    ]
-    return Recording(
-        specs,
-        [gradients.get(index, 1) for index in range(len(parameters))],
-        recorder.ungated,
-        codecs,
-        seed,
-    )
-
-
-def agree_on_plan(plan: BucketPlan, recording: Recording, collectives: Collectives) -> None:
-    """Refuses a plan that ranks do not share, that is not over what was recorded, or too fine.
-
-    Collective, blocks.
-
-    Raises:
-        ValueError: Saying what differs.
-    """
-    if any(other != plan for other in collectives.all_gather_object(plan)):
-        raise ValueError(f"Ranks were given other plans than '{plan.name}'; give all the same.")
-    if plan.world_size != collectives.world_size:
-        raise ValueError(
-            f"The plan '{plan.name}' is for {plan.world_size} ranks, and there are"
-            f" {collectives.world_size}; plan anew."
-        )
-    if len(plan.buckets) > MAX_BUCKETS:
-        raise ValueError(
-            f"The plan '{plan.name}' has {len(plan.buckets)} buckets, and at most {MAX_BUCKETS}"
-            " are possible; fuse more, such as with fusion='threshold'."
-        )
-    try:
-        check_plan(plan, recording.tensors)
-    except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"The plan '{plan.name}' is broken, or for another model: {error}"
-        ) from None
-    for number in plan.uncompressed:
-        codec = recording.codecs[plan.buckets[number].slices[0].tensor]
-        if codec is not None and codec.votes:
-            raise ValueError(
-                f"The plan '{plan.name}' leaves buckets uncompressed, and {codec.name} makes votes"
-                " of the others: signs would be stepped with the same learning rate as gradients."
-                " Plan anew, such as with fusion='threshold'."
+        Collective, blocks.
+        """
+        names, parameters, recorder = trained.names, trained.parameters, trained.recorder
+        own = recorder.first_use, recorder.gradients, torch.initial_seed()
+        first_use, gradients, seed = collectives.all_gather_object(own)[0]
+        named = list(zip(names, parameters, strict=True))
+        codecs = [options.codec_of(name, parameter.ndim) for name, parameter in named]
+        # Nothing may have been recorded.
+        order = list(gradients) or range(len(parameters) - 1, -1, -1)
+        ready = {index: place for place, index in enumerate(order)}
+        specs = [
+            TensorSpec(
+                index=index,
+                name=name,
+                numel=parameter.numel(),
+                itemsize=parameter.element_size(),
+                family=f"{parameter.dtype}/{parameter.device.type}/{codecs[index]}",
+                first_use=first_use.get(index),
+                ready=ready.get(index),
             )
+            for index, (name, parameter) in enumerate(named)
+        ]
+        expected = [gradients.get(index, 1) for index in range(len(parameters))]
+        return cls(specs, expected, recorder.ungated, codecs, seed)
+
+    def check(self, plan: BucketPlan, collectives: Collectives) -> None:
+        """Refuses a plan that ranks do not share, that is not over what was recorded, or too fine.
+
+        Collective, blocks.
+
+        Raises:
+            ValueError: Saying what differs.
+        """
+        if any(other != plan for other in collectives.all_gather_object(plan)):
+            raise ValueError(f"Ranks were given other plans than '{plan.name}'; give all the same.")
+        if plan.world_size != collectives.world_size:
+            raise ValueError(
+                f"The plan '{plan.name}' is for {plan.world_size} ranks, and there are"
+                f" {collectives.world_size}; plan anew."
+            )
+        if len(plan.buckets) > MAX_BUCKETS:
+            raise ValueError(
+                f"The plan '{plan.name}' has {len(plan.buckets)} buckets, and at most {MAX_BUCKETS}"
+                " are possible; fuse more, such as with fusion='threshold'."
+            )
+        try:
+            check_plan(plan, self.tensors)
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"The plan '{plan.name}' is broken, or for another model: {error}"
+            ) from None
+        for number in plan.uncompressed:
+            codec = self.codecs[plan.buckets[number].slices[0].tensor]
+            if codec is not None and codec.votes:
+                raise ValueError(
+                    f"The plan '{plan.name}' leaves buckets uncompressed, and {codec.name} makes"
+                    " votes of the others: signs would be stepped with the same learning rate as"
+                    " gradients. Plan anew, such as with fusion='threshold'."
+                )
 
 
 def audit(trained: TrainedParameters, active: ActivePlan) -> ReadMode:

@@ -83,7 +83,7 @@ class StepHooks:
     Args:
         optimizer: Has the hooks until `remove`.
         before: Called in front of all pre-hooks.
-        begin: Called behind all pre-hooks, with torch's arguments, which it may change.
+        begin: Called behind all pre-hooks, and behind the closure if there is one.
         end: Called in front of all post-hooks, with torch's arguments.
     """
 
@@ -91,7 +91,8 @@ class StepHooks:
         self._optimizer, self._before = optimizer, before
         first = before_every_step(self._on_step)
         last = optimizer.register_step_post_hook(partial(_unless_nested, end))
-        self._begin = optimizer.register_step_pre_hook(partial(_unless_nested, begin))
+        behind = partial(_behind_closure, begin)
+        self._begin = optimizer.register_step_pre_hook(partial(_unless_nested, behind))
         self._handles = first, self._begin, last
         unused = all_optimizers.register_optimizer_step_post_hook(end)
         self._lists: list[Any] = [one.hooks_dict_ref() for one in (*self._handles, unused)]
@@ -132,6 +133,33 @@ def before_every_step(method: Callable[[Optimizer], None]) -> RemovableHandle:
 
 def _unless_nested(hook: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return None if is_nested(optimizer) else hook(optimizer, args, kwargs)
+
+
+def _behind_closure(begin: Callable[[], None], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Pre-hook of `step`: calls `begin` after the closure, whether or not there is one."""
+    this, *rest = args
+    closure = rest[0] if rest else kwargs.get("closure")
+    if closure is None:
+        begin()
+        return None
+
+    was_called = False
+
+    def closure_then_step() -> Any:
+        nonlocal was_called
+        if was_called:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} calls its closure more than once in a step, which"
+                " strategy='dear' does not do; use strategy='ddp'."
+            )
+        was_called = True
+        loss = closure()
+        begin()
+        return loss
+
+    if rest:
+        return (this, closure_then_step, *rest[1:]), kwargs
+    return args, {**kwargs, "closure": closure_then_step}
 
 
 def _call(method: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_dear.bucket import Bucket, FlatBuffers
-from lightning_dear.collectives.streams import Streams
 from lightning_dear.collectives.work import Work
 from lightning_dear.engine.gate import close_gate, has_gate, owners, remove_gate
 from lightning_dear.exchange import Exchange
@@ -43,10 +42,8 @@ class ParameterGatherer:
         ungated: Parameter index -> module in front of whose forward to wait, since it reads the
             parameter behind the gate's back (see `ForwardRecorder.ungated`).
         waiting: Entered around every wait.
-        streams: Those of the parameters' device.
         on_arrival: Called with a bucket's number when it has arrived, by whoever waits for it;
             None: nobody is.
-        is_gated: False where nothing ever travels: no hook or gate is put anywhere.
 
     Attributes:
         pending: Bucket number -> its gather, until it has arrived; to be looked at.
@@ -63,13 +60,11 @@ class ParameterGatherer:
         exchange: Exchange,
         ungated: Mapping[int, Module | None],
         waiting: Waiting,
-        streams: Streams,
         on_arrival: Callable[[int], None] | None,
-        *,
-        is_gated: bool = True,
     ) -> None:
         self._buffers, self._exchange = buffers, exchange
-        self._waiting, self._streams, self._on_arrival = waiting, streams, on_arrival
+        self._waiting, self._on_arrival = waiting, on_arrival
+        self._streams = exchange.collectives.streams
         self.arriving = threading.RLock()
         self._step_ended = threading.Condition(self.arriving)
         self._stepping_thread: threading.Thread | None = None
@@ -80,7 +75,8 @@ class ParameterGatherer:
         for placement in buffers.placements:
             for number in placement.buckets:
                 self._parameters_of[number].append(placement.parameter)
-        self._is_gated = is_gated
+        # Else nothing ever travels, and no hook or gate is put anywhere.
+        self._is_gated = exchange.collectives.world_size > 1 or bool(exchange.coded)
         self._find_readers(module, ungated)
 
     def _find_readers(self, module: Module, ungated: Mapping[int, Module | None]) -> None:
@@ -261,4 +257,4 @@ class _WaitBeforeForward:
 
 
 def _wait_for_nothing(module: Module, args: Any) -> None:
-    return None
+    """What a copy's hook does."""

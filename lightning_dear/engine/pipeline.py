@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Compressor
@@ -137,7 +138,7 @@ class Pipeline(Training):
     def _start(self, optimizers: Sequence[Optimizer]) -> None:
         """Makes the parts of `optimizers`, which have been checked."""
         self.parts[:] = [
-            OptimizerPipeline(self, optimizer, number, self._on_reduce, self._on_step)
+            OptimizerPipeline(self, optimizer, number)
             for number, optimizer in enumerate(optimizers, start=self._first_number)
         ]
         ignored = ignored_names(self.module)
@@ -219,11 +220,6 @@ class Pipeline(Training):
         for part in self.parts:
             part.measure_next_step()
 
-    @property
-    def codec(self) -> Compressor | None:
-        """What was configured to encode gradients; None for nothing."""
-        return self.options.codec
-
     def use_codec(self, codec: Compressor) -> None:
         """Another codec of the same kind, or none; see `OptimizerPipeline.use_codec`."""
         for part in self.parts:
@@ -294,7 +290,8 @@ class Pipeline(Training):
             for part in parts:
                 part.sending = SendTime.IN_BACKWARD
 
-    def _on_reduce(self) -> None:
+    @override
+    def on_reduce(self) -> None:
         """Launches module buffers, once a forward, behind the last reduce-scatters.
 
         Not before: some ranks launched their last ones in backward already. Others lack a gradient
@@ -304,7 +301,8 @@ class Pipeline(Training):
         if self._buffers is not None and self._buffers.are_due:
             self._buffers.launch()
 
-    def _on_step(self) -> None:
+    @override
+    def on_step(self) -> None:
         self._finish_buffers()
         self.instruments.finish_step()
         if self._is_in_forward:
@@ -323,7 +321,7 @@ class Pipeline(Training):
         """Blocks until all parameters have the values of the last step; local and idempotent."""
         self.collectives.check()
         for part in self.parts:
-            part.complete_parameters(reason)
+            part.plans.complete_parameters(reason)
 
     def detach(self) -> None:
         """Ends the training: the module is as it was, with the new values. Blocks.
@@ -333,7 +331,7 @@ class Pipeline(Training):
         hide what happened first. Idempotent.
         """
         self._strangers.remove()
-        if all(part.state is StepState.ENDED for part in self.parts):
+        if all(part.progress.state is StepState.ENDED for part in self.parts):
             return
         if not self.collectives.was_discarded:
             self.collectives.streams.synchronize()

@@ -17,18 +17,13 @@ from lightning_dear.checkpoint.optimizer_state import hand_on, spread_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.collectives.work import Collectives, is_uneven, uncounted
 from lightning_dear.compression import Compressor, check_replaces
-from lightning_dear.engine.active_plan import (
-    ActivePlan,
-    Recording,
-    agree_on_plan,
-    agree_on_recording,
-)
+from lightning_dear.engine.active_plan import ActivePlan, Recording
 from lightning_dear.engine.gradient_reducer import GradientReducer
 from lightning_dear.engine.hooks import OnGradient
 from lightning_dear.engine.parameter_gatherer import ParameterGatherer
 from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.engine.trained_parameters import TrainedParameters
-from lightning_dear.exchange import LossScale, new_exchange
+from lightning_dear.exchange import LossScale, Traffic, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, drop_masters
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
@@ -60,6 +55,12 @@ class Training:
     instruments: Instruments
     early_refusal: str | None = None
     all_reduce_refusal: str | None = None
+
+    def on_reduce(self) -> None:
+        """Called when a step's last reduce-scatters are launched, before they are there."""
+
+    def on_step(self) -> None:
+        """Called when an optimizer's step has ended."""
 
 
 class PlanLifecycle:
@@ -115,6 +116,17 @@ class PlanLifecycle:
         self._lagging_at_end: dict[Parameter, int] = {}
         self._start_recording()
 
+    @property
+    def present(self) -> ActivePlan:
+        """The plan at work, where there must be one."""
+        assert self.active is not None
+        return self.active
+
+    def complete_parameters(self, reason: str) -> None:
+        """Blocks until all parameters have the values of the last step; local and idempotent."""
+        if self.active is not None:
+            self.active.gatherer.complete(reason=reason)
+
     # --- from a recording to a plan -------------------------------------------------------------
 
     def _start_recording(self) -> None:
@@ -127,11 +139,11 @@ class PlanLifecycle:
 
     def start(self) -> ActivePlan:
         """Makes the plan that the recorded step asks for, and puts it to work. Collective."""
-        self.recording = agree_on_recording(self.trained, self._collectives, self._options)
+        self.recording = Recording.agreed(self.trained, self._collectives, self._options)
         tensors, world_size = self.recording.tensors, self._collectives.world_size
         found = None if self.find_plan is None else self.find_plan(tensors)
         plan = self._training.fusion.plan(tensors, world_size) if found is None else found
-        agree_on_plan(plan, self.recording, self._collectives)
+        self.recording.check(plan, self._collectives)
         return self._activate(plan)
 
     def _activate(self, plan: BucketPlan) -> ActivePlan:
@@ -172,17 +184,16 @@ class PlanLifecycle:
             is_scattered=options.is_scattered,
         )
         codecs = [recording.codecs[bucket.slices[0].tensor] for bucket in plan.buckets]
-        place = collectives, self.number * MAX_BUCKETS, flat, lambda: self.loss_scale()
-        exchange = new_exchange(options, codecs, plan.uncompressed, *place)
+        what = flat, options.is_of_gradients, plan.uncompressed, lambda: self.loss_scale()
+        traffic = Traffic(collectives, self.number * MAX_BUCKETS, *what)
+        exchange = new_exchange(options, codecs, traffic)
         gatherer = ParameterGatherer(
             self._module,
             flat,
             exchange,
             recording.ungated,
             partial(self._training.instruments.waiting, "all_gather"),
-            collectives.streams,
             self._on_arrival if options.is_of_gradients else None,
-            is_gated=self._uses_buckets,
         )
         reducer = GradientReducer(
             flat,
@@ -207,7 +218,7 @@ class PlanLifecycle:
         self.trained.restore_replaced()
         has_moved = self.trained.have_moved(notes=True)
         if has_moved and self._uses_buckets and self.active is not None:
-            self.active.gatherer.complete(reason="exchanged modules")
+            self.complete_parameters("exchanged modules")
             self.trained.recorder = self.trained.new_recorder()
             self.looks_again = True
 
@@ -313,9 +324,8 @@ class PlanLifecycle:
 
     def replan(self, plan: BucketPlan) -> None:
         """See `OptimizerPipeline.replan`; between two steps."""
-        assert self.active is not None
         assert self.recording is not None
-        agree_on_plan(plan, self.recording, self._collectives)
+        self.recording.check(plan, self._collectives)
         self._leave_plan()
         self._release_active()
         self._activate(plan)
@@ -327,10 +337,8 @@ class PlanLifecycle:
         these are, since without a plan neither says by itself which of both is new.
         """
         if self.active is not None:
-            self.active.gatherer.complete(reason="re-plan")
-            self.take_over()
-            self.active.sync_replicas()
-            self._leave_plan().take(MASTER_KEY, set(self.active.flat.lagging))
+            left = self._leave_plan(syncs_replicas=True)
+            left.take(MASTER_KEY, set(self.active.flat.lagging))
         self.release()
         self.plan = None
         self._start_recording()
@@ -398,11 +406,12 @@ class PlanLifecycle:
         self.is_moving = False
         return self._tell_of_masters(moved)
 
-    def _leave_plan(self) -> SpreadState:
+    def _leave_plan(self, *, syncs_replicas: bool = False) -> SpreadState:
         """Completes parameters; their state stays in shards. Collective, blocks."""
-        assert self.active is not None
-        self.active.gatherer.complete(reason="re-plan")
+        self.complete_parameters("re-plan")
         self.take_over()
+        if syncs_replicas:
+            self.present.sync_replicas()
         with uncounted(self._collectives):
             self.residuals.release()
         # Any stream may still read the flat buffers.

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_dear.checkpoint.optimizer_state import ShardedState, gathered, sharded_state
 from lightning_dear.collectives.work import uncounted
 from lightning_dear.compression import Compressor
 from lightning_dear.engine.active_plan import ActivePlan, audit
-from lightning_dear.engine.hooks import StepHooks, warn_of_hooks, warn_of_leftovers
+from lightning_dear.engine.hooks import StepHooks, warn_of_hooks
+from lightning_dear.engine.mean_gradient import MeanGradient
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle, Training
-from lightning_dear.engine.step_state import Backward, SendTime, StepState
+from lightning_dear.engine.step_state import Backward, SendTime, StepProgress, StepState
 from lightning_dear.engine.step_timer import StepTimer
 from lightning_dear.engine.trained_parameters import check_momentum
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer, warn_of_zeros
 from lightning_dear.planning import BucketPlan, TensorSpec
 
-_MEANS_ARE_THERE = (StepState.REDUCED, StepState.CHANGED, StepState.EXPOSED)
 _WERE_CHANGED = (StepState.CHANGED, StepState.EXPOSED)
 _NOTHING_IS_SENT = (StepState.EMPTY, StepState.ACCUMULATING)
 # As constants, since a look into an enumeration takes longer than the comparison.
@@ -42,12 +41,11 @@ class OptimizerPipeline:
         training: What the optimizer is a part of.
         optimizer: Mutated: hooks, and `zero_grad`.
         number: Of the optimizer among all whose pipelines share process groups.
-        on_reduce: Called when a step's last reduce-scatters are launched, before they are there.
-        on_step: Called when a step has ended.
 
     Attributes:
         optimizer: The user's.
-        state: Where its step is.
+        progress: Where its step is.
+        mean: Its mean gradient, from the last backward to the step.
         plans: Its plan at work, and how it comes to another one.
         stepper: The optimizer's state and pieces on this rank.
         timer: Times of the step that `measure_next_step` asked for, on this rank.
@@ -57,26 +55,16 @@ class OptimizerPipeline:
             to be assigned to.
     """
 
-    def __init__(
-        self,
-        training: Training,
-        optimizer: Optimizer,
-        number: int,
-        on_reduce: Callable[[], None],
-        on_step: Callable[[], None],
-    ) -> None:
+    def __init__(self, training: Training, optimizer: Optimizer, number: int) -> None:
         self.optimizer = optimizer
         self._collectives, self._options = training.collectives, training.options
-        self._instruments = training.instruments
-        # The latter is where a step that raises has to go back to.
-        self.state = self._interrupted = StepState.EMPTY
-        # The last: whether DDP would have averaged since the last step.
-        self._has_leftovers = self.warns_of_hooks = self._is_due = False
+        self._training, self._instruments = training, training.instruments
+        self.warns_of_hooks = False
         self.timer = StepTimer(training.module, self._instruments.clock)
         self.num_steps = 0
         self.sending = SendTime.IN_BACKWARD
         self._uses_buckets = self._options.uses_buckets(self._collectives)
-        self._on_reduce, self._on_step = on_reduce, on_step
+        self.progress = StepProgress(uses_buckets=self._uses_buckets)
         self._backward = Backward.NONE
         # Numbers of early buckets that the backward under way has not stepped yet.
         self._early: list[int] = []
@@ -90,9 +78,10 @@ class OptimizerPipeline:
         )
         called = self._on_gradient, self._on_arrival
         self.plans = PlanLifecycle(training, self.stepper, number, *called)
+        self.mean = MeanGradient(training, self.progress, self.plans, self.stepper)
 
     def _hook_into(self, optimizer: Optimizer) -> list[Any]:
-        calls = self._before_hooks, self._on_user_step, self._on_inner_step
+        calls = self._before_hooks, self._begin_step, self._on_inner_step
         self._step_hooks = StepHooks(optimizer, *calls)
         hooks: list[Any] = [self._step_hooks]
         if self._options.is_of_gradients:
@@ -102,7 +91,7 @@ class OptimizerPipeline:
         return hooks
 
     def _complete_state(self, *_: Any) -> None:
-        self.complete_parameters("optimizer state")
+        self.plans.complete_parameters("optimizer state")
 
     # --- forward and backward -----------------------------------------------------------------
 
@@ -118,7 +107,7 @@ class OptimizerPipeline:
         Raises:
             RuntimeError: With gradients under way, or of several rounds, that no step has used.
         """
-        active, is_idle = self.plans.active, self.state in _NOTHING_IS_SENT
+        active, is_idle = self.plans.active, self.progress.state in _NOTHING_IS_SENT
         if active is not None and not (is_idle and not active.reducer.has_begun):
             # What other ranks wait for is sent first.
             active.reducer.reduce()
@@ -144,7 +133,7 @@ class OptimizerPipeline:
         """Lets `timer` measure anew: forward will wait for nothing. May block. Local."""
         recording = self.plans.recording
         self.timer.start(self.parameters, None if recording is None else recording.ungated)
-        self.complete_parameters("measuring")
+        self.plans.complete_parameters("measuring")
 
     def complete_entry(self, *, completes_all: bool) -> None:
         """Completes what is read outside any module; all, where no gate sees reads. May block."""
@@ -158,7 +147,7 @@ class OptimizerPipeline:
     def backward(self, *, synchronize: bool | None) -> Iterator[None]:
         """Around a backward; see `Pipeline.backward`."""
         codec = self._options.codec
-        if self.state in _WERE_CHANGED and codec is not None and codec.encodes_once:
+        if self.progress.state in _WERE_CHANGED and codec is not None and codec.encodes_once:
             raise RuntimeError(
                 "Another backward would add to mean gradients that a hook was shown, that"
                 " whole_gradients() has shown or that were clipped, which"
@@ -167,13 +156,13 @@ class OptimizerPipeline:
                 " DearStrategy(gradients_in_hooks=False)."
             )
         self.plans.trained.hooks.stay_last()
-        if self._is_due and self.state not in (StepState.EMPTY, StepState.EXPOSED):
+        if self.progress.is_due and self.progress.state not in (StepState.EMPTY, StepState.EXPOSED):
             self.plans.trained.hooks.refuse_another_sum()
-        self._is_due |= synchronize is not False
+        self.progress.is_due |= synchronize is not False
         if synchronize:
-            self._enter(StepState.SENDING)
-        elif self.state in _MEANS_ARE_THERE:
-            self._enter(StepState.ACCUMULATING)
+            self.progress.enter(StepState.SENDING)
+        elif self.progress.has_means:
+            self.progress.enter(StepState.ACCUMULATING)
         active, is_early = self.plans.active, self.sending is SendTime.EARLY
         if synchronize and active is not None:
             active.reducer.expect()
@@ -187,7 +176,7 @@ class OptimizerPipeline:
             self._backward, self._early = before, []
         if synchronize and self.plans.active is None and self._uses_buckets:
             # As from the next step on: what `.grad` holds would not be the mean.
-            self.reduce()
+            self.mean.reduce()
 
     def _on_gradient(self, index: int, _: Any, gradients: tuple[Tensor | None]) -> None:
         if gradients[0] is None:
@@ -196,10 +185,10 @@ class OptimizerPipeline:
         if active is not None and active.gatherer.pending:
             active.reducer.check_was_complete(index)
         if self._backward is _LOCAL:
-            if self.state is StepState.EMPTY:
-                self._enter(StepState.ACCUMULATING)
+            if self.progress.state is StepState.EMPTY:
+                self.progress.enter(StepState.ACCUMULATING)
             return
-        if self._backward is _NONE and self.state in _MEANS_ARE_THERE:
+        if self._backward is _NONE and self.progress.has_means:
             # Perhaps on this rank only, and others do not ask for it.
             raise RuntimeError(
                 f"A gradient for '{self.plans.trained.names[index]}' came when the mean gradient"
@@ -207,8 +196,8 @@ class OptimizerPipeline:
                 " strategy's. Call self.manual_backward(loss) or fabric.backward(loss) in place of"
                 " loss.backward(), on all ranks."
             )
-        if self.state is not StepState.SENDING:
-            self._enter(StepState.SENDING)
+        if self.progress.state is not StepState.SENDING:
+            self.progress.enter(StepState.SENDING)
         if self.timer.is_on:
             self.timer.note_gradient(index)
         if active is None:
@@ -241,7 +230,7 @@ class OptimizerPipeline:
     @torch.no_grad()
     def _step_early(self) -> None:
         """Steps what has arrived of the early buckets, and launches its gathers. Never blocks."""
-        active, stepper = self._active, self.stepper
+        active, stepper = self.plans.present, self.stepper
         assert isinstance(stepper, ShardedOptimizer)
         while self._early and active.reducer.has_arrived(self._early[0]):
             number = self._early.pop(0)
@@ -253,124 +242,12 @@ class OptimizerPipeline:
             stepper.step_early(number)
             self._launch_gathers([number])
 
-    # --- the mean gradient, between backward and step -------------------------------------------
-
-    def reduce(self) -> None:
-        """Blocks until this rank's shards hold the mean gradient. All ranks call; idempotent.
-
-        Makes the plan in the first step. Afterwards `.grad` is None (at world size 1: what it was).
-        """
-        self._bring_means()
-        if self.state is StepState.EXPOSED:
-            self._conceal()
-
-    @property
-    def _active(self) -> ActivePlan:
-        assert self.plans.active is not None
-        return self.plans.active
-
-    def _conceal(self) -> None:
-        self.stepper.set_gradients(self._active.reducer.conceal())
-        self._enter(StepState.CHANGED)
-
-    def _bring_means(self) -> None:
-        """As `reduce`, but leaves them exposed where they are."""
-        self._check_is_on()
-        if self.state in _MEANS_ARE_THERE:
-            self.plans.trained.check_unchanged(counts_thawed=False)
-            return
-        self.plans.trained.check_unchanged()
-        if self._has_leftovers and self._collectives.rank == 0:
-            warn_of_leftovers(self.optimizer)
-        self.complete_parameters("step")
-        active = self.plans.active or self.plans.start()
-        self.stepper.set_gradients(active.reducer.reduce(self._on_reduce))
-        self._enter(StepState.REDUCED)
-
-    def _before_hooks(self) -> None:
-        """In front of others' pre-hooks, which may read parameters."""
-        are_in_front = self._step_hooks.are_in_front
-        if self.warns_of_hooks and (are_in_front or self._step_hooks.are_behind):
-            self.warns_of_hooks = False
-            if self._uses_buckets:
-                warn_of_hooks(self.optimizer)
-        if are_in_front:
-            self.stepper.restore()
-            self._end_broken_step()
-            self.complete_parameters("optimizer step hook")
-
-    def _refuse_changes(self) -> None:
-        if self.plans.active is not None and self.plans.active.reducer.steps_early:
-            raise RuntimeError(
-                "Gradients cannot be changed after a backward that has used part of them for its"
-                " early gathers. Override on_before_optimizer_step or configure_gradient_clipping"
-                " to change them there, which turns early gathers off, or use fusion='threshold'."
-            )
-
-    def expose_gradients(self) -> None:
-        """Puts the mean gradient into every `.grad`, as DDP leaves it. All ranks call; blocks.
-
-        Costs an all-gather. What is done to `.grad` counts: it is taken back before the step.
-        """
-        if self.state is StepState.EXPOSED:
-            return
-        self._refuse_changes()
-        self._bring_means()
-        self._active.reducer.expose()
-        self._enter(StepState.EXPOSED)
-
-    @contextmanager
-    def _on_shards(self, *, mutates: bool) -> Iterator[list[Tensor]]:
-        """This rank's pieces, with mean gradients; the user's `.grad` stays exposed if it was."""
-        if mutates:
-            self._refuse_changes()
-        was_exposed = self.state is StepState.EXPOSED
-        self._bring_means()
-        if was_exposed:
-            self._conceal()
-        if mutates:
-            self._enter(StepState.CHANGED)
-        yield [piece.parameter for piece in self.stepper.pieces]
-        if was_exposed:
-            # What each rank has of its own is elsewhere only where means are cut into shards.
-            is_lost = mutates or self._options.is_scattered
-            reducer = self._active.reducer
-            reducer.expose() if is_lost else reducer.show()
-            self._enter(StepState.EXPOSED)
-
-    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Norm of the mean gradient, as it came. All ranks call; blocks.
-
-        The next step uses it, or what is left of it if it is encoded to be gathered.
-        """
-        with self._on_shards(mutates=False):
-            return self._active.global_norm(self.stepper.pieces, norm_type)
-
-    def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales the mean gradient to at most `max_norm`; returns its norm before. Blocks."""
-        with self._on_shards(mutates=True) as pieces:
-            norm = self._active.global_norm(self.stepper.pieces, norm_type)
-            clip_grads_with_norm_(pieces, max_norm, norm)
-            return norm
-
-    def clip_by_value(self, clip_value: float) -> None:
-        """Clips every element of the mean gradient to [-clip_value, clip_value]. Blocks."""
-        with self._on_shards(mutates=True) as pieces:
-            # torch's own raises if there is none, as on a rank that has no shard of what was used.
-            if any(one.grad is not None for one in pieces):
-                clip_grad_value_(pieces, clip_value)
-
-    def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
-        """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""
-        with self._on_shards(mutates=True):
-            self._active.unscale(unscale, self.stepper)
-
     # --- the step -------------------------------------------------------------------------------
 
     def _on_zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("set_to_none", args[0] if args else True):
             warn_of_zeros(self.optimizer)
-        if self.state is StepState.ENDED:
+        if self.progress.state is StepState.ENDED:
             # Lightning's wrapper of the optimizer keeps this method after the fit.
             self.optimizer.zero_grad(*args, **kwargs)
             return
@@ -385,7 +262,7 @@ class OptimizerPipeline:
 
         Other ranks drop theirs too, so what was begun is ended first.
         """
-        self._check_is_on()
+        self.progress.check_is_on()
         active = self.plans.active
         if active is not None:
             if active.reducer.steps_early:
@@ -393,62 +270,46 @@ class OptimizerPipeline:
                     "zero_grad() was called between the backward of a step and its end, when part"
                     " of the parameters had been updated. Call it before backward."
                 )
-            if self.state is StepState.SENDING:
-                self.complete_parameters("zero_grad")
+            if self.progress.state is StepState.SENDING:
+                self.plans.complete_parameters("zero_grad")
                 active.reducer.reduce()
             active.reducer.drop()
             self.stepper.clear_gradients()
         self.plans.trained.recorder.gradients.clear()
-        self._has_leftovers = False
-        self._enter(StepState.EMPTY)
+        self.mean.has_leftovers = False
+        self.progress.enter(StepState.EMPTY)
 
-    def _on_user_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Pre-hook of `step`: begins after the closure, whether or not there is one."""
-        this, *rest = args
-        closure = rest[0] if rest else kwargs.get("closure")
-        if closure is None:
-            self._begin_step()
-            return None
-
-        was_called = False
-
-        def closure_then_step() -> Any:
-            nonlocal was_called
-            if was_called:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} calls its closure more than once in a step, which"
-                    " strategy='dear' does not do; use strategy='ddp'."
-                )
-            was_called = True
-            loss = closure()
-            self._begin_step()
-            return loss
-
-        if rest:
-            return (this, closure_then_step, *rest[1:]), kwargs
-        return args, {**kwargs, "closure": closure_then_step}
+    def _before_hooks(self) -> None:
+        """In front of others' pre-hooks, which may read parameters."""
+        are_in_front = self._step_hooks.are_in_front
+        if self.warns_of_hooks and (are_in_front or self._step_hooks.are_behind):
+            self.warns_of_hooks = False
+            if self._uses_buckets:
+                warn_of_hooks(self.optimizer)
+        if are_in_front:
+            self.abandon()
+            self.plans.complete_parameters("optimizer step hook")
 
     @torch.no_grad()
     def _begin_step(self) -> None:
         """Reduces, then steps all buckets but the last run, each gathered as soon as it is."""
-        self.stepper.restore()
-        self._end_broken_step()
+        self.abandon()
         active = self._prepare_step()
-        self._interrupted, self.state = self.state, StepState.STEPPING
+        self.progress.begin_step()
         self._instruments.begin_step()
         try:
             for numbers in self.stepper.run(active.plan.gather_order):
                 self._launch_gathers(numbers)
         except BaseException:
             self.stepper.restore()
-            self.state = self._interrupted
+            self.progress.end_broken_step()
             raise
 
     def _prepare_step(self) -> ActivePlan:
         """Reduces, makes the plan at the first step, takes over what was written meanwhile."""
         check_momentum(self.optimizer, self._options)
-        self.reduce()
-        active = self._active
+        self.mean.reduce()
+        active = self.plans.present
         active.exchange.check()
         self.plans.take_over(but=self.stepper.stepped_early)
         self.plans.follow_readers()
@@ -463,7 +324,7 @@ class OptimizerPipeline:
             if not self._options.is_of_gradients:
                 self._instruments.record_step(number)
             with self.timer.leaving_out_codecs():
-                self._active.gatherer.launch(number)
+                self.plans.present.gatherer.launch(number)
             self._instruments.begin_step()
 
     def _on_inner_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -475,24 +336,23 @@ class OptimizerPipeline:
         self.stepper.restore()
         self.stepper.stepped_early.clear()
         self.stepper.clear_gradients()
-        active = self._active
+        active = self.plans.present
         # First, since another thread may complete what is behind a gate at once.
         active.reducer.end_step()
         active.gatherer.close_gates()
-        self._enter(StepState.EMPTY)
-        self._has_leftovers = self._uses_buckets
+        self.progress.enter(StepState.EMPTY)
+        self.mean.has_leftovers = self._uses_buckets
         self.num_steps += 1
         self.timer.step_ends()
-        self._on_step()
+        self._training.on_step()
         if self._step_hooks.are_behind:
-            self.complete_parameters("optimizer step hook")
+            self.plans.complete_parameters("optimizer step hook")
 
     def _end_broken_step(self) -> None:
         """Lets reads go on after a step that raised in the call under way."""
         if self.plans.active is not None:
             self.plans.active.gatherer.end_step()
-        if self.state is StepState.STEPPING:
-            self.state = self._interrupted
+        self.progress.end_broken_step()
 
     def _on_arrival(self, number: int) -> None:
         """With gathered gradients, steps bucket `number`, whose mean is there; in forward."""
@@ -501,18 +361,6 @@ class OptimizerPipeline:
         with self.timer.late_step():
             self.stepper.step_bucket(number)
         self._instruments.record_step(number)
-
-    def _check_is_on(self) -> None:
-        if self.state is StepState.ENDED:
-            raise RuntimeError("This optimizer's training is over; start another fit.")
-
-    def _enter(self, state: StepState) -> None:
-        """The one place where the table of `step_state.py` is kept to."""
-        self._check_is_on()
-        if state in _MEANS_ARE_THERE and not self._uses_buckets:
-            state = StepState.EMPTY
-        self._is_due = state is StepState.SENDING or (self._is_due and state is not StepState.EMPTY)
-        self.state = state
 
     # --- plans and codecs -----------------------------------------------------------------------
 
@@ -542,7 +390,7 @@ class OptimizerPipeline:
             RuntimeError: Before the first step, or with gradients that no step has used yet.
             ValueError: If ranks have other plans, or the plan is for another model.
         """
-        if self.plans.active is None or self.state is not StepState.EMPTY:
+        if self.plans.active is None or self.progress.state is not StepState.EMPTY:
             raise RuntimeError(
                 "replan() belongs between an optimizer step and the next forward, from the first"
                 " step on: there are gradients that no step has used yet, or there is no plan."
@@ -559,7 +407,7 @@ class OptimizerPipeline:
             ValueError: See `PlanLifecycle.use_codec`.
         """
         active = self.plans.active
-        is_idle = self.state in _NOTHING_IS_SENT
+        is_idle = self.progress.state in _NOTHING_IS_SENT
         has_begun = active is not None and active.reducer.has_begun
         self.plans.use_codec(codec, is_idle=is_idle and not has_begun)
 
@@ -621,15 +469,10 @@ class OptimizerPipeline:
                 " checkpoint."
             )
         self.stepper.restore()
-        self.complete_parameters(reason)
+        self.plans.complete_parameters(reason)
         self.plans.take_over()
 
     # --- for whoever looks in from outside ------------------------------------------------------
-
-    def complete_parameters(self, reason: str = "read") -> None:
-        """Blocks until all parameters have the values of the last step; local and idempotent."""
-        if self.plans.active is not None:
-            self.plans.active.gatherer.complete(reason=reason)
 
     def abandon(self) -> None:
         """After an exception, perhaps in a step: puts the optimizer's groups right; never waits."""
@@ -641,6 +484,5 @@ class OptimizerPipeline:
         for hook in self._hooks:
             hook.remove()
         self.optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
-        self.stepper.remove_hooks()
         self.plans.detach()
-        self.state = StepState.ENDED
+        self.progress.state = StepState.ENDED

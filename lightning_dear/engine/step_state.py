@@ -59,3 +59,51 @@ class SendTime(Enum):
     BEFORE_STEP = "all of them in front of the step"
     IN_BACKWARD = "each in backward, once it is full"
     EARLY = "so, and what the plan calls early is stepped and gathered in backward, too"
+
+
+_MEANS_ARE_THERE = (StepState.REDUCED, StepState.CHANGED, StepState.EXPOSED)
+
+
+class StepProgress:
+    """Keeps to the table above, whoever tells what happens.
+
+    Args:
+        uses_buckets: Whether mean gradients are anywhere but in the user's `.grad`.
+
+    Attributes:
+        state: Where the step is; to be assigned to when the training ends.
+        is_due: Whether DDP would have averaged since the last step; to be assigned to.
+    """
+
+    def __init__(self, *, uses_buckets: bool) -> None:
+        # The latter is where a step that raises has to go back to.
+        self.state = self._interrupted = StepState.EMPTY
+        self.is_due = False
+        self._uses_buckets = uses_buckets
+
+    @property
+    def has_means(self) -> bool:
+        """Whether the shards hold the mean gradient, as it came or changed."""
+        return self.state in _MEANS_ARE_THERE
+
+    def check_is_on(self) -> None:
+        """Raises `RuntimeError` if the training is over."""
+        if self.state is StepState.ENDED:
+            raise RuntimeError("This optimizer's training is over; start another fit.")
+
+    def enter(self, state: StepState) -> None:
+        """Goes on to `state`, as the table says. Raises as `check_is_on`."""
+        self.check_is_on()
+        if state in _MEANS_ARE_THERE and not self._uses_buckets:
+            state = StepState.EMPTY
+        self.is_due = state is StepState.SENDING or (self.is_due and state is not StepState.EMPTY)
+        self.state = state
+
+    def begin_step(self) -> None:
+        """The step begins, which may raise."""
+        self._interrupted, self.state = self.state, StepState.STEPPING
+
+    def end_broken_step(self) -> None:
+        """Goes back to before the step, if it raised in the call under way."""
+        if self.state is StepState.STEPPING:
+            self.state = self._interrupted

@@ -102,16 +102,13 @@ class StepTimer:
 
         Neither is that of starting messages: both are among a codec's costs.
         """
-        # Asked for at every gradient: what is for nothing must cost nothing.
-        if not self.is_on:
-            return _NOTHING
         before_s = device_work_s()
 
         def note(span: Span) -> None:
             if device_work_s() > before_s:
                 self._left_out.append(span)
 
-        return self._marking(note)
+        return self._marked(note)
 
     def _marked(self, note: Callable[[Span], object]) -> AbstractContextManager[None]:
         return self._marking(note) if self.is_on else _NOTHING

@@ -1,4 +1,4 @@
-"""What the engine asks of an exchange, and what all exchanges that encode have in common.
+"""Moving buckets as they are, and what all exchanges that encode them have in common.
 
 What must be known before a step may count, and what this rank keeps of a bucket between steps.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket, FlatBuffers
-from lightning_dear.collectives.work import Collectives, Work
+from lightning_dear.collectives.work import GRADIENT_NUMBERS, Collectives, Work
 from lightning_dear.compression import Compressor
 from lightning_dear.exchange.compressed_bucket import CompressedBucket
 from lightning_dear.telemetry.device_work import as_device_work
@@ -31,23 +31,48 @@ class GradientsNotFinite(RuntimeError):
     """A rank's gradients have nan or inf in them; all ranks raise it before weights change."""
 
 
-class Exchange(ABC):
-    """Moves buckets: gradients to their owners, and back what these make of them.
+@dataclass(frozen=True)
+class Traffic:
+    """What an exchange moves, and by what.
 
-    Args:
+    Attributes:
         collectives: What moves the bytes.
         first_number: The number that bucket 0 has among all that travel at once, those of several
             optimizers included.
+        flat: All of the plan's buckets.
+        is_of_gradients: Whether mean gradients are gathered instead of parameters (the paper).
+        uncompressed: Numbers of the buckets that travel as they are all the same.
+        loss_scale: Asked at each encoding.
+    """
+
+    collectives: Collectives
+    first_number: int
+    flat: FlatBuffers
+    is_of_gradients: bool
+    uncompressed: Collection[int] = ()
+    loss_scale: LossScale = lambda: None
+
+
+class Exchange:
+    """Moves buckets: gradients to their owners, and back what these make of them.
+
+    As they are, but where a subclass encodes them. A bucket that is all-reduced gives every rank
+    the whole mean gradient at once, by the backend's own all-reduce, as DistributedDataParallel
+    does it; nothing of it travels back.
+
+    Args:
+        traffic: What is moved.
 
     Attributes:
-        collectives: See above.
-        first_number: See above.
+        collectives: See `Traffic`.
+        first_number: See `Traffic`.
         coded: What encoding keeps of each bucket, in the order of the buckets; of none if nothing
             is encoded.
     """
 
-    def __init__(self, collectives: Collectives, first_number: int = 0) -> None:
-        self.collectives, self.first_number = collectives, first_number
+    def __init__(self, traffic: Traffic) -> None:
+        self.collectives, self.first_number = traffic.collectives, traffic.first_number
+        self._is_of_gradients = traffic.is_of_gradients
         self.coded: Sequence[CompressedBucket] = ()
 
     def number_of(self, bucket: Bucket) -> int:
@@ -56,36 +81,65 @@ class Exchange(ABC):
 
     # --- the two halves ---------------------------------------------------------------------------
 
-    @abstractmethod
     def expect_reduce(self, bucket: Bucket) -> None:
         """Lets others' gradients arrive from now on; `launch_reduce` must follow."""
+        # An all-reduce has receives of its own.
+        if not bucket.is_all_reduced:
+            self.collectives.expect_reduce_scatter(bucket.received, self.number_of(bucket))
 
-    @abstractmethod
     def launch_reduce(self, bucket: Bucket) -> Work:
         """Starts summing the bucket's gradients; after `wait`, its `mean` is there."""
+        if bucket.is_all_reduced:
+            if bucket.has_master:
+                # Summed in fp32 as by a reduce-scatter; older gloos know no bf16.
+                bucket.mean.copy_(bucket.gradients)
+            return self.collectives.launch_all_reduce(bucket.mean, self.number_of(bucket))
+        buffers = bucket.gradients, bucket.received, bucket.mean
+        return self.collectives.launch_reduce_scatter(*buffers, self.number_of(bucket))
 
-    @abstractmethod
     def expect_gather(self, bucket: Bucket) -> None:
         """Lets what is gathered arrive, where nobody may read it before `launch_gather`."""
+        if not bucket.is_all_reduced:
+            self.collectives.expect_all_gather(self._gathered(bucket), self.number_of(bucket))
 
-    @abstractmethod
     def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
         """Does what has to be done here and now; what is returned starts the gather, later.
 
         After its `wait`, the bucket's parameters have the new values, or its gradients the mean.
         """
+        if not self._is_of_gradients:
+            bucket.publish()
+        return partial(self._gather, bucket)
+
+    def _gather(self, bucket: Bucket) -> Work:
+        if bucket.is_all_reduced:
+            return Work.done()
+        number = self.number_of(bucket)
+        work = self.collectives.launch_all_gather(self._gathered(bucket), number)
+        is_staged = bucket.is_staged and not self._is_of_gradients
+        return Work(work.wait, bucket.land) if is_staged else work
+
+    def _gathered(self, bucket: Bucket) -> Tensor:
+        """What every rank's part is written into, in place."""
+        # Gradients that are reduced already, but for this rank's part, are of no use any more.
+        return bucket.gradients if self._is_of_gradients else bucket.landing
 
     def launch_gather(self, bucket: Bucket) -> Work:
         """Starts to gather what completes `bucket`. Does not block."""
         return self.prepare_gather(bucket)()
 
-    @abstractmethod
     def launch_gather_gradients(self, bucket: Bucket) -> Work:
         """Starts filling the bucket's gradients from every rank's mean, in place."""
+        if bucket.is_all_reduced:
+            return Work.done()
+        number = self.number_of(bucket) + GRADIENT_NUMBERS
+        return self.collectives.launch_all_gather(bucket.gradients, number)
 
-    def sync(self, bucket: Bucket) -> Work:
-        """Starts gathering stepped shards that replicas are behind of. All ranks call."""
-        return Work.done()
+    def sync(self, bucket: Bucket) -> None:
+        """Gathers stepped shards that replicas are behind of, as they are. Collective, blocks."""
+        if bucket.lags:
+            Exchange.prepare_gather(self, bucket)().wait()
+            bucket.note_published()
 
     # --- what only some have to do, and then between the halves -----------------------------------
 
@@ -155,23 +209,6 @@ class Exchange(ABC):
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """What an exchange that encodes moves.
-
-    Attributes:
-        dense: Moves what is not encoded, by the same collectives.
-        flat: All of the plan's buckets.
-        uncompressed: Numbers of those that travel as they are all the same.
-        loss_scale: Asked at each encoding.
-    """
-
-    dense: Exchange
-    flat: FlatBuffers
-    uncompressed: Collection[int]
-    loss_scale: LossScale
-
-
-@dataclass(frozen=True)
 class Sending:
     """What is to be done once a bucket is encoded.
 
@@ -184,7 +221,7 @@ class Sending:
     decode: Callable[[], None] | None = None
 
 
-class CompressedExchange(Exchange):
+class CompressedExchange(Exchange, ABC):
     """Looks at gradients before they are encoded, and keeps residuals only if a step was made.
 
     Args:
@@ -193,9 +230,8 @@ class CompressedExchange(Exchange):
     """
 
     def __init__(self, traffic: Traffic, codec: Compressor) -> None:
-        super().__init__(traffic.dense.collectives, traffic.dense.first_number)
-        self._dense, self._codec = traffic.dense, codec
-        self._loss_scale = traffic.loss_scale
+        super().__init__(traffic)
+        self._codec, self._loss_scale = codec, traffic.loss_scale
         # Largest number that may be sent -> largest ones that were to be, of each bucket.
         self._found: dict[float, list[Tensor]] = {}
         # What waits for gradients that are encoded behind a host's sum; the host, or the stream.
@@ -225,20 +261,6 @@ class CompressedExchange(Exchange):
             return work
         # Whoever waits for it decodes.
         return Work(work.wait, partial(as_device_work, sending.decode))
-
-    # --- what is not encoded ----------------------------------------------------------------------
-
-    @override
-    def expect_gather(self, bucket: Bucket) -> None:
-        self._dense.expect_gather(bucket)
-
-    @override
-    def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
-        return self._dense.prepare_gather(bucket)
-
-    @override
-    def launch_gather_gradients(self, bucket: Bucket) -> Work:
-        return self._dense.launch_gather_gradients(bucket)
 
     # --- gradients that are not finite ------------------------------------------------------------
 

@@ -48,17 +48,9 @@ class CodedExchange(CompressedExchange):
     ) -> None:
         assert isinstance(options.codec, Codec)
         super().__init__(traffic, options.codec)
-        buckets, uncompressed = traffic.flat.buckets, traffic.uncompressed
         self.coded: Sequence[CodedBucket] = [
-            CodedBucket(
-                one,
-                options,
-                codec or options.codec,
-                self.collectives,
-                self.number_of(one),
-                is_encoded=one.number not in uncompressed,
-            )
-            for one, codec in zip(buckets, codecs, strict=True)
+            CodedBucket(bucket, options, codec or options.codec, traffic)
+            for bucket, codec in zip(traffic.flat.buckets, codecs, strict=True)
         ]
 
     # --- the reduce half ----------------------------------------------------------------------
@@ -143,7 +135,7 @@ class CodedExchange(CompressedExchange):
         if coded.is_sent_back:
             self.collectives.expect_all_gather(coded.outgoing.view(-1), coded.stream)
         else:
-            self._dense.expect_gather(bucket)
+            super().expect_gather(bucket)
 
     @override
     def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
@@ -152,18 +144,11 @@ class CodedExchange(CompressedExchange):
         if coded.is_sent_back:
             return self._prepare(partial(coded.encode_gather, self._is_nan, self._look_for_inf))
         coded.flush()
-        return partial(self._send_dense, coded, self._dense.prepare_gather(bucket))
+        return partial(self._send_as_it_is, coded, super().prepare_gather(bucket))
 
-    def _send_dense(self, coded: CodedBucket, launch: Callable[[], Work]) -> Work:
+    def _send_as_it_is(self, coded: CodedBucket, launch: Callable[[], Work]) -> Work:
         # Never done at once, not even with one rank: whoever waits steps the bucket.
         return Work(launch().wait, coded.bucket.note_published)
-
-    @override
-    def sync(self, bucket: Bucket) -> Work:
-        # Not encoded: nothing stays behind.
-        if not bucket.lags:
-            return Work.done()
-        return self._send_dense(self.coded[bucket.number], self._dense.prepare_gather(bucket))
 
     @property
     @override

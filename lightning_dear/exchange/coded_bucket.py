@@ -15,7 +15,7 @@ from lightning_dear.collectives.work import Collectives, Work, shard_of, sum_in_
 from lightning_dear.compression import Codec, Fp32
 from lightning_dear.compression.codec import field
 from lightning_dear.compression.error_feedback import Encoded, Memory
-from lightning_dear.exchange.base import Sending, largest_of
+from lightning_dear.exchange.base import Sending, Traffic, largest_of
 from lightning_dear.exchange.compressed_bucket import CompressedBucket
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.torch_modes import plain_mode, saves_calls
@@ -120,13 +120,11 @@ class CodedBucket(CompressedBucket):
         bucket: Its gradients, and its mean, are read and written.
         options: With a codec.
         codec: What its tensors are configured for: that one, or another.
-        collectives: What moves its bytes.
-        stream: The bucket's number among all that travel at once, of which it draws: no two draw
-            the same random numbers.
-        is_encoded: Whether that encodes them, rather than let them travel as they are.
+        traffic: What moves its bytes, and whether it travels as it is all the same.
 
     Attributes:
-        stream: See above.
+        stream: The bucket's number among all that travel at once, of which it draws: no two draw
+            the same random numbers.
         outgoing: [rows, bytes of a shard] uint8. In the reduce half row r is for rank r, or row h
             for host h. In the gather half row r is what rank r has encoded of its shard. By then
             what was sent has arrived.
@@ -141,16 +139,10 @@ class CodedBucket(CompressedBucket):
     reduction: Reduction
 
     def __init__(
-        self,
-        bucket: Bucket,
-        options: ExchangeOptions,
-        codec: Codec,
-        collectives: Collectives,
-        stream: int = 0,
-        *,
-        is_encoded: bool = True,
+        self, bucket: Bucket, options: ExchangeOptions, codec: Codec, traffic: Traffic
     ) -> None:
         assert isinstance(options.codec, Codec)
+        collectives = traffic.collectives
         # What is never encoded loses nothing, but is to be stepped with the others' momentum.
         has_momentum = codec.is_identity and options.codec.brings_momentum
         keeps = options.codec if has_momentum else codec
@@ -166,11 +158,11 @@ class CodedBucket(CompressedBucket):
             # What differences of parameters have not brought is in the next ones.
             owner = codec.owner_memory(shard, device)
         # What a plan does not encode keeps what it has, as in a dense step.
-        used = codec if is_encoded else Fp32()
+        used = Fp32() if bucket.number in traffic.uncompressed else codec
         parts = None if self._together == 1 else encoded
         super().__init__(bucket, used, worker, owner, world_size, parts)
         self._collectives, self._world_size = collectives, world_size
-        self.stream = stream
+        self.stream = traffic.first_number + bucket.number
         self._encodes_both = options.encodes_both
         self._keeps_momentum = keeps.brings_momentum
         self._make_room()

@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from lightning_dear.bucket import Bucket, storage_shape
 from lightning_dear.collectives.work import Work
-from lightning_dear.compression import Compressor, Fp32, PowerSGD
+from lightning_dear.compression import Fp32, PowerSGD
 from lightning_dear.compression.error_feedback import Memory
 from lightning_dear.compression.low_rank import orthonormal, starting_factor
 from lightning_dear.exchange.base import CompressedExchange, Sending, Traffic
@@ -77,10 +77,8 @@ class LowRankBucket(CompressedBucket):
 
     Args:
         bucket: All-reduced, or of a single rank; its mean is read and written.
-        low_rank: Says which tensors are matrices, and of which rank.
-        codec: `low_rank` itself, or another one, with which nothing is factored.
-        shapes: Of all tensors, by number.
-        world_size: Number of ranks.
+        codec: Says which tensors are matrices, and of which rank.
+        traffic: Of all tensors, and whether nothing is factored here all the same.
 
     Attributes:
         messages: Of the next reduction.
@@ -89,28 +87,21 @@ class LowRankBucket(CompressedBucket):
 
     messages: Messages
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        low_rank: PowerSGD,
-        codec: Compressor,
-        shapes: Sequence[torch.Size],
-        world_size: int,
-    ) -> None:
-        device = bucket.mean.device
-        worker = low_rank.worker_memory(bucket.mean.numel(), device)
+    def __init__(self, bucket: Bucket, codec: PowerSGD, traffic: Traffic) -> None:
+        device, self._world_size = bucket.mean.device, traffic.collectives.world_size
+        used = Fp32() if bucket.number in traffic.uncompressed else codec
+        worker = codec.worker_memory(bucket.mean.numel(), device)
         # Every rank has the whole mean: no owner encodes it, or has anything to keep of that.
-        super().__init__(bucket, codec, worker, Memory(0, device), world_size)
-        self._world_size = world_size
+        super().__init__(bucket, used, worker, Memory(0, device), self._world_size)
         # Apart until the step is made: one that a loss scale leaves out must not change factors.
         self._pending: dict[int, Tensor] = {}
         self._flat = bucket.mean
         for piece in self.spec.slices:
-            num_rows = shapes[piece.tensor][0] if len(shapes[piece.tensor]) > 1 else 1
+            shape = storage_shape(traffic.flat.placements[piece.tensor].parameter)
+            num_rows = shape[0] if len(shape) > 1 else 1
             num_columns = piece.numel // num_rows
-            if rank := low_rank.rank_of(num_rows, num_columns):
-                shape = num_columns, rank
-                factor = torch.empty(shape, dtype=torch.float32, device=device)
+            if rank := codec.rank_of(num_rows, num_columns):
+                factor = torch.empty(num_columns, rank, dtype=torch.float32, device=device)
                 self.factors[piece.tensor] = factor
         self.start_anew(None)
         self._make_room()
@@ -226,12 +217,8 @@ class LowRankExchange(CompressedExchange):
 
     def __init__(self, traffic: Traffic, codec: PowerSGD) -> None:
         super().__init__(traffic, codec)
-        uncompressed, flat = traffic.uncompressed, traffic.flat
-        shapes = [storage_shape(placement.parameter) for placement in flat.placements]
-        same = shapes, self.collectives.world_size
         self.coded: Sequence[LowRankBucket] = [
-            LowRankBucket(one, codec, Fp32() if one.number in uncompressed else codec, *same)
-            for one in flat.buckets
+            LowRankBucket(bucket, codec, traffic) for bucket in traffic.flat.buckets
         ]
         if self.collectives.rank == 0 and not any(one.factors for one in self.coded):
             warnings.warn(

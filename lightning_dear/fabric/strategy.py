@@ -248,26 +248,26 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         Raises:
             RuntimeError: If the norm is not finite, before anything is scaled.
         """
-        part = self._part(optimizer)
+        mean = self._part(optimizer).mean
         self.precision.unscale_gradients(optimizer)
         if error_if_nonfinite:
-            norm = part.grad_norm(float(norm_type))
+            norm = mean.norm(float(norm_type))
             if not torch.isfinite(norm):
                 raise RuntimeError(
                     f"The total norm of order {norm_type} of the gradients is {float(norm)}, so"
                     " they cannot be clipped. To scale them by it all the same, pass"
                     " `error_if_nonfinite=False`."
                 )
-        return part.clip_by_norm(float(max_norm), float(norm_type))
+        return mean.clip_by_norm(float(max_norm), float(norm_type))
 
     @override
     def clip_gradients_value(
         self, module: Module, optimizer: Optimizer, clip_val: float | int
     ) -> None:
         """Clips every element of the mean gradient to [-clip_val, clip_val]. Blocks."""
-        part = self._part(optimizer)
+        mean = self._part(optimizer).mean
         self.precision.unscale_gradients(optimizer)
-        part.clip_by_value(float(clip_val))
+        mean.clip_by_value(float(clip_val))
 
     # --- checkpoints: files that "ddp" loads, at any world size, and the other way round --------
 

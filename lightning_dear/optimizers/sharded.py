@@ -11,7 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from types import FrameType
@@ -107,16 +107,12 @@ class Shards:
         state: The optimizer's, by piece.
     """
 
-    buffers: FlatBuffers
-    parameters: Sequence[Parameter]
-    layouts: Sequence[tuple[torch.Size, tuple[int, ...]]]
-    group_of: Sequence[int]
-    in_bucket: Mapping[int, Sequence[Piece]]
-    state: defaultdict[Tensor, Any]
-
-
-def _no_shards() -> Shards:
-    return Shards(FlatBuffers([], []), (), (), (), {}, defaultdict(dict))
+    buffers: FlatBuffers = field(default_factory=lambda: FlatBuffers([], []))
+    parameters: Sequence[Parameter] = ()
+    layouts: Sequence[tuple[torch.Size, tuple[int, ...]]] = ()
+    group_of: Sequence[int] = ()
+    in_bucket: Mapping[int, Sequence[Piece]] = field(default_factory=dict)
+    state: defaultdict[Tensor, Any] = field(default_factory=lambda: defaultdict(dict))
 
 
 @dataclass(frozen=True)
@@ -166,7 +162,7 @@ class OptimizerShards:
         self.state_at_end: Any = None
         self.pieces: Sequence[Piece] = ()
         self.left: SpreadState | None = None
-        self.shards = _no_shards()
+        self.shards = Shards()
         held = (one for group in optimizer.param_groups for one in group["params"])
         self.device = next((one.device for one in held), torch.device("cpu"))
         self.stepped_early: set[int] = set()
@@ -192,10 +188,16 @@ class OptimizerShards:
             piece.is_plain = parameter.is_contiguous() and piece.numel == parameter.numel()
         self.device = parameters[0].device
         layouts = [(one.shape, one.stride()) for one in parameters]
-        self.shards = Shards(buffers, parameters, layouts, group_of, in_bucket, defaultdict(dict))
+        self.shards = Shards(buffers, parameters, layouts, group_of, in_bucket)
 
     def detach(self) -> None:
-        """Lets go of the flat buffers; state stays readable through `state_of`."""
+        """Lets go of the flat buffers; state stays readable through `state_of`.
+
+        Gives the optimizer's methods back their ordinary meaning.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self.state_at_end = self.optimizer.state
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         for piece in self.pieces:
             kept = self.shards.state.get(piece.parameter)
@@ -220,13 +222,7 @@ class OptimizerShards:
 
     def leave(self, left: SpreadState | None) -> None:
         """Lets go of the pieces, whose plan has ended; `left` is what is kept of their state."""
-        self.pieces, self.left, self.shards = (), left, _no_shards()
-
-    def remove_hooks(self) -> None:
-        """Gives the optimizer's methods back their ordinary meaning."""
-        for hook in self._hooks:
-            hook.remove()
-        self.state_at_end = self.optimizer.state
+        self.pieces, self.left, self.shards = (), left, Shards()
 
     # --- mean gradients -------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -272,11 +272,10 @@ def courses_of(model: StepModel, max_pieces: int) -> list[Course]:
 
 def members_of(pieces: Sequence[Piece], cuts: Iterable[int]) -> list[list[int]]:
     """Returns the tensors' numbers, group by group; `cuts` counts the pieces up to each end."""
-    groups, begin = [], 0
-    for end in cuts:
-        groups.append([index for piece in pieces[begin:end] for index in piece.indices])
-        begin = end
-    return groups
+    return [
+        [index for piece in pieces[begin:end] for index in piece.indices]
+        for begin, end in pairwise([0, *cuts])
+    ]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
 from typing_extensions import override
@@ -102,7 +102,6 @@ class Contest(PlanSearch):
     incumbent: BucketPlan
     others: Sequence[BucketPlan]
     step_s: Callable[[BucketPlan], float]
-    plans: list[BucketPlan] = field(init=False)
 
     def __post_init__(self) -> None:
         self.plans = [self.incumbent, *self.others]

@@ -297,37 +297,29 @@ class Run:
 # --- making it of a plan --------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class PlannedStep(ABC):
     """Does with a plan what a rank of ours does; subclasses know what exchanges cost.
 
-    Args:
+    Attributes:
         plan: Its buckets.
         times: When each is due.
         costs: What encoding costs, bucket by bucket.
         step_s: Seconds in which a rank steps its shards of all buckets, once gradients are there.
         late_step_s: Seconds in which it steps all of them whole, each where forward first reads it.
-
-    Attributes:
-        plan: See above.
-        times: The same.
-        costs: The same.
         stepped_bytes: What is stepped of each bucket: all but padding.
     """
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        times: ModelTimes,
-        costs: Sequence[BucketCost],
-        step_s: float,
-        late_step_s: float,
-    ) -> None:
-        self.plan = plan
-        self.times = times
-        self.costs = costs
-        self.stepped_bytes = [bucket.stepped_bytes for bucket in plan.buckets]
+    plan: BucketPlan
+    times: ModelTimes
+    costs: Sequence[BucketCost]
+    step_s: float
+    late_step_s: float
+
+    def __post_init__(self) -> None:
+        self.stepped_bytes = [bucket.stepped_bytes for bucket in self.plan.buckets]
         nbytes = max(sum(self.stepped_bytes), 1)
-        self._per_byte_s, self._late_per_byte_s = step_s / nbytes, late_step_s / nbytes
+        self._per_byte_s, self._late_per_byte_s = self.step_s / nbytes, self.late_step_s / nbytes
 
     @abstractmethod
     def reduce(self, number: int) -> Message:

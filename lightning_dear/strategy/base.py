@@ -244,7 +244,7 @@ class PipelineStrategy(ABC):
             optimizer: Of which parameters; not needed where there is one.
             norm_type: p of the p-norm; `inf` for the largest absolute value.
         """
-        return self._part(optimizer).grad_norm(norm_type)
+        return self._part(optimizer).mean.norm(norm_type)
 
     @contextmanager
     def whole_gradients(self, optimizer: Optimizer | None = None) -> Generator[None, None, None]:
@@ -256,10 +256,10 @@ class PipelineStrategy(ABC):
         Args:
             optimizer: Of which parameters; not needed where there is one.
         """
-        part = self._part(optimizer)
-        part.expose_gradients()
+        mean = self._part(optimizer).mean
+        mean.expose()
         yield
-        part.reduce()
+        mean.reduce()
 
     def _part(self, optimizer: Optimizer | None) -> OptimizerPipeline:
         pipeline = self.pipeline_of(optimizer)

@@ -72,8 +72,8 @@ def connect_precision(precision: Precision, pipeline: Pipeline) -> None:
         return pipeline.of(unwrapped(optimizer))
 
     vars(precision).update(
-        clip_grad_by_norm=lambda optimizer, by: part_of(optimizer).clip_by_norm(float(by)),
-        clip_grad_by_value=lambda optimizer, by: part_of(optimizer).clip_by_value(float(by)),
+        clip_grad_by_norm=lambda optimizer, by: part_of(optimizer).mean.clip_by_norm(float(by)),
+        clip_grad_by_value=lambda optimizer, by: part_of(optimizer).mean.clip_by_value(float(by)),
     )
     connect_scaler(precision, pipeline, part_of)
 
@@ -98,7 +98,7 @@ def connect_scaler(
 
     def on_shards(optimizer: Optimizer) -> None:
         part = part_of(optimizer)
-        unscale(optimizer) if part is None else part.unscale(unscale)
+        unscale(optimizer) if part is None else part.mean.unscale(unscale)
 
     scaler.unscale_ = on_shards
     for part in pipeline.parts:

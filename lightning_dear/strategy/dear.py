@@ -258,10 +258,10 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     def _expose_gradients(self, optimizer: Optimizer | None) -> None:
         if optimizer is not None:
-            self._part(optimizer).expose_gradients()
+            self._part(optimizer).mean.expose()
         elif not self._is_sync_blocked:
             for part in self.pipeline_of().parts:
-                part.expose_gradients()
+                part.mean.expose()
 
     # --- a step ---------------------------------------------------------------------------------
 

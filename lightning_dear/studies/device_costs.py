@@ -83,25 +83,21 @@ def halves_costs(compressor: str | Compressor, device: Device, world_size: int) 
         return NO_CODEC
     if isinstance(made, SparseAllReduce):
         return CodecCosts(_sparse(made, device, world_size), may_plan=False)
-    parts = _Parts.of(made, device)
-    keeps = made.has_feedback
-    add, keep = (
-        device.work(*one) if keeps else Linear() for one in (_ADD_RESIDUAL, _KEEP_RESIDUAL)
-    )
-    encode = total(parts.encode, *((add, parts.decode, keep) if keeps else ()))
-    own = Linear(parts.decode.alpha, parts.decode.beta / world_size)
+    encode, decode, wire = _parts_of(made, device)
+    if made.has_feedback:
+        encode = total(encode, device.work(*_ADD_RESIDUAL), decode, device.work(*_KEEP_RESIDUAL))
+    own = Linear(decode.alpha, decode.beta / world_size)
     sums = device.work(world_size - 1, _SUM_BYTES * (world_size - 1) / world_size)
-    return CodecCosts(
-        CodecCost(
-            encode=encode,
-            decode_sum=own if made.is_summable else total(parts.decode, sums),
-            encode_shard=encode,
-            decode=parts.decode,
-            reduce_bytes=parts.wire,
-            gather_bytes=parts.wire,
-            way="half" if made.is_summable else "to_owners",
-        )
+    cost = CodecCost(
+        encode=encode,
+        decode_sum=own if made.is_summable else total(decode, sums),
+        encode_shard=encode,
+        decode=decode,
+        reduce_bytes=wire,
+        gather_bytes=wire,
+        way="half" if made.is_summable else "to_owners",
     )
+    return CodecCosts(cost)
 
 
 def whole_costs(compressor: str | Compressor, device: Device, world_size: int) -> CodecCosts:
@@ -117,24 +113,21 @@ def whole_costs(compressor: str | Compressor, device: Device, world_size: int) -
         return NO_CODEC
     if isinstance(made, SparseAllReduce):
         return CodecCosts(_at_once(_sparse(made, device, world_size), world_size), may_plan=False)
-    parts = _Parts.of(made, device)
+    encode, decode, wire = _parts_of(made, device)
     if isinstance(made, Bf16 | Fp16):
-        wire = Linear(0.0, 2.0)
-        return CodecCosts(
-            CodecCost(parts.encode, parts.decode, reduce_bytes=wire, way="all_reduce")
-        )
+        numbers = Linear(0.0, 2.0)
+        return CodecCosts(CodecCost(encode, decode, reduce_bytes=numbers, way="all_reduce"))
     ours = halves_costs(made, device, world_size).compressed
-    decodes = Linear(world_size * parts.decode.alpha, world_size * parts.decode.beta)
+    decodes = Linear(world_size * decode.alpha, world_size * decode.beta)
     sums = device.work(world_size - 1, _SUM_BYTES * (world_size - 1))
-    return CodecCosts(
-        CodecCost(
-            encode=ours.encode,
-            decode_sum=total(decodes, sums),
-            reduce_bytes=Linear(parts.wire.alpha, world_size * parts.wire.beta),
-            gather_bytes=Linear(),
-            way="all_gather",
-        )
+    cost = CodecCost(
+        encode=ours.encode,
+        decode_sum=total(decodes, sums),
+        reduce_bytes=Linear(wire.alpha, world_size * wire.beta),
+        gather_bytes=Linear(),
+        way="all_gather",
     )
+    return CodecCosts(cost)
 
 
 def total(*parts: Linear) -> Linear:
@@ -156,26 +149,18 @@ def _resolved(compressor: str | Compressor) -> Codec | SparseAllReduce | None:
     )
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """A codec's own work, of elements, and its bytes."""
+def _parts_of(codec: Codec, device: Device) -> tuple[Linear, Linear, Linear]:
+    """A codec's own work, to encode and to decode elements, and their bytes."""
+    generator = torch.Generator()
+    few, many = (_counted(codec, numel, generator) for numel in (_FEW, _MANY))
 
-    encode: Linear
-    decode: Linear
-    wire: Linear
+    def line(place: int) -> Linear:
+        beta = (many[place].nbytes - few[place].nbytes) / (_MANY - _FEW)
+        return device.work(many[place].kernels, beta)
 
-    @classmethod
-    def of(cls, codec: Codec, device: Device) -> _Parts:
-        generator = torch.Generator()
-        few, many = (_counted(codec, numel, generator) for numel in (_FEW, _MANY))
-
-        def line(place: int) -> Linear:
-            beta = (many[place].nbytes - few[place].nbytes) / (_MANY - _FEW)
-            return device.work(many[place].kernels, beta)
-
-        small, large = codec.wire_bytes(_FEW), codec.wire_bytes(_MANY)
-        beta = (large - small) / (_MANY - _FEW)
-        return cls(line(0), line(1), Linear(max(0.0, small - beta * _FEW), beta))
+    small, large = codec.wire_bytes(_FEW), codec.wire_bytes(_MANY)
+    beta = (large - small) / (_MANY - _FEW)
+    return line(0), line(1), Linear(max(0.0, small - beta * _FEW), beta)
 
 
 def _counted(codec: Codec, numel: int, generator: torch.Generator) -> tuple[_Counter, _Counter]:

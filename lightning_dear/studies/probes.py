@@ -277,7 +277,7 @@ class _NoExchange:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, **_: Any) -> None:
-        return None
+        """Sends nothing."""
 
 
 class Unit(nn.Module):

@@ -27,7 +27,7 @@ from lightning_dear.collectives.work import (
 )
 from lightning_dear.compression import Codec, Fp32
 from lightning_dear.engine.pipeline import Pipeline
-from lightning_dear.exchange import new_exchange
+from lightning_dear.exchange import Traffic, new_exchange
 from lightning_dear.planning import CodecCost, CodecCosts, Linear, NoFusion, TensorSpec
 from lightning_dear.planning.measured import NO_CODEC
 from lightning_dear.planning.plan import ALIGNMENT, aligned
@@ -50,7 +50,7 @@ def measure_codecs(pipeline: Pipeline) -> CodecCosts:
     training is touched. Needs memory for a few buckets of 4 Mi elements for a moment. Collective,
     blocks.
     """
-    codec, collectives = pipeline.codec, pipeline.collectives
+    codec, collectives = pipeline.options.codec, pipeline.collectives
     if codec is None:
         return NO_CODEC
     assert isinstance(codec, Codec)
@@ -133,7 +133,8 @@ class _Probe:
         nobody = cast(Collectives, self._nobody)
         # With the memory of what it stands in for, as where a plan leaves a bucket so.
         left = (0,) if codec.is_identity else ()
-        self._exchange = new_exchange(options, [None], left, nobody, 0, flat, lambda: None)
+        traffic = Traffic(nobody, 0, flat, options.is_of_gradients, left)
+        self._exchange = new_exchange(options, [None], traffic)
 
     def times_s(self) -> list[float]:
         """Seconds to encode a bucket, to decode and sum it, to encode its shard, to decode that."""

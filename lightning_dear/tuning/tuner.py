@@ -94,7 +94,7 @@ class Tuning:
         if self._collectives.world_size == 1 or self.plan is not None:
             return
         times = yield from self._profile()
-        has_codec = self._pipeline.codec is not None
+        has_codec = self._pipeline.options.codec is not None
         start: BucketPlan | None = None
         # A planner that says nothing of predictions needs no such yardstick.
         is_predicting = has_codec and isinstance(self._planner, PredictingPlanner)

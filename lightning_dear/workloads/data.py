@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dear.names import need
 
@@ -59,10 +59,6 @@ class SplitDataModule(LightningDataModule):
         if self.train_set is None:
             self.train_set, self.val_set, self.test_set = self.load()
 
-    def collate(self, items: list[Any]) -> Any:
-        """Make one batch of the items; torch's default unless a subclass overrides it."""
-        return default_collate(items)
-
     def train_dataloader(self) -> DataLoader[Any]:
         """Return shuffled batches; an incomplete last batch is dropped, as BatchNorm prefers."""
         return self._loader(self.train_set, is_training=True)
@@ -85,7 +81,6 @@ class SplitDataModule(LightningDataModule):
             drop_last=is_training,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
-            collate_fn=self.collate,
         )
 
 

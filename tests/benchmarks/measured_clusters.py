@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.simulator import Workload
 from lightning_dear.workloads.replay import load_profile
-from lightning_dear.workloads.replay.planned import planned
+from lightning_dear.workloads.replay.profile import planned
 from tests.benchmarks.measured_cells import Cell
 
 

@@ -15,7 +15,7 @@ from lightning_dear.planning import LinkCost, ThresholdFusion
 from lightning_dear.planning.predict import predict
 from lightning_dear.planning.refine import choose_early
 from lightning_dear.workloads.replay import load_profile
-from lightning_dear.workloads.replay.planned import planned
+from lightning_dear.workloads.replay.profile import planned
 from tests.planning.models import bounds_s
 
 WORLD_SIZE = 2

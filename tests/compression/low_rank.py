@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -9,6 +12,7 @@ from torch.nn import Parameter
 
 from lightning_dear.bucket import allocate
 from lightning_dear.compression import PowerSGD
+from lightning_dear.exchange import Traffic
 from lightning_dear.exchange.low_rank import LowRankBucket
 from lightning_dear.planning.plan import BucketPlan, BucketSpec, Slice, aligned
 from tests.compression.inputs import KINDS, LARGEST
@@ -47,7 +51,9 @@ class Channel:
         weight = Parameter(torch.zeros(shape, device=device))
         plan = BucketPlan("one", 1, (spec,), (0,))
         flat = allocate(plan, [weight], 0, lambda _: 0, 1, keeps_gradients=True, lags=False)
-        self.bucket = LowRankBucket(flat.buckets[0], codec, codec, [shape], 1)
+        alone: Any = SimpleNamespace(world_size=1)
+        traffic = Traffic(alone, 0, flat, is_of_gradients=True)
+        self.bucket = LowRankBucket(flat.buckets[0], codec, traffic)
 
     def send(self, matrix: Tensor) -> Tensor:
         """C(M): what arrives of [n, m] and of what is kept."""

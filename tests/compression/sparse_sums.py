@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from lightning_dear.bucket import allocate
 from lightning_dear.collectives.work import Work
 from lightning_dear.compression import GTopk, OkTopk, SparseAllReduce
-from lightning_dear.exchange import new_exchange
+from lightning_dear.exchange import Traffic, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning.plan import BucketPlan, BucketSpec, Slice, aligned
 
@@ -120,7 +120,8 @@ class Rank:
         )
         self._bucket = flat.buckets[0]
         self._numel = numel
-        self.exchange = new_exchange(options, [], (), collectives, 0, flat, lambda: None)
+        traffic = Traffic(collectives, 0, flat, options.is_of_gradients)
+        self.exchange = new_exchange(options, [], traffic)
 
     def step(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """U and the residual, after a step."""

@@ -142,19 +142,19 @@ def _nothing(part: OptimizerPipeline, model: nn.Module, seen: list[Tensor]) -> N
 
 
 def _norm(norm_type: float, part: OptimizerPipeline, model: nn.Module, seen: list[Tensor]) -> None:
-    seen.append(part.grad_norm(norm_type))
+    seen.append(part.mean.norm(norm_type))
 
 
 def _clip(part: OptimizerPipeline, model: nn.Module, seen: list[Tensor]) -> None:
-    seen.append(part.clip_by_norm(0.05))
+    seen.append(part.mean.clip_by_norm(0.05))
 
 
 def _clip_values(part: OptimizerPipeline, model: nn.Module, seen: list[Tensor]) -> None:
-    part.clip_by_value(1e-3)
+    part.mean.clip_by_value(1e-3)
 
 
 def _change_whole_gradients(part: OptimizerPipeline, model: nn.Module, seen: list[Tensor]) -> None:
-    part.expose_gradients()
+    part.mean.expose()
     seen.extend(parameter.grad.clone() for parameter in model.parameters())
     next(iter(model.parameters())).grad = None
     for parameter in list(model.parameters())[1:]:
@@ -163,8 +163,8 @@ def _change_whole_gradients(part: OptimizerPipeline, model: nn.Module, seen: lis
 
 def _again(part: OptimizerPipeline, model: nn.Module, seen: list[Tensor]) -> None:
     """Another round: one rank has another gradient for a bucket that is reduced already."""
-    part.reduce()
-    with part._on_step.__self__.backward():
+    part.mean.reduce()
+    with part._training.backward():
         if dist.get_rank() == 1:
             (model.layers[0].weight.sum() * 0.25).backward()
 
@@ -176,7 +176,7 @@ def _unscale(part: OptimizerPipeline, model: nn.Module, seen: list[Tensor]) -> N
                 if parameter.grad is not None:
                     parameter.grad.mul_(0.5)
 
-    part.unscale(unscale)
+    part.mean.unscale(unscale)
 
 
 CHANGES: dict[str, Change] = {

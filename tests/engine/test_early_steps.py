@@ -187,7 +187,7 @@ def test_dropping_or_clipping_gradients_that_have_been_used_is_refused() -> None
     run = Run("sgd")
     run.step(0)
     with pytest.raises(RuntimeError, match="Gradients cannot be changed"):
-        late(lambda: run.part.clip_by_norm(1.0))
+        late(lambda: run.part.mean.clip_by_norm(1.0))
     run.pipeline.abandon()
 
 

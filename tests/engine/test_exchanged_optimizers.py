@@ -173,7 +173,7 @@ def test_an_exchange_between_forward_and_step_is_refused(is_reduced: bool) -> No
 
     def exchange(step: int) -> None:
         if is_reduced:
-            pipeline.parts[0].grad_norm()
+            pipeline.parts[0].mean.norm()
         _exchange_block(model, optimizer, 2 * step, lambda _: {})
 
     with pytest.raises(RuntimeError, match="since the forward of this step"):
@@ -191,7 +191,7 @@ def test_nor_may_it_come_while_gradients_wait_for_a_step(is_reduced: bool) -> No
     optimizer.zero_grad()
     _backward(pipeline, model, 1)
     if is_reduced:
-        pipeline.parts[0].grad_norm()
+        pipeline.parts[0].mean.norm()
     optimizer.add_param_group({"params": list(model.layers[2].parameters())})
     with pytest.raises(RuntimeError, match="after a backward whose gradients no step has used"):
         _backward(pipeline, model, 2)

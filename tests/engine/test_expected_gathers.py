@@ -20,6 +20,8 @@ from lightning_dear.engine.parameter_gatherer import _NUM_EXPECTED_AHEAD, Parame
 class _Exchange:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
+        self.collectives = SimpleNamespace(streams=Streams(), world_size=1)
+        self.coded = ()
 
     def expect_gather(self, bucket: Any) -> None:
         self.calls.append(("expect", bucket.number))
@@ -40,9 +42,7 @@ def test_a_few_at_first_and_one_more_with_each_launch() -> None:
         exchange,
         {},
         lambda reason: nullcontext(),
-        Streams(),
         lambda number: None,
-        is_gated=False,
     )
     gatherer.expect(early=True)
     gatherer.launch(3)

@@ -109,7 +109,7 @@ def test_a_gradient_that_one_rank_has_after_the_mean_is_refused() -> None:
             losses = [_loss(model, number, dist.get_rank()) for _ in range(2)]
         with pipeline.backward():
             losses[0].backward()
-        pipeline.parts[0].grad_norm()
+        pipeline.parts[0].mean.norm()
         with pytest.raises(RuntimeError, match=r"in place of loss\.backward\(\)"):
             losses[1].backward()
         pipeline.parts[0].optimizer.zero_grad()
@@ -119,8 +119,8 @@ def test_a_gradient_that_one_rank_has_after_the_mean_is_refused() -> None:
 @distributed(world_sizes=(1, 2, 3))
 def test_a_backward_after_a_reduce_is_added() -> None:
     def reduce(part: OptimizerPipeline, model: nn.Module) -> None:
-        part.reduce()
-        part.reduce()
+        part.mean.reduce()
+        part.mean.reduce()
         with pipeline_of(part).backward():
             _loss(model, 77, dist.get_rank()).backward()
 
@@ -133,7 +133,7 @@ def test_a_backward_after_a_reduce_is_added() -> None:
 
 def pipeline_of(part: OptimizerPipeline) -> Pipeline:
     """The pipeline that `part` belongs to."""
-    owner: Pipeline = part._on_step.__self__
+    owner: Pipeline = part._training
     return owner
 
 
@@ -143,7 +143,7 @@ def test_the_norm_is_that_of_the_mean(norm_type: float) -> None:
     seen: list[Tensor] = []
 
     def note(part: OptimizerPipeline, model: nn.Module) -> None:
-        seen.append(part.grad_norm(norm_type))
+        seen.append(part.mean.norm(norm_type))
 
     expected: list[Tensor] = []
 
@@ -162,7 +162,7 @@ def test_the_norm_is_that_of_the_mean(norm_type: float) -> None:
 @distributed(world_sizes=(1, 2, 3))
 def test_clipping_by_norm(max_norm: float) -> None:
     def clip(part: OptimizerPipeline, model: nn.Module) -> None:
-        part.clip_by_norm(max_norm)
+        part.mean.clip_by_norm(max_norm)
 
     def clip_there(model: nn.Module) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
@@ -173,7 +173,7 @@ def test_clipping_by_norm(max_norm: float) -> None:
 @distributed(world_sizes=(1, 2, 3))
 def test_clipping_by_value() -> None:
     def clip(part: OptimizerPipeline, model: nn.Module) -> None:
-        part.clip_by_value(1e-3)
+        part.mean.clip_by_value(1e-3)
 
     def clip_there(model: nn.Module) -> None:
         torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
@@ -217,7 +217,7 @@ CHANGES = [_scale, _replace, _drop_first, _clip, _pull, _pull_in_place]
 @distributed(world_sizes=(1, 2, 3))
 def test_what_is_done_to_exposed_gradients_counts(change: Callable[[nn.Module], None]) -> None:
     def change_exposed(part: OptimizerPipeline, model: nn.Module) -> None:
-        part.expose_gradients()
+        part.mean.expose()
         change(model)
 
     assert_equal(_train([0], change_exposed), _reference([0], change))
@@ -229,7 +229,7 @@ def test_a_gradient_given_to_what_nobody_used_counts() -> None:
         run = Run(options)
         run.step()
         run.backward(leaves_out=True)
-        run.part.expose_gradients()
+        run.part.mean.expose()
         unused = run.model.weights[SOMETIMES]
         assert unused.grad is None
         before = unused.detach().clone()
@@ -242,11 +242,11 @@ def test_a_gradient_given_to_what_nobody_used_counts() -> None:
 @distributed(world_sizes=(1, 2, 3))
 def test_exposed_gradients_are_the_mean_and_survive_a_norm_and_a_clip() -> None:
     def look(part: OptimizerPipeline, model: nn.Module) -> None:
-        part.expose_gradients()
+        part.mean.expose()
         before = [p.grad.clone() for p in model.parameters()]
-        norm = part.grad_norm()
+        norm = part.mean.norm()
         assert_equal([p.grad for p in model.parameters()], before)
-        part.clip_by_norm(float(norm) / 2)
+        part.mean.clip_by_norm(float(norm) / 2)
         assert_close([p.grad * 2 for p in model.parameters()], before)
 
     def halve(model: nn.Module) -> None:
@@ -259,7 +259,7 @@ def test_exposed_gradients_are_the_mean_and_survive_a_norm_and_a_clip() -> None:
 @distributed(world_sizes=(1, 2, 3))
 def test_a_backward_into_exposed_gradients_is_added() -> None:
     def expose(part: OptimizerPipeline, model: nn.Module) -> None:
-        part.expose_gradients()
+        part.mean.expose()
         with pipeline_of(part).backward():
             _loss(model, 77, dist.get_rank()).backward()
 
@@ -274,7 +274,7 @@ def test_a_backward_into_exposed_gradients_is_added() -> None:
 @distributed(world_sizes=(1, 2, 3))
 def test_dropped_gradients_leave_nothing_behind(exposed: bool) -> None:
     def begin_anew(part: OptimizerPipeline, model: nn.Module) -> None:
-        part.expose_gradients() if exposed else part.reduce()
+        part.mean.expose() if exposed else part.mean.reduce()
         part.optimizer.zero_grad()
         with pipeline_of(part).backward():
             _loss(model, 77, dist.get_rank()).backward()
@@ -316,7 +316,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world_size: int) -> None:
         optimizer.zero_grad()
         with pipeline.backward():
             ours.scaler.scale(loss).backward()
-        pipeline.of(optimizer).unscale(ours.scaler.unscale_)
+        pipeline.of(optimizer).mean.unscale(ours.scaler.unscale_)
         ours.step(optimizer)
 
         optimizer_there.zero_grad()
@@ -346,7 +346,7 @@ def test_an_overflow_in_one_shard_skips_the_step_on_all(world_size: int) -> None
         optimizer.zero_grad()
         with pipeline.backward():
             scaler.scale(loss).backward()
-        pipeline.of(optimizer).unscale(scaler.unscale_)
+        pipeline.of(optimizer).mean.unscale(scaler.unscale_)
         scaler.step(optimizer)
         scaler.update()
         was_stepped = not all(map(torch.equal, before, weights(model)))

@@ -245,7 +245,7 @@ def test_nothing_is_under_way_into_a_parameter_when_it_is_stepped() -> None:
     assert part.plans.active is not None
     gatherer = part.plans.active.gatherer
     assert not gatherer.is_idle
-    part._on_reduce = lambda: seen.append(gatherer.is_idle)
+    pipeline.on_reduce = lambda: seen.append(gatherer.is_idle)
     optimizer.step()
     assert seen == [True]
     pipeline.detach()

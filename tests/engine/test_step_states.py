@@ -53,7 +53,7 @@ class Steps(RuleBasedStateMachine):
 
     def _check(self, expected: StepState) -> None:
         self.expected = expected
-        assert self.part.state is expected
+        assert self.part.progress.state is expected
 
     def _refuses_more(self) -> bool:
         """Means that were changed or shown would be encoded twice."""
@@ -103,21 +103,21 @@ class Steps(RuleBasedStateMachine):
     @rule()
     def reduce(self) -> None:
         was_changed = self.expected in (StepState.CHANGED, StepState.EXPOSED)
-        self.part.reduce()
+        self.part.mean.reduce()
         self._check(StepState.CHANGED if was_changed else StepState.REDUCED)
 
     @precondition(lambda self: self.expected is not StepState.ENDED)
     @rule()
     def clip(self) -> None:
         was_exposed = self.expected is StepState.EXPOSED
-        self.part.clip_by_value(0.5)
+        self.part.mean.clip_by_value(0.5)
         self._check(StepState.EXPOSED if was_exposed else StepState.CHANGED)
 
     @precondition(lambda self: self.expected is not StepState.ENDED)
     @rule()
     def expose(self) -> None:
         was_exposed = self.expected is StepState.EXPOSED
-        self.part.expose_gradients()
+        self.part.mean.expose()
         self._check(self.expected if was_exposed else StepState.EXPOSED)
 
     @precondition(lambda self: self.expected is not StepState.ENDED)
@@ -158,7 +158,8 @@ class Steps(RuleBasedStateMachine):
     @precondition(lambda self: self.expected is StepState.ENDED)
     @rule()
     def anything_after_the_end(self) -> None:
-        for event in (self.part.reduce, self.part.drop_gradients, self.part.expose_gradients):
+        mean = self.part.mean
+        for event in (mean.reduce, self.part.drop_gradients, mean.expose):
             with pytest.raises(RuntimeError, match="training is over"):
                 event()
         with (

@@ -122,7 +122,7 @@ def test_a_change_waits_for_a_step_of_several_rounds() -> None:
     run = Run(ExchangeOptions("gradients", codec=Int8()))
     run.step()
     run.backward()
-    run.part.grad_norm()
+    run.part.mean.norm()
     with run.pipeline.forward():
         loss = run.model(gradients_of(9, 0))
     with run.pipeline.backward(synchronize=False):

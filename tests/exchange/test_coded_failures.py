@@ -121,7 +121,7 @@ def test_a_step_with_inf_is_refused_on_all_ranks_and_changes_nothing() -> None:
 def _make_nan_in_a_hook(run: Run) -> None:
     """One rank alone, in its own shard among others, after all gradients were finite."""
     run.backward()
-    run.part.expose_gradients()
+    run.part.mean.expose()
     if dist.get_rank() == 0:
         for weight in run.model.weights:
             assert weight.grad is not None
@@ -214,7 +214,7 @@ def test_a_loss_scale_hears_of_inf_on_another_rank() -> None:
                 bool(torch.isfinite(p.grad).all()) for p in group["params"] if p.grad is not None
             )
 
-    run.part.unscale(unscale)
+    run.part.mean.unscale(unscale)
     assert not all(seen)
 
 

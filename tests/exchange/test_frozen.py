@@ -18,7 +18,7 @@ from lightning_dear.optimizers.masters import MASTER_KEY
 from tests.distributed.harness import distributed
 from tests.engine.test_parity import assert_equal_on_all_ranks
 from tests.exchange.test_coded import coded
-from tests.training.linear import SOMETIMES, Run
+from tests.training.linear import SOMETIMES, Run, gradients_of
 from tests.training.three_ways import new_pipeline
 
 CASES = [
@@ -218,10 +218,14 @@ def test_what_is_written_between_two_plans_stays() -> None:
     weight = run.model.weights[SOMETIMES]
     _grow(run)
     # The plan ends with the forward, and the next one begins with the end of backward.
-    run.backward(leaves_out=True)
+    with run.pipeline.forward():
+        loss = run.model(gradients_of(run.num_steps, dist.get_rank(), leaves_out=True))
+    assert run.part.plan is None
     before = weight.detach().clone()
     with torch.no_grad():
         weight.add_(5.0)
+    with run.pipeline.backward():
+        loss.backward()
     run.optimizer.step()
     run.optimizer.zero_grad()
     run.pipeline.complete_parameters()

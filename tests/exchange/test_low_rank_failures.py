@@ -22,7 +22,7 @@ def test_every_wait_says_what_did_not_arrive(num_arriving: int) -> None:
     run.backward()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="a peer has gone"):
-            run.part.reduce()
+            run.part.mean.reduce()
 
 
 def _fail() -> None:

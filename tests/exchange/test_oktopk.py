@@ -238,7 +238,7 @@ def _check_gradients_of_several_backwards_add_up(codec: OkTopk) -> None:
             run.backward(step=10 * step + number)
             run.count(10 * step + number)
             if number == 1:
-                run.part.reduce()
+                run.part.mean.reduce()
         run.optimizer.step()
         run.optimizer.zero_grad()
         check_all_alike(run)

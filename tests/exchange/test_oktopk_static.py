@@ -62,9 +62,9 @@ def test_where_the_host_does_not_look_steps_with_nan_may_be_left_out() -> None:
 
 def _reduce_nan_that_a_hook_spreads(run: Run) -> None:
     run.backward(scale=math.nan if dist.get_rank() == 0 else 1.0, step=100)
-    run.part.expose_gradients()
+    run.part.mean.expose()
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
-    run.part.reduce()
+    run.part.mean.reduce()
     assert bool(buckets_of(run)[0].bucket.mean.isnan().any())
 
 

@@ -37,8 +37,8 @@ def _check_norms_and_clipping_are_of_what_is_stepped(codec: OkTopk) -> None:
     for _ in range(3):
         before = [weight.detach().clone() for weight in run.model.weights]
         run.backward()
-        norm = run.part.clip_by_norm(1e-3)
-        assert torch.equal(run.part.grad_norm(), run.part.grad_norm())
+        norm = run.part.mean.clip_by_norm(1e-3)
+        assert torch.equal(run.part.mean.norm(), run.part.mean.norm())
         run.optimizer.step()
         run.optimizer.zero_grad()
         run.num_steps += 1
@@ -60,7 +60,7 @@ def _check_hooks_see_what_is_stepped_and_may_scale_it(codec: OkTopk) -> None:
     run, other = (run_of(codec) for _ in range(2))
 
     def halve() -> None:
-        run.part.expose_gradients()
+        run.part.mean.expose()
         for weight in run.model.weights:
             assert weight.grad is not None
             weight.grad.mul_(0.5)
@@ -82,7 +82,7 @@ def test_what_a_hook_makes_zero_has_arrived_all_the_same() -> None:
         largest = len(run.model.weights) - 1
 
         def freeze(run: Run = run, largest: int = largest) -> None:
-            run.part.expose_gradients()
+            run.part.mean.expose()
             gradient = run.model.weights[largest].grad
             assert gradient is not None
             gradient.zero_()
@@ -111,7 +111,7 @@ def _check_hooks_may_not_make_it_dense(codec: OkTopk) -> None:
     run = run_of(codec)
 
     def add() -> None:
-        run.part.expose_gradients()
+        run.part.mean.expose()
         for weight in run.model.weights:
             assert weight.grad is not None
             weight.grad.add_(1.0)
@@ -149,7 +149,7 @@ def test_periods_are_of_steps() -> None:
     run = run_of(OkTopk(density=0.05))
     for step in range(4):
         run.backward(step=100 + step)
-        run.part.reduce()
+        run.part.mean.reduce()
         run.backward(step=200 + step)
         run.optimizer.step()
         run.optimizer.zero_grad()

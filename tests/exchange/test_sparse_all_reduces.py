@@ -111,7 +111,7 @@ def test_gradients_of_several_backwards_add_up() -> None:
                 run.backward(step=10 * step + number)
                 run.count(10 * step + number)
                 if number == 1:
-                    run.part.reduce()
+                    run.part.mean.reduce()
             run.optimizer.step()
             run.optimizer.zero_grad()
             check_all_alike(run)
@@ -139,7 +139,7 @@ def test_norms_hooks_and_refusals() -> None:
         run, other = run_of(codec), run_of(codec)
 
         def halve(run: Run = run) -> None:
-            run.part.expose_gradients()
+            run.part.mean.expose()
             for weight in run.model.weights:
                 assert weight.grad is not None
                 weight.grad.mul_(0.5)
@@ -147,7 +147,7 @@ def test_norms_hooks_and_refusals() -> None:
         before = [weight.detach().clone() for weight in other.model.weights]
         run.step(before=halve)
         norms: list[Tensor] = []
-        other.step(before=lambda: norms.append(other.part.grad_norm()))  # noqa: B023
+        other.step(before=lambda: norms.append(other.part.mean.norm()))  # noqa: B023
         for one in (run, other):
             one.pipeline.complete_parameters()
         for halved, whole in zip(run.model.weights, other.model.weights, strict=True):
@@ -181,7 +181,7 @@ def test_hooks_are_shown_that_gradients_are_not_finite() -> None:
         run = run_of(codec)
         for number in range(3):
             run.backward(scale=float("nan") if dist.get_rank() == 0 else 1.0)
-            run.part.expose_gradients()
+            run.part.mean.expose()
             assert all(weight.grad.isnan().all() for weight in run.model.weights), codec
             with pytest.raises(RuntimeError, match=f"nan or inf in them.*'{codec.name}'"):
                 run.optimizer.step()
@@ -197,10 +197,10 @@ def test_a_norm_leaves_what_is_shown() -> None:
         run = run_of(codec)
         run.step()
         run.backward()
-        run.part.expose_gradients()
+        run.part.mean.expose()
         shown = [weight.grad.clone() for weight in run.model.weights]
         flat = torch.cat([one.flatten() for one in shown])
-        assert run.part.grad_norm() == pytest.approx(float(flat.norm()), rel=1e-5)
+        assert run.part.mean.norm() == pytest.approx(float(flat.norm()), rel=1e-5)
         for weight, before in zip(run.model.weights, shown, strict=True):
             assert torch.equal(weight.grad, before), codec
         run.optimizer.step()
@@ -212,7 +212,7 @@ def test_nothing_is_added_to_what_owners_have_shown() -> None:
     for codec in (OkTopk(density=0.05), TopkDSA(density=0.05)):
         run = run_of(codec)
         run.backward()
-        run.part.expose_gradients()
+        run.part.mean.expose()
         with pytest.raises(RuntimeError, match="hook was shown.*gradients_in_hooks=False"):
             run.backward(step=7)
 
@@ -223,12 +223,12 @@ def test_nothing_is_added_to_what_was_changed() -> None:
     run = run_of(OkTopk(density=0.05))
 
     def change_whole() -> None:
-        run.part.expose_gradients()
+        run.part.mean.expose()
         for weight in run.model.weights:
             weight.grad.zero_()
-        run.part.reduce()
+        run.part.mean.reduce()
 
-    for change in (change_whole, lambda: run.part.clip_by_norm(1.0)):
+    for change in (change_whole, lambda: run.part.mean.clip_by_norm(1.0)):
         run.backward()
         change()
         with pytest.raises(RuntimeError, match=r"whole_gradients\(\).*Run all backwards"):
@@ -236,7 +236,7 @@ def test_nothing_is_added_to_what_was_changed() -> None:
         run.optimizer.step()
         run.optimizer.zero_grad()
     run.backward()
-    run.part.grad_norm()
+    run.part.mean.norm()
     run.backward(step=7)
     run.optimizer.step()
 
@@ -275,7 +275,7 @@ def test_what_nobody_used_at_first_is_not_lost() -> None:
             run.step()
             run.backward(leaves_out=True, step=100 + step)
             run.count(100 + step, leaves_out=True)
-            run.part.grad_norm()
+            run.part.mean.norm()
             run.backward(step=200 + step)
             run.count(200 + step)
             run.optimizer.step()
@@ -307,7 +307,7 @@ def test_what_a_round_without_gradients_sends_is_not_lost() -> None:
         run = run_of(codec)
         for step in range(4):
             run.step()
-            run.part.grad_norm()
+            run.part.mean.norm()
             run.backward(step=100 + step)
             run.count(100 + step)
             run.optimizer.step()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dear.bucket import Bucket
+from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.compression import (
     Fp32,
@@ -18,6 +18,7 @@ from lightning_dear.compression import (
     TopkA,
     TopkDSA,
 )
+from lightning_dear.exchange import Traffic
 from lightning_dear.exchange.sparse.exchange import check_buckets
 from lightning_dear.planning.plan import BucketSpec, Slice
 from tests.distributed.harness import distributed
@@ -94,10 +95,10 @@ def test_places_have_32_bits() -> None:
     spec = BucketSpec("float32", (Slice(0, 0, 2**31, 0),), 2**31, 4)
     none = torch.empty(0)
     bucket = Bucket(0, spec, none, none, none, none, none, none, none)
-    collectives = new_collectives(torch.device("cpu"))
+    collectives, flat = new_collectives(torch.device("cpu")), FlatBuffers([bucket], [])
     with pytest.raises(ValueError, match="2,147,483,648.*Fuse less"):
-        check_buckets(OkTopk(), (), collectives, [bucket])
-    check_buckets(OkTopk(), (0,), collectives, [bucket])
+        check_buckets(OkTopk(), Traffic(collectives, 0, flat, is_of_gradients=True))
+    check_buckets(OkTopk(), Traffic(collectives, 0, flat, is_of_gradients=True, uncompressed=(0,)))
 
 
 # --- bytes ----------------------------------------------------------------------------------------

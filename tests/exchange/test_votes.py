@@ -21,7 +21,7 @@ def test_votes_are_not_encoded_twice() -> None:
     run = Run(ExchangeOptions("gradients", codec=SignSGD()))
     run.step()
     run.backward()
-    run.part.expose_gradients()
+    run.part.mean.expose()
     with pytest.raises(RuntimeError, match="encode once more"):
         run.backward(step=7)
 
@@ -73,10 +73,10 @@ def test_votes_without_a_gradient_do_not_count(codec: Codec) -> None:
 
 
 def _backward_of_nothing(run: Run) -> None:
-    run.part.reduce()
+    run.part.mean.reduce()
     with run.pipeline.backward():
         pass
-    run.part.reduce()
+    run.part.mean.reduce()
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["", "as on NCCL"])

@@ -223,7 +223,7 @@ def count(case: Case, num_buckets: int) -> tuple[Kernels, int]:
                 loss.backward()
             enter("clipping")
             if case.clips:
-                pipeline.parts[0].clip_by_norm(1.0)
+                pipeline.parts[0].mean.clip_by_norm(1.0)
             enter("step")
             optimizer.step()
             enter("forward")

@@ -26,14 +26,14 @@ ALL_REDUCED = [
     ),
     Mutation(
         "all-reducing 16-bit gradients in fp32",
-        "DenseExchange.launch_reduce",
+        "exchange:Exchange.launch_reduce",
         "                bucket.mean.copy_(bucket.gradients)\n",
         "                pass\n",
         (f"{ENGINE}::test_a_limit_on_gathers_in_flight_changes_nothing",),
     ),
     Mutation(
         "gathering nothing of an all-reduced bucket",
-        "DenseExchange._gather",
+        "exchange:Exchange._gather",
         "-> Work:\n        if bucket.is_all_reduced:\n            return Work.done()\n"
         "        number = self.number_of(bucket)\n",
         "-> Work:\n        number = self.number_of(bucket)\n",

@@ -59,9 +59,9 @@ CODEC_PLANS = [
     ),
     Mutation(
         "stepping no padding",
-        "PlannedStep.__init__",
-        "        self.stepped_bytes = [bucket.stepped_bytes for bucket in plan.buckets]\n",
-        "        self.stepped_bytes = [bucket.nbytes for bucket in plan.buckets]\n",
+        "PlannedStep.__post_init__",
+        "        self.stepped_bytes = [bucket.stepped_bytes for bucket in self.plan.buckets]\n",
+        "        self.stepped_bytes = [bucket.nbytes for bucket in self.plan.buckets]\n",
         (PADDING,),
     ),
     Mutation(

@@ -285,9 +285,9 @@ CODED = [
     ),
     Mutation(
         "other random numbers for other optimizers",
-        "CodedExchange.__init__",
-        "                self.number_of(one),\n",
-        "                one.number,\n",
+        "CodedBucket.__init__",
+        "        self.stream = traffic.first_number + bucket.number\n",
+        "        self.stream = bucket.number\n",
         (f"{BITS}::test_two_optimizers_draw_other_random_numbers",),
     ),
     Mutation(

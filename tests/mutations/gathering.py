@@ -87,7 +87,7 @@ GATHERING = [
     Mutation(
         "completing before a dropped backward is reduced",
         "OptimizerPipeline.drop_gradients",
-        '                self.complete_parameters("zero_grad")\n',
+        '                self.plans.complete_parameters("zero_grad")\n',
         "",
         (
             f"{REPLICATED}::test_a_bucket_that_no_forward_reads_is_completed_before_its_next_gradients",

@@ -39,7 +39,7 @@ HOOKS = [
     Mutation(
         "completing parameters before others' pre-hooks",
         "OptimizerPipeline._before_hooks",
-        '        self.complete_parameters("optimizer step hook")\n',
+        '        self.plans.complete_parameters("optimizer step hook")\n',
         "",
         (f"{TESTS}::test_a_pre_hook_sees_the_users_groups_and_the_values_of_the_last_step",),
     ),

@@ -29,8 +29,8 @@ KEPT = [
     Mutation(
         "factors of fp32",
         "LowRankBucket.__init__",
-        "torch.empty(shape, dtype=torch.float32, device=device)",
-        "torch.empty(shape, device=device)",
+        "torch.empty(num_columns, rank, dtype=torch.float32, device=device)",
+        "torch.empty(num_columns, rank, device=device)",
         (SAME,),
     ),
     Mutation(

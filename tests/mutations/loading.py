@@ -54,10 +54,17 @@ LOADING = [
     ),
     Mutation(
         "weights that are what their masters were when their plan ends",
-        "PlanLifecycle.dissolve",
-        "            self.active.sync_replicas()\n",
-        "",
+        "PlanLifecycle._leave_plan",
+        "            self.present.sync_replicas()\n",
+        "            pass\n",
         (f"{FROZEN}::test_what_leaves_a_plan_becomes_what_its_master_was",),
+    ),
+    Mutation(
+        "masters that end with their plan",
+        "PlanLifecycle.dissolve",
+        "            left.take(MASTER_KEY, set(self.active.flat.lagging))\n",
+        "",
+        (f"{FROZEN}::test_what_is_written_between_two_plans_stays",),
     ),
     Mutation(
         "weights that count where a master was loaded for what is frozen",

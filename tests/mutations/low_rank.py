@@ -93,7 +93,7 @@ LOW_RANK = [
     ),
     Mutation(
         "buckets of their own for tensors with another codec",
-        "agree_on_recording",
+        "Recording.agreed",
         '            family=f"{parameter.dtype}/{parameter.device.type}/{codecs[index]}",\n',
         '            family=f"{parameter.dtype}/{parameter.device.type}",\n',
         (f"{GROUPS}::test_vectors_travel_as_they_are_and_nothing_is_lost",),
@@ -114,16 +114,16 @@ LOW_RANK = [
     ),
     Mutation(
         "leaving a plan's buckets as they are",
-        "CodedExchange.__init__",
-        "                is_encoded=one.number not in uncompressed,\n",
-        "",
+        "CodedBucket.__init__",
+        "        used = Fp32() if bucket.number in traffic.uncompressed else codec\n",
+        "        used = codec\n",
         (f"{GROUPS}::test_a_plan_leaves_buckets_as_they_are",),
     ),
     Mutation(
         "what a plan leaves as it is keeps of its own",
         "CodedBucket.__init__",
         "            owner = codec.owner_memory(shard, device)\n",
-        "            kept = codec if is_encoded else options.codec\n"
+        "            kept = options.codec if bucket.number in traffic.uncompressed else codec\n"
         "            owner = kept.owner_memory(shard, device)\n",
         (f"{GROUPS}::test_what_a_plan_leaves_as_it_is_has_its_own_feedback",),
     ),

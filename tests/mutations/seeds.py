@@ -16,9 +16,9 @@ SEEDS = [
     ),
     Mutation(
         "rank 0's seed on all ranks",
-        "agree_on_recording",
-        "        codecs,\n        seed,\n",
-        "        codecs,\n        torch.initial_seed(),\n",
+        "Recording.agreed",
+        "recorder.ungated, codecs, seed)\n",
+        "recorder.ungated, codecs, torch.initial_seed())\n",
         (f"{TESTS}::test_rank_0s_seed_counts",),
     ),
     Mutation(

@@ -18,7 +18,7 @@ SPEED = [
     ),
     Mutation(
         "refusing a plan that ranks do not share",
-        "agree_on_plan",
+        "Recording.check",
         "    if any(other != plan for other in collectives.all_gather_object(plan)):",
         "    if False:",
         (f"{REPLAN}::test_a_plan_that_does_not_fit_is_refused_before_anything_changes",),
@@ -26,7 +26,7 @@ SPEED = [
     Mutation(
         "checking the first plan",
         "PlanLifecycle.start",
-        "else found\n        agree_on_plan(plan, self.recording, self._collectives)\n",
+        "else found\n        self.recording.check(plan, self._collectives)\n",
         "else found\n",
         (f"{REPLAN}::test_a_first_plan_is_checked_too",),
     ),

@@ -52,7 +52,7 @@ WAITS = [
     ),
     Mutation(
         "waiting for it again after a step in mid-forward",
-        "Pipeline._on_step",
+        "Pipeline.on_step",
         "        if self._is_in_forward:\n",
         "        if False:\n",
         (f"{READING}::test_it_is_waited_for_again_after_a_step_in_mid_forward",),
@@ -73,22 +73,22 @@ WAITS = [
     ),
     Mutation(
         "completing parameters before the step",
-        "OptimizerPipeline._bring_means",
-        '        self.complete_parameters("step")\n',
+        "MeanGradient._bring",
+        '        self.plans.complete_parameters("step")\n',
         "",
         (f"{READING}::test_nothing_is_under_way_into_a_parameter_when_it_is_stepped",),
     ),
     Mutation(
         "completing parameters before others' step hooks",
         "OptimizerPipeline._on_inner_step",
-        '            self.complete_parameters("optimizer step hook")\n',
+        '            self.plans.complete_parameters("optimizer step hook")\n',
         "            pass\n",
         (f"{CONTRACT}::test_post_hooks_see_the_users_groups_and_the_new_values",),
     ),
     Mutation(
         "completing parameters before a new plan",
         "PlanLifecycle._leave_plan",
-        '        self.active.gatherer.complete(reason="re-plan")\n',
+        '        self.complete_parameters("re-plan")\n',
         "",
         (
             "tests/engine/test_replan.py::test_values_that_have_not_arrived_yet_are_in_the_next_plan",
@@ -243,8 +243,8 @@ GUARDS = [
     Mutation(
         "numbers of their own for a second optimizer's buckets",
         "PlanLifecycle._build",
-        "collectives, self.number * MAX_BUCKETS, flat",
-        "collectives, 0, flat",
+        "collectives, self.number * MAX_BUCKETS",
+        "collectives, 0",
         (f"{GRADIENTS}::test_two_optimizers_number_their_buckets_apart",),
     ),
 ]
@@ -266,8 +266,8 @@ FLUSHES = [
     ),
     Mutation(
         "taking exposed gradients back",
-        "OptimizerPipeline._conceal",
-        "        self.stepper.set_gradients(self._active.reducer.conceal())\n",
+        "MeanGradient._conceal",
+        "        self.stepper.set_gradients(self.plans.present.reducer.conceal())\n",
         "        pass\n",
         (f"{GRADIENTS}::test_what_is_done_to_exposed_gradients_counts",),
     ),
@@ -287,7 +287,7 @@ FLUSHES = [
     ),
     Mutation(
         "rounding masters into parameters",
-        "DenseExchange.prepare_gather",
+        "exchange:Exchange.prepare_gather",
         "        bucket.publish()\n",
         "",
         (f"{MASTERS}::test_parameters_are_the_masters_rounded",),
@@ -387,9 +387,9 @@ FLUSHES = [
     ),
     Mutation(
         "the users' groups after a step that raised",
-        "OptimizerPipeline._begin_step",
-        "        self.stepper.restore()\n        self._end_broken_step()\n",
-        "        self._end_broken_step()\n",
+        "OptimizerPipeline.abandon",
+        "        self.stepper.restore()\n",
+        "",
         (f"{CONTRACT}::test_a_step_after_an_interrupted_one_finds_the_users_groups",),
     ),
 ]

@@ -25,7 +25,12 @@ PLACES: dict[str, tuple[str, ...]] = {
     "planning": ("planning",),
     "registry": ("planning", "planning.registry"),
     "replay": ("workloads.replay", "replay"),
-    "planned": ("workloads.replay.planned", "replay.planned", "simulator.planned"),
+    "planned": (
+        "workloads.replay.profile",
+        "workloads.replay.planned",
+        "replay.planned",
+        "simulator.planned",
+    ),
     "digits": ("workloads.data", "workloads.digits", "workloads.vision.digits"),
     "classifier": ("workloads.task", "workloads.classifier", "workloads.vision.classifier"),
     "resnet": (

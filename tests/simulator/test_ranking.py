@@ -18,7 +18,7 @@ from lightning_dear.simulator.ranking import (
 )
 from lightning_dear.simulator.strategies import STRATEGIES
 from lightning_dear.workloads.replay import load_profile
-from lightning_dear.workloads.replay.planned import planned
+from lightning_dear.workloads.replay.profile import planned
 
 NAMES = ("single", "ddp", "bytescheduler", "dear", "dear_mergecomp")
 SLOW, FAST = Link(5e-5, 8e-10), Link(5e-6, 1e-12)

@@ -248,7 +248,7 @@ class Case:
             with pipeline.backward():
                 loss.backward()
             if self.clips:
-                pipeline.parts[0].clip_by_norm(1.0)
+                pipeline.parts[0].mean.clip_by_norm(1.0)
             optimizer.step()
         # What ends a training may wait.
         device.is_tried = True

@@ -157,9 +157,9 @@ class OnDevice:
                 self._scaler.scale(loss).backward()
         for optimizer in self.optimizers:
             if training.is_scaled:
-                pipeline.of(optimizer).unscale(self._scaler.unscale_)
+                pipeline.of(optimizer).mean.unscale(self._scaler.unscale_)
             if training.max_norm is not None:
-                pipeline.of(optimizer).clip_by_norm(training.max_norm)
+                pipeline.of(optimizer).mean.clip_by_norm(training.max_norm)
             self._scaler.step(optimizer)
         self._scaler.update()
         if step == 0 and training.has_timeline:

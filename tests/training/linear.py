@@ -145,4 +145,4 @@ def unscale(run: Run, scale: float) -> None:
                 if parameter.grad is not None:
                     parameter.grad /= scale
 
-    run.part.unscale(divide)
+    run.part.mean.unscale(divide)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_dear.collectives.work import Work
-from lightning_dear.compression import Codec, Int8
+from lightning_dear.compression import Int8
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import (
     AutoFusion,
@@ -120,7 +120,6 @@ class _Pipeline:
         self.early_refusal: str | None = None
         self.all_reduce_refusal: str | None = None
         self.options = ExchangeOptions()
-        self.codec: Codec | None = None
 
     def complete_parameters(self, reason: str) -> None:
         pass
@@ -176,7 +175,7 @@ def _made_up_codec(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _encoding(planner: Any) -> tuple[Any, _Pipeline, list]:
     tuner, pipeline, said = _tuning(planner)
-    pipeline.codec = Int8()
+    pipeline.options = ExchangeOptions(codec=Int8())
     return tuner, pipeline, said
 
 

@@ -14,8 +14,7 @@ from lightning_dear.simulator.ranking import pairs
 from lightning_dear.simulator.saved import load_workload
 from lightning_dear.simulator.strategies import STRATEGIES, Strategy, resolve_strategy
 from lightning_dear.studies.device_costs import Device, halves_costs, whole_costs
-from lightning_dear.workloads.replay.planned import planned
-from lightning_dear.workloads.replay.profile import load_profile
+from lightning_dear.workloads.replay.profile import load_profile, planned
 
 LOOPBACK = Link(5e-5, 1e-9)
 """Between ranks of one host on CPUs: an assumption, as that of conf/cluster/local.yaml."""

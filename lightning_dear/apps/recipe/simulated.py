@@ -15,8 +15,7 @@ from lightning_dear.names import is_meant
 from lightning_dear.paths import conf_dir
 from lightning_dear.simulator import Network, Workload
 from lightning_dear.studies.progress import Progress
-from lightning_dear.workloads.replay.planned import planned
-from lightning_dear.workloads.replay.profile import ModelProfile, load_profile
+from lightning_dear.workloads.replay.profile import ModelProfile, load_profile, planned
 
 T = TypeVar("T")
 

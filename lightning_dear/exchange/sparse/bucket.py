@@ -11,10 +11,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket, shard_slice
-from lightning_dear.collectives.work import Collectives, Work
+from lightning_dear.collectives.work import Work
 from lightning_dear.compression import Compressor, Fp32, SparseAllReduce
 from lightning_dear.compression.error_feedback import Memory
 from lightning_dear.compression.selectors import LocalThreshold
+from lightning_dear.exchange.base import Traffic
 from lightning_dear.exchange.compressed_bucket import CompressedBucket
 from lightning_dear.exchange.sparse.entries import Entries, Unsent, new_unsent, unpacked
 from lightning_dear.exchange.sparse.figures import Tally
@@ -72,8 +73,7 @@ class SparseBucket(CompressedBucket):
     Args:
         bucket: Its gradients and its mean, which is as long, are read and written.
         codec: What makes it sparse.
-        collectives: What moves it.
-        is_encoded: Whether it is sparse at all, if that saves anything.
+        traffic: What moves it, and whether it travels as it is all the same.
 
     Attributes:
         sparse: The last codec that made it sparse.
@@ -98,11 +98,10 @@ class SparseBucket(CompressedBucket):
     _num_notes = 0
     """Words between count and places in the messages to owners in the step under way."""
 
-    def __init__(
-        self, bucket: Bucket, codec: SparseAllReduce, collectives: Collectives, *, is_encoded: bool
-    ) -> None:
+    def __init__(self, bucket: Bucket, codec: SparseAllReduce, traffic: Traffic) -> None:
         device, numel = bucket.mean.device, bucket.gradients.numel()
-        used = codec if is_encoded else Fp32()
+        collectives = traffic.collectives
+        used = Fp32() if bucket.number in traffic.uncompressed else codec
         worker, owner = new_unsent(codec, numel, device), Memory(0, device)
         super().__init__(bucket, used, worker, owner, collectives.world_size)
         self.sparse = codec

@@ -184,11 +184,11 @@ class Forgotten(Unsent):
 
     @override
     def flush(self, gradients: Tensor, scale: Tensor | None) -> None:
-        return None
+        """Adds nothing."""
 
     @override
     def settle(self, sent: Entries, has_arrived: Tensor) -> None:
-        return None
+        """Sends nothing once more."""
 
 
 def new_unsent(codec: SparseAllReduce, numel: int, device: torch.device) -> Unsent:

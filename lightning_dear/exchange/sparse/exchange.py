@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -29,10 +29,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.collectives.work import GRADIENT_NUMBERS, Collectives, Work
+from lightning_dear.collectives.work import GRADIENT_NUMBERS, Work
 from lightning_dear.compression import SparseAllReduce
 from lightning_dear.compression.sparse_all_reduce import FEWEST_PER_RANK
-from lightning_dear.exchange.base import CompressedExchange, Sending, Traffic
+from lightning_dear.exchange.base import CompressedExchange, Exchange, Sending, Traffic
 from lightning_dear.exchange.sparse.bucket import Launch, SparseBucket
 from lightning_dear.exchange.sparse.entries import Entries, added, unpacked
 from lightning_dear.exchange.sparse.owned_bucket import (
@@ -45,18 +45,14 @@ from lightning_dear.exchange.sparse.regions import are_filled, largest_of_all
 from lightning_dear.telemetry.device_work import device_work
 
 
-def check_buckets(
-    codec: SparseAllReduce,
-    uncompressed: Collection[int],
-    collectives: Collectives,
-    buckets: Sequence[Bucket],
-) -> None:
+def check_buckets(codec: SparseAllReduce, traffic: Traffic) -> None:
     """Refuses buckets whose places do not fit, and warns (rank 0) if none is long enough.
 
     Raises:
         ValueError: If a bucket has more elements than places, of 32 bits, can number.
     """
-    meant = [one for one in buckets if one.number not in uncompressed]
+    collectives, uncompressed = traffic.collectives, traffic.uncompressed
+    meant = [one for one in traffic.flat.buckets if one.number not in uncompressed]
     longest = max((one.spec.padded_numel for one in meant), default=0)
     if longest > torch.iinfo(torch.int32).max:
         raise ValueError(
@@ -87,13 +83,9 @@ class WholeSparseExchange(CompressedExchange):
 
     def __init__(self, traffic: Traffic, codec: SparseAllReduce) -> None:
         super().__init__(traffic, codec)
-        uncompressed, buckets = traffic.uncompressed, traffic.flat.buckets
-        check_buckets(codec, uncompressed, self.collectives, buckets)
+        check_buckets(codec, traffic)
         kind = _kind_of(codec)
-        self.coded = [
-            kind(bucket, codec, self.collectives, is_encoded=bucket.number not in uncompressed)
-            for bucket in buckets
-        ]
+        self.coded = [kind(bucket, codec, traffic) for bucket in traffic.flat.buckets]
 
     @override
     def expect_reduce(self, bucket: Bucket) -> None:
@@ -103,7 +95,7 @@ class WholeSparseExchange(CompressedExchange):
         elif one.sparse.is_scattered:
             self.collectives.expect_reduce_scatter(one.received, number)
         else:
-            self._dense.expect_reduce(bucket)
+            super().expect_reduce(bucket)
 
     @override
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
@@ -111,7 +103,7 @@ class WholeSparseExchange(CompressedExchange):
         one, number = self.coded[bucket.number], self.number_of(bucket)
         if not one.is_sparse:
             self._look_for_inf(one.flushed(scale))
-            dense = partial(self._dense.launch_reduce, bucket)
+            dense = partial(Exchange.launch_reduce, self, bucket)
             return Sending(partial(one.launch_all, number) if one.sparse.is_scattered else dense)
         waiting = one.accumulated(scale)
         selected = one.select(waiting)

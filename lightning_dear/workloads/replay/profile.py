@@ -6,9 +6,11 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from lightning_dear.names import is_meant
+from lightning_dear.planning import ModelTimes, TensorSpec
 
 MIN_NUMEL = 64
 """Elements below which no tensor is scaled: a tensor is an entry of the plan however small."""
@@ -175,6 +177,37 @@ def load_profile(name_or_path: str | Path) -> ModelProfile:
         return ModelProfile(**content, layers=layers)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a profile: {error}.") from error
+
+
+def planned(profile: ModelProfile) -> tuple[list[TensorSpec], ModelTimes]:
+    """A profile as planners see a model: its tensors, and when each is due.
+
+    What a recorded and a measured step of a replay would give them.
+
+    Forward reads a layer's tensors when it begins; backward has its gradients when it ends. The
+    optimizer's step takes no time. Tensors are numbered and named as the replay's parameters.
+    """
+    begins_s = accumulate((layer.forward_s for layer in profile.layers), initial=0.0)
+    ends_s = list(accumulate(layer.backward_s for layer in reversed(profile.layers)))[::-1]
+    tensors: list[TensorSpec] = []
+    first_use_s: dict[int, float] = {}
+    ready_s: dict[int, float] = {}
+    due = zip(profile.layers, begins_s, ends_s, strict=False)
+    for number, (layer, begin_s, end_s) in enumerate(due):
+        for place, shape in enumerate(layer.shapes):
+            index = len(tensors)
+            first_use_s[index], ready_s[index] = begin_s, end_s
+            tensor = TensorSpec(
+                index=index,
+                name=f"layers.{number}.{place}",
+                numel=math.prod(shape),
+                itemsize=_BYTES_PER_ELEMENT,
+                family="float32",
+                first_use=index,
+                ready=profile.num_tensors - 1 - index,
+            )
+            tensors.append(tensor)
+    return tensors, ModelTimes(profile.forward_s, profile.backward_s, first_use_s, ready_s)
 
 
 def _layer(shapes: Sequence[Sequence[int]], **fields: object) -> LayerProfile:
