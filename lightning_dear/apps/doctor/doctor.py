@@ -100,20 +100,15 @@ def examine(strategy: Any, cfg: DictConfig) -> Findings:
         strategy.world_size,
         cfg.doctor_timeout_s,
     )
-    findings = _examine_together(meeting, strategy, cfg)
+    findings = _examine_all(meeting, strategy, cfg)
     # Ends what listens to the ranks' store, before that is gone.
     strategy.teardown()
     # The rank that keeps the store leaves last.
-    if meeting.rank == 0:
-        meeting.exchange("end", None)
-    else:
-        meeting.leave("end")
+    (meeting.leave if meeting.rank else meeting.exchange)("end", None)
     return findings
 
 
-def _examine_together(
-    meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictConfig
-) -> Findings:
+def _examine_all(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictConfig) -> Findings:
     _say(meeting, "connections")
     facts = meeting.exchange("start", facts_of())
     problems = version_problems(facts) + _unreachable(meeting)
