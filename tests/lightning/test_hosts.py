@@ -66,8 +66,12 @@ NODES, LOCAL = (0, 0, 1, 1), (0, 1, 0, 1)
         pytest.param(_places("aaaa", "wxyz", (0,) * 4, (0, 1, 2, 3)), [0] * 4, "", id="one node"),
         pytest.param(_places("aaaa", "nnmm", NODES, LOCAL), [0, 0, 2, 2], "", id="emulated hosts"),
         pytest.param(_places("aaaa", "wxyz", (0,) * 4, (0,) * 4), [0, 1, 2, 3], "", id="unset"),
-        pytest.param(_places("aaaa", "nnnn", (0,) * 4, (0,) * 4), [0] * 4, "", id="unset, one host"),
-        pytest.param(_places("aabb", "nnmm", (0,) * 4, LOCAL), [0, 0, 2, 2], "", id="all are node 0"),
+        pytest.param(
+            _places("aaaa", "nnnn", (0,) * 4, (0,) * 4), [0] * 4, "", id="unset, one host"
+        ),
+        pytest.param(
+            _places("aabb", "nnmm", (0,) * 4, LOCAL), [0, 0, 2, 2], "", id="all are node 0"
+        ),
         pytest.param(_places("aabb", "nnmm", (0,) * 4, (0, 1, 2, 3)), [0, 0, 2, 2], "", id="MPI"),
         pytest.param(
             _places("aabbcc", "nnmmkk", (0, 0, 1, 1, 1, 1), (0, 1) * 3),
