@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dear.collectives.gloo import PairwiseCollectives
-from lightning_dear.collectives.hosts import ranks_on_each_host
+from lightning_dear.collectives.hosts import Place, hosts_of, ranks_on_each_host
 from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.streams import CudaStreams, Streams
 from lightning_dear.collectives.two_hops import NativeTwoHopCollectives, TwoHopCollectives
@@ -32,7 +32,7 @@ from lightning_dear.collectives.work import Collectives, alive, reusable_groups
 _NUM_GROUPS = 3
 """With NCCL, before those that two hops need."""
 
-_Said = tuple[bool, str, int | None]
+_Said = tuple[bool, Place, int | None]
 """What a rank says of itself: whether it sends rows, where it is, how many hops it wants."""
 
 
@@ -42,6 +42,7 @@ def new_collectives(
     *,
     sends_rows: bool = False,
     hops: int | None = None,
+    node: tuple[int, int] = (0, 0),
 ) -> Collectives:
     """Over all ranks, with new process groups or those of the fit before. Collective, blocks.
 
@@ -53,6 +54,8 @@ def new_collectives(
             several hosts have the same number of ranks, two or more, and a host's ranks follow one
             another; elsewhere people are warned and 1 is used. None: 2 with gloo, where it is
             possible; else 1.
+        node: This rank's node rank and local rank, by which hosts are told apart where these are
+            unique; see `hosts_of`. People are warned if they contradict what ranks see.
 
     Returns:
         Collectives of one rank if torch.distributed is not initialised.
@@ -70,13 +73,12 @@ def new_collectives(
             f"strategy='dear' cannot send parameters on {device} through gloo;"
             " use process_group_backend='nccl'."
         )
-    groups, everyones = _process_groups(timeout, backend, (sends_rows, _host(), hops))
+    groups, everyones = _process_groups(timeout, backend, (sends_rows, (_host(), node), hops))
     reduce_group, gather_group, *others = groups
     # gloo matches all but objects by tags.
     object_group = others[0] if others else gather_group
     ours = reduce_group, gather_group, object_group, dist.get_rank(), dist.get_world_size()
-    hosts = [host for _, host, _ in everyones]
-    where = tuple(map(hosts.index, hosts))
+    where = _agreed_hosts([place for _, place, _ in everyones])
     has_two_hops = _agreed_hops([one[2] for one in everyones], backend, where) == 2
     how: dict[str, Any] = {"streams": streams, "hosts": where}
     collectives: Collectives
@@ -107,6 +109,18 @@ def _agreed_hops(wanted: Sequence[int | None], backend: str, hosts: Sequence[int
     return 2 if has_two and (wanted[0] or (2 if backend == "gloo" else 1)) == 2 else 1
 
 
+def _agreed_hosts(places: Sequence[Place]) -> Sequence[int]:
+    """The number of each rank's host; says so where node ranks do not count."""
+    hosts, wrong = hosts_of(places)
+    if wrong and dist.get_rank() == 0:
+        warnings.warn(
+            f"Node ranks {[node for _, (node, _) in places]} are not used: {wrong}. Give each host"
+            " one of its own. Now hosts are told apart by machine and network.",
+            stacklevel=3,
+        )
+    return tuple(hosts)
+
+
 def _backend_of(device: torch.device) -> str:
     """Name of what serves `device`: the default group may have a backend for each kind of them."""
     world: Any = dist.group.WORLD
@@ -121,13 +135,16 @@ def _backend_of(device: torch.device) -> str:
     return name
 
 
-def _host() -> str:
-    """Names this host, and on Linux the network that this process sees: the same for all there."""
+def _host() -> tuple[str, str]:
+    """Names this machine, and on Linux the network that this process sees: the same for all there.
+
+    All containers of a machine name it alike.
+    """
     try:
         booted = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{booted} {os.readlink('/proc/self/ns/net')}"
+        return booted, os.readlink("/proc/self/ns/net")
     except OSError:
-        return socket.gethostname()
+        return socket.gethostname(), ""
 
 
 def _process_groups(

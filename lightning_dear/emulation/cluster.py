@@ -41,9 +41,6 @@ _LEAST_BUFFER = 4096  # a page: the kernel's own least
 _KILL_S = 5.0
 _POLL_S = 0.02
 
-_TBF_NUMBER = "1:"
-_NETEM_PACKETS = "100000"
-
 _NAME = re.compile(r"dear-(?P<pid>\d+)-\d+-(switch|host\d+)")
 
 _numbers = itertools.count()
@@ -98,8 +95,6 @@ class EmulatedCluster:
         rate_mbit: Rate of each link and direction in 10^6 bits per second, as the kernel counts
             them (with the headers of Ethernet, IP and TCP). None: not shaped.
         mtu: Largest packet in bytes, on every interface.
-        delay_ms: Milliseconds that each packet takes longer from host to host, in each direction.
-            Needs a kernel with netem.
         congestion_control: TCP's algorithm between hosts and within them, whatever this machine is
             set to; it moves figures by up to a third. "cubic" is Linux's default.
         socket_buffer_bytes: What a socket may hold of what it sends, at most, and half of what it
@@ -115,7 +110,6 @@ class EmulatedCluster:
     num_hosts: int
     rate_mbit: float | None
     mtu: int = 9000
-    delay_ms: float = 0.0
     congestion_control: str = "cubic"
     socket_buffer_bytes: int | None = None
 
@@ -128,8 +122,6 @@ class EmulatedCluster:
             )
         if not 576 <= self.mtu <= 65535:
             raise ValueError(f"mtu must be 576 to 65535 bytes, not {self.mtu}")
-        if not self.delay_ms >= 0:
-            raise ValueError(f"delay_ms must be 0 or more, not {self.delay_ms}")
         most = self.socket_buffer_bytes
         if most is not None and not _LEAST_BUFFER <= most < 1 << 30:
             raise ValueError(
@@ -143,8 +135,7 @@ class EmulatedCluster:
         """Create the namespaces, links and shapes; takes some 0.1 s per host.
 
         Raises:
-            EmulationUnavailable: Not root, iproute2 is missing, or the kernel refuses; also if
-                there is a delay, and the kernel has no netem.
+            EmulationUnavailable: Not root, iproute2 is missing, or the kernel refuses.
             RuntimeError: The cluster is entered already.
         """
         if self._namespaces:
@@ -181,7 +172,6 @@ class EmulatedCluster:
             f"{self.num_hosts} emulated hosts x {ranks_per_host} ranks, {shape[0]},"
             f" {self.congestion_control}, socket buffers {whose} ({most[0]} MiB out,"
             f" {most[1]} in), MTU {self.mtu}, {shape[1]}"
-            + (f", delay {self.delay_ms:g} ms" if self.delay_ms else "")
         )
 
     def _set_up(self) -> None:
@@ -214,24 +204,11 @@ class EmulatedCluster:
         if self.rate_mbit is not None:
             rate = f"rate {round(self.rate_mbit * 1e6)}bit burst {_TBF_BURST} limit {_QUEUE_MIB}mb"
             for namespace, interface in ((name, host.interface), (switch, port)):
-                _shape(namespace, interface, f"root handle {_TBF_NUMBER} tbf {rate}")
-        self._delay(host)
+                shape = f"qdisc add dev {interface} root tbf {rate}"
+                run(["tc", "-n", namespace, *shape.split()])
         self._set_congestion_control(host)
         self._limit_socket_buffers(host)
         return host
-
-    def _delay(self, host: EmulatedHost) -> None:
-        if not self.delay_ms:
-            return
-        # Below the shaper, and only on the way out of a host: once on each packet's way.
-        place = "root" if self.rate_mbit is None else f"parent {_TBF_NUMBER}1"
-        netem = f"{place} netem delay {self.delay_ms}ms limit {_NETEM_PACKETS}"
-        try:
-            _shape(host.namespace, host.interface, netem)
-        except EmulationUnavailable as error:
-            raise EmulationUnavailable(
-                f"delay_ms={self.delay_ms:g} needs a kernel with netem ({error}): leave it at 0"
-            ) from None
 
     def _set_congestion_control(self, host: EmulatedHost) -> None:
         # By the route: a namespace's own setting takes only what the machine allows everybody.
@@ -314,10 +291,6 @@ def end_processes_in(namespaces: Iterable[str]) -> list[int]:
 
 def _ip(namespace: str, words: str) -> None:
     run(["ip", "-n", namespace, *words.split()])
-
-
-def _shape(namespace: str, interface: str, words: str) -> None:
-    run(["tc", "-n", namespace, "qdisc", "add", "dev", interface, *words.split()])
 
 
 def _delete_namespace(name: str) -> None:

@@ -86,7 +86,9 @@ def run_on_cluster(
             _interrupt(ranks, interrupt.args[0] - 128 if interrupt.args else signal.SIGINT)
             raise
         finally:
-            _end_all(cluster, ranks)
+            cluster.end_processes()
+            for one in ranks:
+                one.process.wait()
         for one in ranks:
             one.print_tail()
     return code
@@ -170,12 +172,6 @@ def _watch(ranks: Sequence[_Rank]) -> int:
 def _is_running(ranks: Sequence[_Rank]) -> bool:
     """Whether one of them does; looks at each."""
     return None in [rank.process.poll() for rank in ranks]
-
-
-def _end_all(cluster: EmulatedCluster, ranks: Sequence[_Rank]) -> None:
-    cluster.end_processes()
-    for rank in ranks:
-        rank.process.wait()
 
 
 def _interrupt(ranks: Sequence[_Rank], number: int) -> None:

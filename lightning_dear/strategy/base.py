@@ -106,8 +106,9 @@ class PipelineStrategy(ABC):
         # In two hops rows travel to a few others alone.
         has_two = self._hops == 2 and self._options.encodes_row_by_row
         sends_rows = self._options.codec is not None and not has_two
+        node = host.node_rank, host.local_rank
         return new_collectives(
-            host.root_device, host._timeout, sends_rows=sends_rows, hops=self._hops
+            host.root_device, host._timeout, sends_rows=sends_rows, hops=self._hops, node=node
         )
 
     def _new_pipeline(

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_dear.callbacks.fusion_tuner import option_of
-from lightning_dear.collectives.hosts import ranks_on_a_host
+from lightning_dear.collectives.hosts import described, ranks_on_a_host
 from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.collectives.work import is_uneven
 from lightning_dear.compression import class_with
@@ -146,7 +146,7 @@ def say_what_hosts_cost(pipeline: Pipeline) -> None:
     own, num_ranks = ranks_on_a_host(collectives.hosts), collectives.world_size
     if own == 1 or options.all_reduces:
         return
-    layout = f"{len(set(collectives.hosts))} hosts of {own} ranks or more"
+    layout = described(collectives.hosts)
     is_of_hosts = options.ranks_together(collectives) > 1 or options.codec is None
     if collectives.hops == 2 and is_of_hosts:
         rank_zero_info(f"{layout}: shards travel in two hops, within hosts and between them.")
@@ -159,7 +159,7 @@ def say_what_hosts_cost(pipeline: Pipeline) -> None:
         )
         return
     rank_zero_warn(
-        f"With {layout} up to {own * (num_ranks - own) / (num_ranks - 1):.1f} times as many bytes"
+        f"On {layout} up to {own * (num_ranks - own) / (num_ranks - 1):.1f} times as many bytes"
         " leave a host as a ring's all-reduce would send, before any compression: each rank's go"
         " straight to the owners of shards. Compare with strategy='ddp', or run one rank a host."
     )

@@ -29,7 +29,6 @@ from lightning_dear.compression import Codec, Fp32
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange import Traffic, new_exchange
 from lightning_dear.planning import CodecCost, CodecCosts, Linear, NoFusion, TensorSpec
-from lightning_dear.planning.measured import NO_CODEC
 from lightning_dear.planning.plan import ALIGNMENT, aligned
 from lightning_dear.telemetry.clock import clock_of
 from lightning_dear.tuning.link_cost import slowest
@@ -46,13 +45,10 @@ _NUM_REPEATS = 15
 def measure_codecs(pipeline: Pipeline) -> CodecCosts:
     """What the training's codec costs on the slowest rank, and `Fp32` in its place.
 
-    `NO_CODEC` if there is none. All ranks measure at once, as they may share cores. Nothing of the
-    training is touched. Needs memory for a few buckets of 4 Mi elements for a moment. Collective,
-    blocks.
+    All ranks measure at once, as they may share cores. Nothing of the training is touched. Needs
+    memory for a few buckets of 4 Mi elements for a moment. Collective, blocks.
     """
     codec, collectives = pipeline.options.codec, pipeline.collectives
-    if codec is None:
-        return NO_CODEC
     assert isinstance(codec, Codec)
     pipeline.complete_parameters("measuring the codec")
     numel = sum(tensor.numel for tensor in pipeline.parts[0].tensors)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lightning_dear.apps.doctor import doctor
-from lightning_dear.apps.doctor.doctor import link_rows, verdict
+from lightning_dear.apps.doctor.doctor import layout_row, link_rows, verdict
 from lightning_dear.apps.doctor.measuring import Compute, Pair, pairs_to_measure
 from lightning_dear.apps.doctor.reachability import (
     Door,
@@ -88,14 +88,15 @@ def test_two_ranks_are_examined_and_nothing_is_trained(tmp_path):
     code, table, errors = run_alone(tmp_path, "doctor_timeout_s=120")
     assert code == 0, errors
     for row in (
-        r"connections +all ranks reach each other; 2 ranks on 1 host\(s\)",
+        r"connections +all ranks reach each other",
+        r"layout +one host with 2 ranks",
         r"torch +\d+\.\d+\.\d+\S*",
         r"lightning_dear +\S.*",
         r"backend +gloo",
         r"start of an exchange, all at once +\d+ us",
         r"rate of each rank, all at once +([\d.]+ MB/s|too fast to tell)",
         r"the same in the backend's all-reduces +([\d.]+ MB/s|too fast to tell)",
-        r"slowest pair +ranks 0 and 1: [\d.]+ MB/s",
+        r"slowest pair within hosts +ranks 0 and 1: [\d.]+ MB/s",
         r"gradients +0\.0\d MB",
         r"backward \(median of \d\) +[\d.]+ ms",
     ):
@@ -179,9 +180,31 @@ def test_a_slow_link_is_measured(tmp_path):
     code, table, errors = ends_of_ranks[0]
     assert code == 0, errors
     together = float(re.search(r"all at once +([\d.]+) MB/s", table)[1])
-    alone = float(re.search(r"slowest pair +ranks 0 and 1: ([\d.]+) MB/s", table)[1])
+    alone = float(re.search(r"slowest pair between hosts +ranks 0 and 1: (\S+) MB/s", table)[1])
     assert 8 < together < 26  # 200 Mbit/s are 25 MB/s with headers
     assert 8 < alone < 26
+    assert re.search(r"^layout +one rank a host$", table, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.netns
+def test_links_within_hosts_are_told_from_those_between_them(tmp_path):
+    hosts = ("cluster=emulated", "cluster.num_hosts=2", "cluster.ranks_per_host=2")
+    code, table, errors = run_alone(
+        tmp_path, *hosts, "cluster.rate_mbit=200", "doctor_timeout_s=120"
+    )
+    assert code == 0, errors
+    assert re.search(r"^layout +2 hosts with 2 ranks each: two hops$", table, re.MULTILINE)
+    figures = r" hosts +ranks (\d) and (\d): ([\d.]+) MB/s; median of (\d) pairs: ([\d.]+) MB/s$"
+    found = {
+        kind: re.search(f"^slowest pair {kind}{figures}", table, re.MULTILINE).groups()
+        for kind in ("within", "between")
+    }
+    assert [one[3] for one in found.values()] == ["2", "4"]
+    assert found["within"][:2] in (("0", "1"), ("2", "3"))
+    assert 8 < float(found["between"][4]) < 26
+    assert float(found["within"][2]) > 2 * float(found["between"][4])
 
 
 @pytest.mark.netns
@@ -274,8 +297,8 @@ def test_the_announced_address_follows_the_interface(monkeypatch):
 
 
 def test_versions_are_compared_by_rank():
-    same = {"host": "a", "torch": "2.13.0", "python": "3.11.7"}
-    assert doctor.version_problems([same, {**same, "host": "b"}]) == []
+    same = {"torch": "2.13.0", "python": "3.11.7"}
+    assert doctor.version_problems([same, same]) == []
     (problem,) = doctor.version_problems([same, {**same, "torch": "2.6.0"}, same])
     assert problem.startswith("torch differs: 2.13.0 (ranks 0, 2), 2.6.0 (rank 1).")
 
@@ -289,13 +312,46 @@ def test_pairs():
 def test_the_slowest_pair_is_named():
     cost = LinkCost(1e-4, 1 / 5e6, LinkCost(1e-3, 0.0))
     pairs = [Pair(0, 1, 9e8), Pair(0, 2, 1e8), Pair(1, 2, 9e8)]
-    rows = dict(link_rows(cost, pairs, 3))
-    assert rows["slowest pair"] == "ranks 0 and 2: 100.00 MB/s, 9.0 times slower than the median"
+    rows = dict(link_rows(cost, pairs, (0, 1, 2)))
+    slowest = "ranks 0 and 2: 100.00 MB/s; median of 3 pairs: 900.00 MB/s"
+    assert rows["slowest pair between hosts"] == slowest
+    assert "slowest pair within hosts" not in rows
     assert rows["start of an exchange, all at once"] == "100 us"
     assert rows["rate of each rank, all at once"] == "5.00 MB/s"
     assert rows["the same in the backend's all-reduces"] == "too fast to tell"
-    few = dict(link_rows(cost, [Pair(0, 1, 9e8), Pair(1, 2, 8e8)], 9))
-    assert few["slowest pair, of 2 neighbouring pairs"] == "ranks 1 and 2: 800.00 MB/s"
+    few = dict(link_rows(cost, [Pair(0, 1, 9e8), Pair(1, 2, 8e8)], [0] * 9))
+    slowest = "ranks 1 and 2: 800.00 MB/s; median of 2 neighbouring pairs: 850.00 MB/s"
+    assert few["slowest pair within hosts"] == slowest
+
+
+def test_links_within_hosts_are_apart_from_those_between_them():
+    rates = {(0, 1): 8e9, (2, 3): 9e9, (0, 2): 25e6, (0, 3): 24e6, (1, 2): 23e6, (1, 3): 25e6}
+    pairs = [Pair(*ranks, rate) for ranks, rate in rates.items()]
+    rows = link_rows(LinkCost(1e-4, 1 / 5e6), pairs, (0, 0, 2, 2))
+    assert rows[3:] == [
+        (
+            "slowest pair within hosts",
+            "ranks 0 and 1: 8000.00 MB/s; median of 2 pairs: 8500.00 MB/s",
+        ),
+        (
+            "slowest pair between hosts",
+            "ranks 1 and 2: 23.00 MB/s; median of 4 pairs: 24.50 MB/s",
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "hops", "words"),
+    [
+        ((0, 0, 2, 2), 2, "2 hosts with 2 ranks each: two hops"),
+        ((0, 0, 2, 2), 1, "2 hosts with 2 ranks each: no two hops"),
+        ((0, 0, 0, 3), 1, "2 hosts with 1 to 3 ranks: no two hops"),
+        ((0, 1), 1, "one rank a host"),
+        ((0, 0), 1, "one host with 2 ranks"),
+    ],
+)
+def test_the_layout_is_one_sentence(hosts, hops, words):
+    assert layout_row(hosts, hops) == ("layout", words)
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_the_cluster_is_as_configured_and_the_job_is_repeated(
             restart_on_cluster(cfg, MODULE)
         assert caught.value.code == 3
     assert started.cluster.options == {
-        **{"num_hosts": 4, "rate_mbit": 200, "mtu": 1500, "delay_ms": 0},
+        **{"num_hosts": 4, "rate_mbit": 200, "mtu": 1500},
         "socket_buffer_bytes": None,
         "congestion_control": "cubic",
     }

@@ -139,7 +139,7 @@ def test_a_cluster_is_launch_and_network(option):
         # The rest is another one's.
         assert set(cluster) <= {"defaults", "num_hosts", "ranks_per_host", "rate_mbit"}
         return
-    hosts = ["num_hosts", "ranks_per_host", "rate_mbit", "mtu", "delay_ms"]
+    hosts = ["num_hosts", "ranks_per_host", "rate_mbit", "mtu"]
     hosts += ["congestion_control", "socket_buffer_bytes"]
     is_planned = "source" in cluster
     is_of_one_collective = "algorithm" in cluster

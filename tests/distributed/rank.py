@@ -108,7 +108,7 @@ def _run(call: RankCall, rank: int, port: int, directory: Path) -> Returned | Ra
 @contextmanager
 def on_hosts(ranks_a_host: int) -> Iterator[None]:
     """As if so many ranks shared a host, for whoever makes collectives here."""
-    host = f"host {int(os.environ['RANK']) // ranks_a_host}"
+    host = f"host {int(os.environ['RANK']) // ranks_a_host}", ""
     with mock.patch("lightning_dear.collectives.factory._host", return_value=host):
         yield
 

@@ -130,4 +130,11 @@ TWO_HOPS = [
         "            pass\n",
         (f"{CODED_ON_DEVICE}[int8-2x2]",),
     ),
+    Mutation(
+        "node ranks that two machines have do not count",
+        "hosts_of",
+        "    elif _are_parted(nodes, machines):\n",
+        "    elif False:\n",
+        ("tests/lightning/test_hosts.py::test_which_ranks_share_a_host",),
+    ),
 ]

@@ -82,7 +82,8 @@ class ExchangeProbe(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        collectives = new_collectives(trainer.strategy.root_device, _TIMEOUT)
+        node = trainer.node_rank, trainer.local_rank
+        collectives = new_collectives(trainer.strategy.root_device, _TIMEOUT, node=node)
         told: StepModel | None = collectives.all_gather_object(self._planner.found)[0]
         if trainer.world_size == 1 or told is None:
             return

@@ -30,6 +30,7 @@ from lightning_dear.apps.doctor.reachability import (
 )
 from lightning_dear.apps.train import report
 from lightning_dear.collectives.factory import new_collectives
+from lightning_dear.collectives.hosts import described
 from lightning_dear.planning import LinkCost
 
 COMPUTE_TIMEOUT_S = 600.0
@@ -38,10 +39,10 @@ COMPUTE_TIMEOUT_S = 600.0
 NEGLIGIBLE_SHARE = 0.1
 """Share of a step below which hiding communication better is not worth a change."""
 
-SLOW_PAIR_RATIO = 2.0
-"""How many times slower than the median a pair must be to be called slow."""
-
 _MB = 1e6
+
+Rows = list[tuple[str, str]]
+"""Titles and values, in the order to print."""
 
 
 class Findings(NamedTuple):
@@ -49,12 +50,12 @@ class Findings(NamedTuple):
 
     Attributes:
         problems: One sentence for each check that failed.
-        table: Titles and values, in the order to print.
+        table: What was found, check by check.
         verdict: Whether DDP would do, in a sentence or two; empty if a check failed.
     """
 
     problems: list[str]
-    table: list[tuple[str, str]]
+    table: Rows
     verdict: str
 
 
@@ -99,24 +100,19 @@ def examine(strategy: Any, cfg: DictConfig) -> Findings:
         strategy.world_size,
         cfg.doctor_timeout_s,
     )
-    findings = _examine_together(meeting, strategy, cfg)
+    findings = _examine_all(meeting, strategy, cfg)
     # Ends what listens to the ranks' store, before that is gone.
     strategy.teardown()
     # The rank that keeps the store leaves last.
-    if meeting.rank == 0:
-        meeting.exchange("end", None)
-    else:
-        meeting.leave("end")
+    (meeting.leave if meeting.rank else meeting.exchange)("end", None)
     return findings
 
 
-def _examine_together(
-    meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictConfig
-) -> Findings:
+def _examine_all(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictConfig) -> Findings:
     _say(meeting, "connections")
     facts = meeting.exchange("start", facts_of())
     problems = version_problems(facts) + _unreachable(meeting)
-    table = [_reachable_row(facts, problems), *version_rows(facts)]
+    table = [_reachable_row(problems), *version_rows(facts)]
     if problems:
         return Findings(problems, table, "")
     # FSDP2's strategy gives its device mesh to a module; the real one is built later.
@@ -131,13 +127,16 @@ def _examine_together(
     computes = meeting.exchange("forward and backward", own, COMPUTE_TIMEOUT_S)
     slowest = max((Compute(*one) for one in computes), key=lambda one: one.total_s)
     _say(meeting, "links")
-    collectives = new_collectives(strategy.root_device, timedelta(seconds=cfg.doctor_timeout_s))
+    hops = cfg.strategy.get("hops") if OmegaConf.is_config(cfg.strategy) else None
+    timeout, node = timedelta(seconds=meeting.timeout_s), (strategy.node_rank, strategy.local_rank)
+    collectives = new_collectives(strategy.root_device, timeout, hops=hops, node=node)
     cost, own_pairs = measure_links(collectives, strategy.root_device, slowest.gradient_bytes)
     patience_s = max(COMPUTE_TIMEOUT_S, meeting.timeout_s)
     everyones = meeting.exchange("pairs", own_pairs, patience_s)
     pairs = [Pair(*one) for some in everyones for one in some]
     backend = str(strategy.process_group_backend)  # type: ignore[attr-defined]
-    table += [("backend", backend), *link_rows(cost, pairs, meeting.world_size)]
+    table += [("backend", backend), layout_row(collectives.hosts, collectives.hops)]
+    table += link_rows(cost, pairs, collectives.hosts)
     said = verdict(meeting.world_size, slowest, cost, _accumulated(cfg))
     return Findings([], [*table, *compute_rows(slowest)], said)
 
@@ -151,9 +150,8 @@ def _say(meeting: MeetingPoint, what: str) -> None:
 
 
 def facts_of() -> dict[str, str]:
-    """Return this process's host and versions, by name."""
+    """Return this process's versions, by name."""
     return {
-        "host": socket.gethostname(),
         "python": platform.python_version(),
         "torch": version("torch"),
         "lightning": version("lightning"),
@@ -179,13 +177,13 @@ def version_problems(facts: Sequence[dict[str, str]]) -> list[str]:
     return [
         f"{name} differs: {_spread(facts, name)}. Install the same version on every host."
         for name in facts[0]
-        if name != "host" and len({one[name] for one in facts}) > 1
+        if len({one[name] for one in facts}) > 1
     ]
 
 
-def version_rows(facts: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
+def version_rows(facts: Sequence[dict[str, str]]) -> Rows:
     """Return a row for each version."""
-    return [(name, _spread(facts, name)) for name in facts[0] if name != "host"]
+    return [(name, _spread(facts, name)) for name in facts[0]]
 
 
 def _spread(facts: Sequence[dict[str, str]], name: str) -> str:
@@ -208,11 +206,10 @@ def _unreachable(meeting: MeetingPoint) -> list[str]:
     return [sentence for one in failed for sentence in one]
 
 
-def _reachable_row(facts: Sequence[dict[str, str]], problems: Sequence[str]) -> tuple[str, str]:
-    num_hosts = len({one["host"] for one in facts})
+def _reachable_row(problems: Sequence[str]) -> tuple[str, str]:
     num_failed = sum("->" in problem for problem in problems)
     state = f"{num_failed} connection(s) FAILED" if num_failed else "all ranks reach each other"
-    return "connections", f"{state}; {len(facts)} ranks on {num_hosts} host(s)"
+    return "connections", state
 
 
 def _accumulated(cfg: DictConfig) -> int:
@@ -222,24 +219,40 @@ def _accumulated(cfg: DictConfig) -> int:
 # --- what is printed ---------------------------------------------------------------------------
 
 
-def link_rows(cost: LinkCost, pairs: Sequence[Pair], world_size: int) -> list[tuple[str, str]]:
-    """Return rows for what all ranks' exchanges cost at once, and for the slowest pair."""
-    all_reduce = cost.all_reduce or cost
-    slowest = min(pairs, key=lambda pair: pair.rate)
-    ratio = median(pair.rate for pair in pairs) / slowest.rate
-    remark = f", {ratio:.1f} times slower than the median" if ratio >= SLOW_PAIR_RATIO else ""
-    has_all = len(pairs) == world_size * (world_size - 1) // 2
-    which = "" if has_all else f", of {len(pairs)} neighbouring pairs"
-    pair = f"ranks {slowest.low} and {slowest.high}: {_rate(slowest.rate)}{remark}"
+def layout_row(hosts: Sequence[int], hops: int) -> tuple[str, str]:
+    """Return a row for which ranks share a host, and whether `strategy=dear` sends in two hops."""
+    has_choice = 1 < len(set(hosts)) < len(hosts)
+    how = f": {'' if hops == 2 else 'no '}two hops" if has_choice else ""
+    return "layout", f"{described(hosts)}{how}"
+
+
+def link_rows(cost: LinkCost, pairs: Sequence[Pair], hosts: Sequence[int]) -> Rows:
+    """Return rows for what all ranks' exchanges cost at once, and for the slowest pairs.
+
+    Args:
+        cost: Of the exchanges.
+        pairs: All, or neighbours alone.
+        hosts: See `Collectives`.
+    """
+    within = [pair for pair in pairs if hosts[pair.low] == hosts[pair.high]]
+    kinds = {"within hosts": within, "between hosts": [one for one in pairs if one not in within]}
+    what = "pairs" if 2 * len(pairs) == len(hosts) * (len(hosts) - 1) else "neighbouring pairs"
     return [
         ("start of an exchange, all at once", f"{cost.alpha_s * 1e6:.0f} us"),
         ("rate of each rank, all at once", _rate_of(cost)),
-        ("the same in the backend's all-reduces", _rate_of(all_reduce)),
-        (f"slowest pair{which}", pair),
+        ("the same in the backend's all-reduces", _rate_of(cost.all_reduce or cost)),
+        *((f"slowest pair {kind}", _slowest(some, what)) for kind, some in kinds.items() if some),
     ]
 
 
-def compute_rows(compute: Compute) -> list[tuple[str, str]]:
+def _slowest(pairs: Sequence[Pair], what: str) -> str:
+    low, high, rate = min(pairs, key=lambda pair: pair.rate)
+    median_rate = median(pair.rate for pair in pairs)
+    others = f"; median of {len(pairs)} {what}: {_rate(median_rate)}" if len(pairs) > 1 else ""
+    return f"ranks {low} and {high}: {_rate(rate)}{others}"
+
+
+def compute_rows(compute: Compute) -> Rows:
     """Return rows for the gradients and the slowest rank's forward and backward."""
     return [
         ("gradients", f"{compute.gradient_bytes / _MB:.2f} MB"),

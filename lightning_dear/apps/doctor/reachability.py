@@ -91,7 +91,7 @@ class MeetingPoint:
             )
         return [json.loads(self._store.get(f"{topic}/{rank}")) for rank in range(self.world_size)]
 
-    def leave(self, topic: str, value: Any = None) -> None:
+    def leave(self, topic: str, value: Any) -> None:
         """Hands in this rank's `value` without waiting for the others."""
         self._store.set(f"{topic}/{self.rank}", json.dumps(value))
 
