@@ -35,13 +35,13 @@ class _Counts(Callback):
         pipeline = trainer.strategy._pipeline
         if pipeline is not None:
             part = pipeline.parts[0]
-            begin = part._begin_step
+            prepare = part._prepare_step
 
-            def counting() -> None:
+            def counting() -> Any:
                 pl_module.num_early.append(len(part.stepper.stepped_early))
-                begin()
+                return prepare()
 
-            part._begin_step = counting
+            part._prepare_step = counting
 
 
 def _count(net: _Slow, **options: Any) -> int:
