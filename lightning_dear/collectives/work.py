@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
@@ -191,6 +191,8 @@ class Collectives(ABC):
     def __post_init__(self) -> None:
         self.ledger, self.signal = Counter[str](), Signal()
         self.observer: WorkObserver | None = None
+        # (lane, name) -> context, in which work is that a timeline shows.
+        self.showing: Callable[[str, str], AbstractContextManager[None]] | None = None
         self.was_discarded = self.was_aborted = self.has_given_up = False
         self._size = ranks_on_each_host(self.hosts)
         alive.add(self)

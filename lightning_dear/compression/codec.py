@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import ClassVar, Literal, get_args
@@ -89,6 +90,7 @@ class Compressor(ABC):
         is_identity: Whether everything travels as it is: only `Fp32`, and what is like it.
         is_scattered: Whether each rank sums a part of a bucket, and whole means are of all of them.
         has_density: Whether it sends a few of many numbers, as `at_density` says.
+        randomness: See `Randomness`; of codecs.
 
     Raises:
         ValueError: For options outside their range, or that exclude each other.
@@ -100,31 +102,40 @@ class Compressor(ABC):
     is_scattered: ClassVar[bool] = False
     has_density: ClassVar[bool] = False
     overflows: ClassVar[str] = ""
+    randomness: ClassVar[Randomness] = "none"
 
     error_feedback: bool | None = None
 
     def __post_init__(self) -> None:
         """Check what all have in common; subclasses call it first."""
-        self._check_numbers_and_names()
-        if self.error_feedback and self.kind != "contractive":
-            raise ValueError(
-                f"{self.name} is {self.kind}: error feedback diverges with such a codec. Leave"
-                " error_feedback out."
-            )
-
-    def _check_numbers_and_names(self) -> None:
+        if not isinstance(getattr(self, "name", None), str):
+            raise ValueError(f"{type(self).__name__} has no name: add name: ClassVar[str] = '...'.")
         for one in fields(self):
             value = getattr(self, one.name)
             # Not isinstance, by which a bool is a number. A string, as from a command line,
             # would else fail in a comparison that names no option.
             if type(one.default) in (int, float) and not isinstance(value, (int, float)):
                 raise ValueError(f"{one.name} of {self.name} must be a number, got {value!r}.")
-        for what, value, names in ("kind", self.kind, Kind), ("lag", self.lag, Lag):
-            if value not in get_args(names):
-                raise ValueError(
-                    f"Unknown {what} {value!r} of {self.name}; valid names:"
-                    f" {', '.join(get_args(names))}."
-                )
+        for what, names in ("kind", Kind), ("lag", Lag), ("randomness", Randomness):
+            self._check_name(what, get_args(names))
+        self._check_name("halves", HALVES)
+        if self.error_feedback and self.kind != "contractive":
+            raise ValueError(
+                f"{self.name} is {self.kind}: error feedback diverges with such a codec. Leave"
+                " error_feedback out."
+            )
+
+    def _check_name(self, what: str, names: Sequence[str]) -> None:
+        if (value := getattr(self, what)) not in names:
+            raise ValueError(
+                f"Unknown {what} {value!r} of {self.name}; valid names: {', '.join(names)}."
+            )
+
+    def _check_count(self, what: str) -> None:
+        count = getattr(self, what)
+        # True is an int.
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"{what} of {self.name} must be an integer >= 1, got {count!r}.")
 
     @property
     @abstractmethod
@@ -241,7 +252,6 @@ class Codec(Compressor):
         error_feedback: See `Compressor`.
 
     Attributes:
-        randomness: See `Randomness`.
         is_summable: Whether rows of bytes are rows of fp32 numbers, and decode(a + b) is decode(a)
             + decode(b) with the same generator. Then a reduce-scatter sums what ranks send, and the
             sum is decoded. False is right for any codec: what each rank sends is decoded, and that
@@ -258,19 +268,12 @@ class Codec(Compressor):
         ValueError: For options outside their range, or that exclude each other.
     """
 
-    randomness: ClassVar[Randomness] = "none"
     brings_momentum: ClassVar[bool] = False
     is_summable: ClassVar[bool] = False
     largest: ClassVar[float] = math.inf
     wire_dtype: ClassVar[torch.dtype | None] = None
 
     halves: str = "both"
-
-    @override
-    def __post_init__(self) -> None:
-        if self.halves not in HALVES:
-            raise ValueError(f"Unknown halves {self.halves!r}; valid names: {', '.join(HALVES)}.")
-        super().__post_init__()
 
     @property
     def block_size(self) -> int | None:
@@ -279,6 +282,13 @@ class Codec(Compressor):
 
     @override
     def check_with(self, setting: Setting) -> None:
+        for numel in range(1, 65):
+            nbytes = self.wire_bytes(numel)
+            if not isinstance(nbytes, int) or nbytes % WIRE_ALIGNMENT:
+                raise ValueError(
+                    f"wire_bytes({numel}) of {self.name} is {nbytes!r}, no multiple of"
+                    f" {WIRE_ALIGNMENT}: return padded_bytes(...), from {__name__}."
+                )
         # Bytes of most codecs do not add up, so that no all-reduce can sum them.
         if not setting.decouple:
             raise ValueError(

@@ -51,8 +51,7 @@ class PowerSGD(Compressor):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"rank of powersgd must be an integer >= 1, got {self.rank!r}.")
+        self._check_count("rank")
         if not self.min_saving >= 1:
             raise ValueError(
                 f"min_saving of powersgd must be at least 1, got {self.min_saving!r}: below, more"

@@ -109,8 +109,13 @@ def sampled_floor(rows: Tensor, k: int, num_deviations: float = 0.0) -> Tensor:
     size = sample.shape[1]
     share = size * k / rows.shape[1]
     wanted = min(size, max(1, round(share + num_deviations * math.sqrt(share))))
-    # Below it, so that > takes the sampled number itself.
-    return just_below(sample.topk(wanted, sorted=False).values.amin(1, keepdim=True))
+    found = sample.topk(wanted, sorted=False).values
+    threshold = found.amin(1, keepdim=True)
+    # Just below it, so that > takes the sampled number itself. But where more are as large, the
+    # first of these would keep larger numbers behind them waiting, perhaps for ever.
+    is_shared = (sample >= threshold).sum(1, keepdim=True) > wanted
+    is_shared &= found.amax(1, keepdim=True) > threshold
+    return torch.where(is_shared, threshold, just_below(threshold))
 
 
 def just_below(threshold: Tensor) -> Tensor:

@@ -42,10 +42,7 @@ class TopK(FewOfMany, Codec):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.selector not in SELECTORS:
-            raise ValueError(
-                f"Unknown selector {self.selector!r}; valid names: {', '.join(SELECTORS)}."
-            )
+        self._check_name("selector", (*SELECTORS,))
 
     @override
     def wire_bytes(self, numel: int) -> int:

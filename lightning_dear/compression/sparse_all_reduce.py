@@ -130,13 +130,7 @@ class ByThreshold(SparseAllReduce):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_period("tau_prime")
-
-    def _check_period(self, name: str) -> None:
-        period = getattr(self, name)
-        # True is an int.
-        if not isinstance(period, int) or isinstance(period, bool) or period < 1:
-            raise ValueError(f"{name} of {self.name} must be an integer >= 1, got {period!r}.")
+        self._check_count("tau_prime")
 
     @override
     def is_exact(self, step: int) -> bool:
@@ -334,11 +328,8 @@ class OkTopk(ByThreshold):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_period("tau")
-        if self.mode not in MODES:
-            raise ValueError(
-                f"Unknown mode {self.mode!r} of oktopk; valid names: {', '.join(MODES)}."
-            )
+        self._check_count("tau")
+        self._check_name("mode", MODES)
         of_exact = self.tau_prime, self.owner_cap
         if self.is_static and of_exact != (OkTopk.tau_prime, OkTopk.owner_cap):
             raise ValueError(

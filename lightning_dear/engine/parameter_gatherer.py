@@ -89,8 +89,9 @@ class ParameterGatherer:
         for index, user in ungated.items():
             if user is not None:
                 readers.setdefault(user, set()).update(self._buffers.placements[index].buckets)
+        names = {part: name or type(part).__name__ for name, part in module.named_modules()}
         self._hooks = {
-            reader: _WaitBeforeForward(self, tuple(sorted(numbers)))
+            reader: _WaitBeforeForward(self, tuple(sorted(numbers)), names.get(reader, "read"))
             for reader, numbers in readers.items()
         }
         self._modules_of: list[list[Module]] = [[] for _ in self._buffers.buckets]
@@ -169,8 +170,7 @@ class ParameterGatherer:
                 if not any(number in self.pending for number in hook.numbers):
                     self._open(module)
                 elif has_gate(module):
-                    name = type(module).__name__
-                    close_gate(module, self, partial(self.complete, hook.numbers, name))
+                    close_gate(module, self, partial(self.complete, hook.numbers, hook.name))
             self.end_step()
         self.complete(self.ungatable, "TorchScript")
 
@@ -244,13 +244,13 @@ class _WaitBeforeForward:
     and takes no process group along.
     """
 
-    def __init__(self, gatherer: ParameterGatherer, numbers: tuple[int, ...]) -> None:
+    def __init__(self, gatherer: ParameterGatherer, numbers: tuple[int, ...], name: str) -> None:
         self._gatherer = gatherer
-        self.numbers = numbers
+        self.numbers, self.name = numbers, name
 
     def __call__(self, module: Module, args: Any) -> None:
         if not self._gatherer.is_idle:
-            self._gatherer.complete(self.numbers, type(module).__name__)
+            self._gatherer.complete(self.numbers, self.name)
 
     def __reduce__(self) -> Any:
         return partial, (_wait_for_nothing,)

@@ -11,13 +11,14 @@ from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket, FlatBuffers
-from lightning_dear.collectives.work import GRADIENT_NUMBERS, Collectives, Work
+from lightning_dear.collectives.work import GRADIENT_NUMBERS, Collectives, T, Work
 from lightning_dear.compression import Compressor
 from lightning_dear.exchange.compressed_bucket import CompressedBucket
 from lightning_dear.telemetry.device_work import as_device_work
@@ -245,22 +246,30 @@ class CompressedExchange(Exchange, ABC):
     @override
     def launch_reduce(self, bucket: Bucket) -> Work:
         """Encodes the bucket's gradients and starts sending that. Does not block."""
-        return self._prepare(partial(self._encode, bucket, self._loss_scale()))()
+        return self._prepare(bucket, partial(self._encode, bucket, self._loss_scale()))()
 
     @abstractmethod
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
         """Encodes the bucket's gradients, which come multiplied by `scale`."""
 
-    def _prepare(self, encode: Callable[[], Sending]) -> Callable[[], Work]:
-        """Encodes here and now; what is returned starts sending that, and lets it be decoded."""
-        return partial(self._launch, as_device_work(encode))
+    def _prepare(self, bucket: Bucket | None, encode: Callable[[], Sending]) -> Callable[[], Work]:
+        """Encodes here and now; what is returned starts sending that, and lets it be decoded.
 
-    def _launch(self, sending: Sending) -> Work:
+        Of one bucket, or of all.
+        """
+        return partial(self._launch, bucket, self._work("encode", bucket, encode))
+
+    def _launch(self, bucket: Bucket | None, sending: Sending) -> Work:
         work = sending.launch()
         if sending.decode is None:
             return work
         # Whoever waits for it decodes.
-        return Work(work.wait, partial(as_device_work, sending.decode))
+        return Work(work.wait, partial(self._work, "decode", bucket, sending.decode))
+
+    def _work(self, lane: str, bucket: Bucket | None, work: Callable[..., T], *args: Any) -> T:
+        """Encodes or decodes here and now; see `as_device_work`."""
+        number = None if bucket is None else self.number_of(bucket)
+        return as_device_work(self.collectives, lane, number, work, *args)
 
     # --- gradients that are not finite ------------------------------------------------------------
 

@@ -27,7 +27,6 @@ from lightning_dear.compression import Codec
 from lightning_dear.exchange.base import CompressedExchange, Sending, Traffic
 from lightning_dear.exchange.coded_bucket import CodedBucket, HostsReduction
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.telemetry.device_work import as_device_work
 
 
 class CodedExchange(CompressedExchange):
@@ -83,11 +82,11 @@ class CodedExchange(CompressedExchange):
         coded.own_gradients(bucket.gradients)
 
         def encode(sums: Tensor) -> None:
-            made.append(as_device_work(self._encode_rows, coded, scale, sums))
+            made.append(self._work("encode", bucket, self._encode_rows, coded, scale, sums))
 
         def decode() -> None:
             if made[0].decode is not None:
-                as_device_work(made[0].decode)
+                self._work("decode", bucket, made[0].decode)
 
         work, end = reduction.launch_sums(coded.stream, encode)
         self._encoding.append(end)
@@ -142,7 +141,8 @@ class CodedExchange(CompressedExchange):
         """Encodes this rank's shard, of the mean or the lag; what is returned sends it to all."""
         coded = self.coded[bucket.number]
         if coded.is_sent_back:
-            return self._prepare(partial(coded.encode_gather, self._is_nan, self._look_for_inf))
+            encode = partial(coded.encode_gather, self._is_nan, self._look_for_inf)
+            return self._prepare(bucket, encode)
         coded.flush()
         return partial(self._send_as_it_is, coded, super().prepare_gather(bucket))
 

@@ -36,7 +36,6 @@ from lightning_dear.compression.error_feedback import Memory
 from lightning_dear.compression.low_rank import orthonormal, starting_factor
 from lightning_dear.exchange.base import CompressedExchange, Sending, Traffic
 from lightning_dear.exchange.compressed_bucket import CompressedBucket
-from lightning_dear.telemetry.device_work import as_device_work
 from lightning_dear.torch_modes import exact_products
 
 
@@ -259,7 +258,7 @@ class LowRankExchange(CompressedExchange):
         self, first: Work, low: LowRankBucket, messages: Messages, scale: Tensor | None
     ) -> None:
         first.wait()
-        as_device_work(low.encode_second, messages, scale)
+        self._work("encode", low.bucket, low.encode_second, messages, scale)
         self._seconds[low.number] = self._all_reduce(low.bucket, messages.second)
 
     def _arrive(self, low: LowRankBucket) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any
 
-P = ParamSpec("P")
-T = TypeVar("T")
+from lightning_dear.collectives.work import Collectives, T
 
 _of_thread = threading.local()
 
@@ -54,10 +53,24 @@ class device_work:
         _of_thread.total_s = device_work_s() + time.perf_counter() - self._begin_s
 
 
-def as_device_work(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Calls `work`, which must contain no other such work, and returns what it returns."""
-    with device_work():
-        return work(*args, **kwargs)
+def as_device_work(
+    collectives: Collectives, lane: str, number: int | None, work: Callable[..., T], *args: Any
+) -> T:
+    """Calls `work`, which must contain no other such work, and returns what it returns.
+
+    Args:
+        collectives: What moves the bucket. Whoever records its arrivals is shown the work, too.
+        lane: "encode" or "decode".
+        number: The bucket's, as for its collectives; None: of all buckets.
+        work: In this thread, and on its current stream.
+        *args: For it.
+    """
+    # Read once: a recording may end meanwhile.
+    if (show := collectives.showing) is None:
+        with device_work():
+            return work(*args)
+    with show(lane, "all buckets" if number is None else f"bucket {number}"), device_work():
+        return work(*args)
 
 
 def _sleep(seconds: float) -> None:

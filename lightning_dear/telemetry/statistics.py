@@ -47,11 +47,12 @@ class Instruments:
         return self._last
 
     def record_in(self, timeline: Timeline | None) -> None:
-        """Records spans, and collectives launched from now on, there; None: nowhere."""
+        """Records spans, collectives launched from now on, and codecs, there; None: nowhere."""
         self.timeline = timeline
         if timeline is not None:
             timeline.clock = self.clock
         self._collectives.observer = None if timeline is None else timeline.observe
+        self._collectives.showing = None if timeline is None else timeline.span
 
     @contextmanager
     def span(self, lane: str) -> Iterator[None]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,25 +13,32 @@ from typing import Any
 from lightning_dear.names import need
 from lightning_dear.telemetry.clock import Clock, HostClock
 
-LANES = (
-    "forward",
-    "backward",
-    "reduce_scatter",
-    "step",
-    "all_gather",
-    "other",
-    "wait",
-    "first_hop",
-)
-"""In the order in which a step goes through them.
+_COMPUTING = "computing"
 
-`other` holds the flags of used parameters and the module buffers, `wait` what blocked the host,
-`first_hop` the first part of collectives in two hops, of which the whole is in the other lanes."""
+_LANES = {
+    "forward": (_COMPUTING, "#4c78a8"),
+    "backward": (_COMPUTING, "#72b7b2"),
+    "step": (_COMPUTING, "#54a24b", "#a3d39c"),
+    "wait": (_COMPUTING, "white"),
+    "encode": ("encoding", "#9d755d", "#d8b5a5"),
+    "decode": ("decoding", "#6b6ecf", "#b5b6e8"),
+    "reduce_scatter": ("gradients travel\n(reduce-scatter)", "#f58518", "#ffbf79"),
+    "all_gather": ("results travel\n(all-gather)", "#b279a2", "#e0bfd6"),
+    "other": ("flags, buffers travel", "#79706e", "#bab0ac"),
+    "first_hop": ("of that, within hosts\n(first hops)", "#79706e", "#bab0ac"),
+}
+"""Lane -> its row of the picture, and colours that take turns, so that neighbours differ.
+
+`encode` and `decode` are of both halves, `other` is the flags of used parameters and the module
+buffers, `wait` is what blocked the host, `first_hop` is the first part of collectives in two hops,
+of which the whole is in the other lanes."""
+
+_TRAVEL = ("reduce_scatter", "all_gather", "other")
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took from `start_s` to `end_s` (seconds since any moment)."""
+    """Something that took from `start_s` to `end_s` (seconds since the first span's start)."""
 
     lane: str
     name: str
@@ -55,10 +62,13 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """Finished spans, by start time; blocks until the device has finished them."""
+        """Finished spans, by start time, from 0 on; blocks until the device has finished them."""
         marked, at = list(self._marked), self.clock.seconds
-        spans = [Span(lane, name, at(start), at(end)) for lane, name, start, end in marked]
-        return sorted(spans, key=lambda span: span.start_s)
+        timed = sorted((at(start), at(end), lane, name) for lane, name, start, end in marked)
+        return [
+            Span(lane, name, start_s - timed[0][0], end_s - timed[0][0])
+            for start_s, end_s, lane, name in timed
+        ]
 
     def record(self, lane: str, name: str, start: Any, end: Any) -> None:
         """Adds a span between two marks of the clock."""
@@ -82,12 +92,21 @@ class Timeline:
         self.clock.finish()
 
     def write_chrome_trace(self, path: Path, rank: int = 0) -> None:
-        """Writes the spans in Chrome's trace format (opens in Perfetto), one thread per lane."""
-        spans = self.spans
-        origin_s = min((span.start_s for span in spans), default=0.0)
+        """Writes the spans in Chrome's trace format (opens in Perfetto), in threads of each lane.
+
+        More than one, where spans of a lane overlap, which a thread's must not.
+        """
+        threads: list[list[Span]] = []
+        for span in sorted(self.spans, key=lambda one: list(_LANES).index(one.lane)):
+            like = [own for own in threads if own[0].lane == span.lane]
+            free = [own for own in like if own[-1].end_s <= span.start_s]
+            if free:
+                free[0].append(span)
+            else:
+                threads.append([span])
         events: list[dict[str, object]] = [
-            {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": lane}}
-            for tid, lane in enumerate(LANES)
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": one.lane}}
+            for tid, (one, *_) in enumerate(threads)
         ]
         events += [
             {
@@ -95,24 +114,51 @@ class Timeline:
                 "name": span.name,
                 "cat": span.lane,
                 "pid": rank,
-                "tid": LANES.index(span.lane),
-                "ts": (span.start_s - origin_s) * 1e6,
+                "tid": tid,
+                "ts": span.start_s * 1e6,
                 "dur": (span.end_s - span.start_s) * 1e6,
             }
-            for span in spans
+            for tid, own in enumerate(threads)
+            for span in own
         ]
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-# In the order of `LANES`.
-_COLORS = ("#4c78a8", "#72b7b2", "#f58518", "#54a24b", "#e45756", "#b279a2", "#bab0ac", "#9d755d")
-_TITLES = {"other": "flags, buffers", "wait": "host waits", "first_hop": "first hops"}
+def _in_turn(spans: Iterable[Span]) -> list[Span]:
+    """Spans, which come by start time, each without what earlier ones cover."""
+    turns, until_s = list[Span](), 0.0
+    for span in spans:
+        turns.append(replace(span, start_s=min(max(span.start_s, until_s), span.end_s)))
+        until_s = max(until_s, span.end_s)
+    return turns
 
-_TITLE = "Two steps of strategy='dear' (on one host all-gathers may end before the next forward)"
+
+def _summary(spans: Sequence[Span], begin_s: float, next_s: float) -> str:
+    """Of the step between two forwards. The waits for its results come in the next one."""
+
+    def covered_s(*lanes: str) -> float:
+        own = [one for one in spans if one.lane in lanes]
+        first = [one for one in own if one.lane == "wait" or one.start_s < next_s]
+        return sum(one.end_s - one.start_s for one in _in_turn(first))
+
+    travel_s = covered_s(*_TRAVEL)
+    # While nothing waits.
+    hidden_s = covered_s("wait", *_TRAVEL) - covered_s("wait")
+    return (
+        f"A step takes {(next_s - begin_s) * 1e3:.1f} ms. Data travel for {travel_s * 1e3:.1f} ms,"
+        f" {hidden_s / (travel_s or 1.0):.0%} of it hidden: computing goes on meanwhile."
+    )
 
 
 def plot_timeline(spans: Sequence[Span], path: Path) -> None:
-    """Writes a picture of `spans` to `path` (the suffix says which format), a row for each lane.
+    """Writes a picture of the first two steps to `path` (the suffix says which format).
+
+    What travels is drawn one after the other: each bucket from its launch on, or from when the one
+    before it was there.
+
+    Args:
+        spans: As `Timeline.spans` has them.
+        path: Overwritten.
 
     Raises:
         ModuleNotFoundError: If matplotlib is missing, which the extra `apps` brings.
@@ -120,32 +166,36 @@ def plot_timeline(spans: Sequence[Span], path: Path) -> None:
     need(f"The picture {path.name}", "matplotlib")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    axes = figure.add_subplot()
-    origin_s = min((span.start_s for span in spans), default=0.0)
-    has_hops = any(span.lane == "first_hop" for span in spans)
-    lanes = LANES if has_hops else LANES[:-1]
-    for row, lane in enumerate(lanes):
-        for number, span in enumerate(span for span in spans if span.lane == lane):
-            # Collectives of several buckets are in flight at once: stagger them within the lane.
-            num_rows = 4 if lane in ("reduce_scatter", "all_gather", "first_hop") else 1
-            height = 0.8 / num_rows
-            axes.barh(
-                row - 0.4 + height * (number % num_rows),
-                (span.end_s - span.start_s) * 1e3,
-                left=(span.start_s - origin_s) * 1e3,
-                height=height * 0.9,
-                align="edge",
-                color=_COLORS[row],
-                edgecolor="white",
-                linewidth=0.3,
-            )
-    axes.set_yticks(
-        range(len(lanes)), [_TITLES.get(lane, lane.replace("_", "-")) for lane in lanes]
-    )
+    begins_s = [one.start_s for one in spans if one.lane == "forward"]
+    shown = [one for one in spans if not begins_s[2:] or one.start_s < begins_s[2]]
+    end_s = max((one.end_s for one in shown), default=0.0)
+    lanes = {lane: [one for one in shown if one.lane == lane] for lane in _LANES}
+    rows = [*dict.fromkeys(_LANES[lane][0] for lane, own in lanes.items() if own)]
+    figure = Figure(figsize=(13, 2 + 0.6 * len(rows)), layout="constrained")
+    axes = figure.add_subplot(xlim=(0, end_s or 1.0), xlabel="ms (numbers: buckets)")
+    axes.set_title(_summary(shown, *[*begins_s, end_s, end_s][:2]))
+    for lane, own in lanes.items():
+        row, *colors = _LANES[lane]
+        for number, span in enumerate(own if row == _COMPUTING else _in_turn(own)):
+            _draw(axes, rows.index(row), colors[number % len(colors)], span, is_first=not number)
+    axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()
-    axes.set_xlabel("ms")
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.set_title(_TITLE, fontsize=10)
+    axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds * 1e3:g}")
+    figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=130)
+
+
+def _draw(axes: Any, row: int, color: str, span: Span, *, is_first: bool) -> None:
+    """A bar, with its name where that fits; of a wait hatched, and pale through all rows."""
+    width_s, is_wait = span.end_s - span.start_s, span.lane == "wait"
+    look = {"hatch": "////", "edgecolor": "#e45756", "linewidth": 0.5} if is_wait else {}
+    if is_wait:
+        axes.axvspan(span.start_s, span.end_s, color="#e45756", alpha=0.12, linewidth=0)
+    legend = span.lane if is_first and _LANES[span.lane][0] == _COMPUTING else None
+    axes.barh(row, width_s, left=span.start_s, color=color, label=legend, **look)
+    name = span.name.removeprefix("bucket ")
+    # Some 200 characters are as wide as the picture.
+    if name != span.lane and len(name) + 1 < 200 * width_s / axes.get_xlim()[1]:
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0} if is_wait else None
+        middle_s = span.start_s + width_s / 2
+        axes.text(middle_s, row, name, ha="center", va="center", fontsize=7, bbox=box)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 
+from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.telemetry import device_work as module
 from lightning_dear.telemetry.device_work import (
     as_device_work,
@@ -17,6 +19,8 @@ from lightning_dear.telemetry.device_work import (
     device_work_cpu_s,
     device_work_s,
 )
+from lightning_dear.telemetry.statistics import Instruments
+from lightning_dear.telemetry.timeline import Timeline
 
 
 class Clocks:
@@ -58,13 +62,42 @@ def test_it_is_counted_by_both_clocks(clocks: Clocks) -> None:
 
 
 def test_a_call_is_counted_and_says_what_it_returns(clocks: Clocks) -> None:
-    def work(seconds: float, *, result: str) -> str:
+    def work(seconds: float, result: str) -> str:
         clocks.work(seconds)
         return result
 
-    before_s = device_work_s()
-    assert as_device_work(work, 0.01, result="done") == "done"
+    before_s, collectives = device_work_s(), PairwiseCollectives(None, None, None, 0, 1)
+    assert as_device_work(collectives, "encode", 3, work, 0.01, "done") == "done"
     assert device_work_s() - before_s == pytest.approx(0.01)
+
+
+def test_it_is_shown_as_long_as_it_takes_in_whatever_thread() -> None:
+    collectives, timeline = PairwiseCollectives(None, None, None, 0, 1), Timeline()
+    Instruments(timeline.clock, collectives).record_in(timeline)
+
+    def work() -> None:
+        as_device_work(collectives, "encode", 3, time.sleep, 0.05)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    as_device_work(collectives, "decode", None, time.sleep, 0.02)
+    thread.join()
+    assert {(one.lane, one.name) for one in timeline.spans} == {
+        ("encode", "bucket 3"),
+        ("decode", "all buckets"),
+    }
+    for one in timeline.spans:
+        slept_s = 0.05 if one.lane == "encode" else 0.02
+        assert slept_s <= one.end_s - one.start_s < slept_s + 0.5
+
+
+def test_nothing_is_shown_when_nothing_is_recorded() -> None:
+    collectives, timeline = PairwiseCollectives(None, None, None, 0, 1), Timeline()
+    instruments = Instruments(timeline.clock, collectives)
+    instruments.record_in(timeline)
+    instruments.record_in(None)
+    as_device_work(collectives, "encode", 3, int)
+    assert timeline.spans == []
 
 
 def test_what_is_charged_passes_before_anything_else(clocks: Clocks) -> None:

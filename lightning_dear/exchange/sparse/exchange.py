@@ -42,7 +42,7 @@ from lightning_dear.exchange.sparse.owned_bucket import (
     add_up_summaries,
 )
 from lightning_dear.exchange.sparse.regions import are_filled, largest_of_all
-from lightning_dear.telemetry.device_work import device_work
+from lightning_dear.telemetry.device_work import as_device_work
 
 
 def check_buckets(codec: SparseAllReduce, traffic: Traffic) -> None:
@@ -151,8 +151,8 @@ class TreeBucket(SparseBucket):
         children = [rank + step for step in steps if rank + step < world_size]
         for child in children:
             received = self._receive(child, number)
-            with device_work():
-                own = self._largest_of_both(own, received, scale)
+            merge = self._largest_of_both, own, received, scale
+            own = as_device_work(self._collectives, "encode", number, *merge)
         if rank:
             self._send(own, [rank - below], number)
             own = self._receive(rank - below, number)
@@ -229,7 +229,7 @@ class SparseExchange(WholeSparseExchange):
         super().note_used(used, keeps=keeps)
         # What a rank refuses, all do.
         if keeps and self._refusal is None:
-            self._prepare(self._choose)().wait()
+            self._prepare(None, self._choose)().wait()
 
     def _choose(self) -> Sending:
         """Leaves in means what owners keep, but for those of which they have to agree first."""
@@ -282,7 +282,7 @@ class SparseExchange(WholeSparseExchange):
         """Packs what this rank's region keeps; what is returned sends it to all."""
         one = self.coded[bucket.number]
         if one.is_sparse and not one.is_filled:
-            return self._prepare(partial(self._pack, one))
+            return self._prepare(bucket, partial(self._pack, one))
         if one.is_sparse:
             # Of equal regions: all of it arrives.
             one.take_sent().clear()
