@@ -61,7 +61,7 @@ def script_of(row: Ranked) -> str:
     """Return what a script builds its trainer with to use it."""
     words = re.findall(r"(fusion|compressor)=(\w+)", row.overrides or "")
     options = ", ".join(f'{name}="{value}"' for name, value in words)
-    return f"Trainer(strategy={_SCRIPTS.get(row.name, f'DearStrategy({options})')}, ...)"
+    return f"Trainer(strategy={_SCRIPTS.get(row.name, f'DearStrategy({options})')})"
 
 
 @dataclass(frozen=True)
