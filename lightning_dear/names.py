@@ -18,6 +18,19 @@ def is_meant(name: str, names: Iterable[str]) -> str:
     return f" Is {close[0]!r} meant?" if close else ""
 
 
+def check_name(what: str, name: str, names: Iterable[str]) -> str:
+    """Return `name`, which must be one of `names`.
+
+    Raises:
+        ValueError: If it is none; the message lists them. `what` says what they are names of.
+    """
+    known = list(names)
+    if name not in known:
+        valid = ", ".join(known)
+        raise ValueError(f"Unknown {what} {name!r}; valid ones: {valid}.{is_meant(name, known)}")
+    return name
+
+
 def need(
     what: str, *modules: str, extra: str = "apps", error: type[BaseException] = ModuleNotFoundError
 ) -> None:

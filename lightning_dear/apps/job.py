@@ -1,6 +1,7 @@
 """Running one job of possibly many in one process: its environment, its errors, its end."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dear.strategy.launchers import job_end
 from lightning_dear.studies.files import write_text
 from lightning_dear.studies.interrupts import INTERRUPTS
 
@@ -25,6 +25,8 @@ def isolated_job() -> Iterator[None]:
 
     Blocks in the end until the ranks that the job has started have ended.
     """
+    from lightning_dear.strategy.launchers import job_end
+
     environment, end = dict(os.environ), job_end()
     yield
     # Not after an error: the process is about to end, and an NCCL group may block in here.
@@ -98,12 +100,7 @@ def describe(error: BaseException) -> str:
     """Return the message of ``error``, or of what Hydra met while it built an object."""
     key = ""
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
-        key = key or _full_key(error)
+        key = key or "".join(re.findall(r"^full_key: (.*)", str(error), re.MULTILINE))
         error = error.__cause__
     place = f" (while building `{key}`)" if key else ""
     return f"{type(error).__name__}: {error}{place}"
-
-
-def _full_key(error: InstantiationException) -> str:
-    last_line = str(error).splitlines()[-1]
-    return last_line.removeprefix("full_key: ") if last_line.startswith("full_key: ") else ""

@@ -9,11 +9,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import version
 from inspect import cleandoc
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,12 @@ class Program:
     Attributes:
         name: As it is typed.
         config: Its config's name in `conf/`.
-        module: What is imported for its jobs: each is `run_job(cfg, program)` of that module.
+        module: Of `lightning_dear.apps`; a job is its `run_job(cfg, program)`.
         what: Its help, without the groups of its config.
-        shown_by: A module whose `show_again(folder)` makes the report of a folder again, if any.
+        shown_by: Of `lightning_dear.studies`, if its `show_again(folder)` makes a report again.
         trains: Whether Lightning's own training is the job: Lightning ends it at a signal then,
             and it needs no extra.
-        folder: Where the present job writes; set by the job.
+        folder: Where the present job writes; nowhere before it begins.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Program:
     what: str | None
     shown_by: str = ""
     trains: bool = False
-    folder: Path | None = None
+    folder: Path = Path(os.devnull)
     _is_first: bool = field(default_factory=lambda: _STARTED_VARIABLE not in os.environ)
 
     def main(self) -> None:
@@ -89,28 +90,43 @@ class Program:
     def _run(self) -> None:
         """Have Hydra compose what the command line says, and run jobs of it."""
         import hydra
+        from hydra.core.hydra_config import HydraConfig
 
-        def job(cfg: Any) -> Any:
-            if self._is_first and _STARTED_VARIABLE not in os.environ:
-                os.environ[_STARTED_VARIABLE] = self.name
-                print(f"{self.name}: loading torch and Lightning ...", file=sys.stderr, flush=True)
-            return import_module(self.module).run_job(cfg, self)
+        from lightning_dear.apps import job, keys
+
+        stderr, held = sys.stderr, StringIO()
+
+        def run(cfg: Any) -> Any:
+            stderr.write(held.getvalue())
+            held.truncate(held.seek(0))
+            with redirect_stderr(stderr), job.one_message(self.name):
+                config = HydraConfig.get()
+                if str(config.mode) == "RunMode.MULTIRUN":
+                    keys.check(self.name, cfg, config)
+                if self._is_first and _STARTED_VARIABLE not in os.environ:
+                    os.environ[_STARTED_VARIABLE] = self.name
+                    print(f"{self.name}: loading torch and Lightning ...", file=stderr, flush=True)
+                self.folder = Path(config.runtime.output_dir)
+                module = import_module(f"{__package__}.{self.module}")
+                with job.isolated_job():
+                    return module.run_job(cfg, self)
 
         try:
-            hydra.main(str(conf_dir()), self.config, version_base="1.3")(job)()
-        except SystemExit as end:
-            # Hydra has printed what it could not compose, and ends.
-            if meant := _is_meant(end.__context__, self.config):
-                print(meant.strip(), file=sys.stderr)
-            raise
+            # What Hydra says of a config before a job begins may be said better.
+            with redirect_stderr(held):
+                hydra.main(str(conf_dir()), self.config, version_base="1.3")(run)()
+        finally:
+            if said := held.getvalue():
+                end = sys.exc_info()[1]
+                stderr.write(_meant(getattr(end, "__context__", None), self) or said)
         # Nothing was imported for what needs no job, as --cfg.
-        getattr(sys.modules.get(self.module), "jobs_end", lambda: None)()
+        getattr(sys.modules.get(f"{__package__}.{self.module}"), "jobs_end", lambda: None)()
 
     def _report(self, arguments: list[str]) -> None:
         if len(arguments) != 1 or arguments[0].startswith("-"):
             raise SystemExit(f"usage: {self.name} report FOLDER (of a run, finished or not)")
         try:
-            import_module(self.shown_by).show_again(Path(arguments[0]))
+            import_module(f"lightning_dear.studies.{self.shown_by}").show_again(Path(arguments[0]))
         except ValueError as error:
             raise SystemExit(f"{self.name}: {error}") from None
 
@@ -134,21 +150,22 @@ class Program:
         """Print it on stderr, in the first process of the job."""
         if self._is_first:
             again = "Interrupted before anything was written: start it again."
-            if self.folder is not None and (self.folder / "summary.csv").exists():
+            if (self.folder / "summary.csv").exists():
                 again = f"Interrupted: add hydra.run.dir={self.folder} to the command to go on."
-            elif self.folder is not None and (self.folder / "table.txt").exists():
+            elif (self.folder / "table.txt").exists():
                 again = f"Interrupted: what was finished is in {self.folder}."
-            print(f"{self.name}: {again}", file=sys.stderr, flush=True)
+            print(f"{self.name}: {again}", file=sys.__stderr__, flush=True)
 
 
-def _is_meant(error: BaseException | None, config: str) -> str:
-    """A question to append to what Hydra could not compose; empty where nothing comes close."""
-    cause = getattr(error, "__cause__", None)
+def _meant(error: BaseException | None, program: Program) -> str:
+    """A sentence instead of Hydra's on what it could not compose; empty if nothing comes close."""
+    cause, wrong, known = getattr(error, "__cause__", None), "", list[str]()
     if (parent := getattr(cause, "parent_node", None)) is not None:
-        return is_meant(str(getattr(cause, "key", "")), map(str, parent))
-    if options := getattr(error, "options", None):
-        return is_meant(Path(str(getattr(error, "missing_cfg_file", ""))).name, options)
-    if found := re.match(r"Could not override '(\w+)'", str(error)):
-        text = (conf_dir() / f"{config}.yaml").read_text()
-        return is_meant(found[1], re.findall(r"^(?:  - )?(\w+):", text, re.MULTILINE))
-    return ""
+        wrong, known = str(getattr(cause, "key", "")), list(map(str, parent))
+    elif options := getattr(error, "options", None):
+        wrong, known = Path(str(getattr(error, "missing_cfg_file", ""))).name, options
+    elif found := re.match(r"Could not override '(\w+)'", str(error)):
+        text = (conf_dir() / f"{program.config}.yaml").read_text()
+        wrong, known = found[1], re.findall(r"^(?:  - )?(\w+):", text, re.MULTILINE)
+    question = is_meant(wrong, known)
+    return question and f"{program.name}: Unknown name {wrong!r}.{question}\n"

@@ -21,9 +21,8 @@ def train() -> None:
 
     Options are those of the config: GROUP=NAME chooses a file, GROUP.OPTION=VALUE changes it.
     """
-    module = "lightning_dear.apps.train.train"
     # Lightning itself ends a training at a signal.
-    Program("dear-train", "train", module, train.__doc__, trains=True).main()
+    Program("dear-train", "train", "train.train", train.__doc__, trains=True).main()
 
 
 def bench() -> None:
@@ -37,8 +36,7 @@ def bench() -> None:
     Links are emulated on Linux, with iproute2. A run that was interrupted goes on with
     hydra.run.dir=FOLDER.
     """
-    run, shown_by = "lightning_dear.apps.bench.run", "lightning_dear.studies.comparison"
-    Program("dear-bench", "bench", run, bench.__doc__, shown_by).main()
+    Program("dear-bench", "bench", "bench.run", bench.__doc__, "comparison").main()
 
 
 def converge() -> None:
@@ -51,8 +49,7 @@ def converge() -> None:
 
     A run that was interrupted goes on with hydra.run.dir=FOLDER.
     """
-    run, shown_by = "lightning_dear.apps.converge.run", "lightning_dear.studies.convergence"
-    Program("dear-converge", "converge", run, converge.__doc__, shown_by).main()
+    Program("dear-converge", "converge", "converge.run", converge.__doc__, "convergence").main()
 
 
 def plan() -> None:
@@ -70,7 +67,7 @@ def plan() -> None:
         sys.argv.pop(1)
         runpy.run_module("lightning_dear.apps.calibrate", run_name="__main__", alter_sys=True)
     else:
-        Program("dear-plan", "plan", "lightning_dear.apps.plan.report", plan.__doc__).main()
+        Program("dear-plan", "plan", "plan.report", plan.__doc__).main()
 
 
 def calibrate() -> None:
@@ -82,7 +79,7 @@ def calibrate() -> None:
 
     Prints the command that predicts with what was measured.
     """
-    module = "lightning_dear.apps.calibrate.calibrate"
+    module = "calibrate.calibrate"
     Program("dear-plan calibrate", "calibrate", module, calibrate.__doc__).main()
 
 
@@ -99,8 +96,7 @@ def recipe() -> None:
     known = {one.parent.name: one for one in sorted(recipes_dir().glob("*/make.py"))}
     if name in known:
         sys.argv.pop(1)
-        run = "lightning_dear.apps.recipe.run"
-        Program("dear-recipe", f"recipe/{name}", run, recipe.__doc__).main()
+        Program("dear-recipe", f"recipe/{name}", "recipe.run", recipe.__doc__).main()
         return
     asks = name in ("", "-h", "--help")
     pages = {one: make.with_name("README.md").read_text() for one, make in known.items()}

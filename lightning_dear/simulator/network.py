@@ -14,6 +14,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from lightning_dear.names import check_name
+
 Algorithm = Literal["pairwise", "two_hops", "ring", "tree", "best"]
 """How a collective goes about it.
 
@@ -129,10 +131,7 @@ class Network:
         for name in ("world_size", "ranks_per_node"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        if self.algorithm not in ALGORITHMS:
-            raise ValueError(
-                f"Unknown algorithm {self.algorithm!r}; valid ones: {', '.join(ALGORITHMS)}."
-            )
+        check_name("algorithm", self.algorithm, ALGORITHMS)
         if self.num_nodes > 1 and self.world_size % self.ranks_in_node:
             raise ValueError(
                 f"{self.world_size} ranks do not fill nodes of {self.ranks_per_node}; let all nodes"

@@ -89,7 +89,7 @@ def recommended(rows: Sequence[Ranked], baseline: str = "ddp", enough: float = E
     """What to use: the fastest of those that a command line can ask for, or the baseline.
 
     The baseline stays where the fastest is faster by no more than `enough`, and so does DDP with
-    its own bf16 hook, which is simpler than anything of ours.
+    a hook of its own, which is simpler than anything of ours.
 
     Raises:
         ValueError: If none of `rows` can be run.
@@ -98,7 +98,8 @@ def recommended(rows: Sequence[Ranked], baseline: str = "ddp", enough: float = E
     if not runnable:
         raise ValueError("None of these strategies can be run; add ddp or dear.")
     steps_s = {name: row.step.step_s for name, row in runnable.items()}
-    picks = {simple: chosen(steps_s, simple, enough) for simple in (baseline, "ddp_bf16")}
+    hooks = [name for row in rows for name in row.strategy.hooks.values()]
+    picks = {simple: chosen(steps_s, simple, enough) for simple in (baseline, *hooks)}
     return runnable[next((one for one in picks if picks[one] == one), picks[baseline])]
 
 

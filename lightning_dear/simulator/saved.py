@@ -71,6 +71,5 @@ def _codec(fields: Mapping[str, Any]) -> CodecCost:
     made: dict[str, Any] = {
         key: Linear(**value) if isinstance(value, Mapping) else value
         for key, value in fields.items()
-        if key != "kept_bytes"  # In files of before.
     }
     return CodecCost(**made)

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
-from lightning_dear.names import is_meant
+from lightning_dear.names import check_name
 from lightning_dear.planning import (
     FUSIONS,
-    AutoFusion,
     BucketPlan,
-    FusionPlanner,
     LinkCost,
-    MergeCompFusion,
     MGWFBPFusion,
     NoFusion,
     SearchingPlanner,
     TensorSpec,
     ThresholdFusion,
 )
-from lightning_dear.planning.fusion import fuse_groups
+from lightning_dear.planning.fusion import MIB, fuse_groups
 from lightning_dear.planning.measured import NO_CODEC
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.programme import backward_order
@@ -32,19 +29,13 @@ from lightning_dear.simulator.schedule import Schedule, partitioned_program, sin
 from lightning_dear.simulator.simulate import simulate
 from lightning_dear.simulator.workload import Workload
 
-MIB = 1 << 20
 HOROVOD_FUSION_MB = 128.0
 """Of its buffer, and so of a bucket; HOROVOD_FUSION_THRESHOLD's default since 0.21, 64 before."""
 
 HOROVOD_CYCLE_S = 1e-3
 """HOROVOD_CYCLE_TIME's default since 0.21; 5 ms before."""
 
-PAPER_CAP_MB = 25.0
-"""DeAR's buckets as published."""
-
 OURS = Schedule()
-ALONE = "single"
-"""What the others are measured against: it is no way to train with many ranks."""
 
 Builder = Callable[[Workload, Network], Program]
 
@@ -55,7 +46,6 @@ class Strategy:
 
     Attributes:
         name: Its key in `STRATEGIES`.
-        what: In a line, for people.
         build: Makes its step of a workload on a network.
         overrides: What `dear-train` takes to use it; None where it cannot.
         compresses: What a workload's compressor is to it: it has halves to encode, or all-reduces,
@@ -66,7 +56,6 @@ class Strategy:
     """
 
     name: str
-    what: str
     build: Builder
     overrides: str | None = None
     compresses: Literal["no", "halves", "whole"] = "no"
@@ -130,11 +119,10 @@ def planned(
     return build
 
 
-def as_published(bucket_cap_mb: float | None) -> Builder:
+def as_published(cap_mb: float | None) -> Builder:
     """DeAR's schedule, in buckets up to a cap; without one in a bucket for every tensor."""
-    fusion: FusionPlanner = NoFusion()
-    if bucket_cap_mb is not None:
-        fusion = ThresholdFusion(bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=bucket_cap_mb)
+    caps: Any = {"bucket_cap_mb": cap_mb, "first_bucket_cap_mb": cap_mb}
+    fusion = NoFusion() if cap_mb is None else ThresholdFusion(**caps)
     return planned(fusion.plan, Schedule(gathers="one_ahead", steps_late=True))
 
 
@@ -176,18 +164,14 @@ def linear(workload: Workload, network: Network) -> LinkCost:
     )
 
 
-def mgwfbp_plan(workload: Workload, network: Network) -> BucketPlan:
+def _mgwfbp(workload: Workload, network: Network) -> Program:
     """MG-WFBP's rule with the cost of an all-reduce."""
     link = linear(workload, network).all_reduce
     assert link is not None
     as_half = LinkCost(link.alpha_s, 2 * link.beta_s)
     times = workload.sharded_times(network.world_size)
     model = StepModel(workload.tensors, network.world_size, times, as_half)
-    return whole(MGWFBPFusion().best_plan(model))
-
-
-def _mgwfbp(workload: Workload, network: Network) -> Program:
-    return OURS.program(mgwfbp_plan(workload, network), workload, network)
+    return OURS.program(whole(MGWFBPFusion().best_plan(model)), workload, network)
 
 
 def horovod_program(
@@ -226,109 +210,66 @@ _ZERO = Schedule(gathers="at_once", uses_the_backends=True)
 _FSDP2 = Schedule(gathers="one_ahead", uses_the_backends=True, shards_tensors=True)
 _DDP = Schedule(is_ddp=True)
 
-STRATEGIES: dict[str, Strategy] = {
-    one.name: one
-    for one in (
-        Strategy(ALONE, "one rank alone: nothing is sent", single_program),
-        Strategy(
-            "wfbp",
-            "an all-reduce for every tensor, as soon as its gradient is there",
-            planned(NoFusion().plan, _DDP, all_reduces=True),
-            "strategy=wfbp",
-            compresses="whole",
-        ),
-        Strategy(
-            "ddp",
-            "DistributedDataParallel: all-reduces of 25 MiB, the first of 1 MiB",
-            planned(everything_all_reduced, _DDP),
-            "strategy=ddp",
-            compresses="whole",
-            hooks={"bf16": "ddp_bf16"},
-        ),
-        Strategy(
-            "horovod",
-            "all-reduces of what each cycle of 1 ms finds, up to 128 MiB",
-            horovod_program,
-            compresses="whole",
-        ),
-        Strategy("mgwfbp", "all-reduces, merged by MG-WFBP's rule", _mgwfbp, compresses="whole"),
-        Strategy(
-            "bytescheduler",
-            "all-reduces of 4 MiB, those that forward needs first before the others",
-            partitioned_program,
-        ),
-        Strategy(
-            "zero",
-            "ZeRO-2: reduce-scatters in backward, all-gathers before the next forward",
-            in_units(_ZERO),
-        ),
-        Strategy(
-            "fsdp2",
-            "FSDP2 that keeps parameters: all-gathers in forward, one ahead",
-            in_units(_FSDP2),
-            "strategy=fsdp2_zero2",
-        ),
-        Strategy(
-            "dear_paper",
-            "DeAR as published: gradients are gathered one ahead, every rank steps all",
-            as_published(PAPER_CAP_MB),
-            "strategy=dear_paper",
-        ),
-        Strategy(
-            "dear",
-            "ours, in buckets of 8 to 25 MiB",
-            planned(ThresholdFusion().plan),
-            "strategy=dear",
-            compresses="halves",
-        ),
-        Strategy(
-            "dear_mergecomp",
-            "ours, in the buckets that are predicted to be best",
-            searched(MergeCompFusion()),
-            "strategy=dear fusion=mergecomp",
-            compresses="halves",
-            searches=True,
-        ),
-        Strategy(
-            "dear_auto",
-            "ours, in the best buckets of those it measures, a tenth of them all-reduced",
-            searched(AutoFusion()),
-            "strategy=dear fusion=auto",
-            plans_for_codecs=False,
-            searches=True,
-        ),
-    )
-}
-"""Name -> strategy."""
-
-
 FUSED = "dear_"
-"""Before the name of a fusion: ours with it, where it is not a strategy of its own."""
+"""Before the name of a fusion: ours with it."""
 
 
-def resolve_strategy(name: str) -> Strategy:
-    """The strategy of that name, or ours with a fusion: "dear_bayesian".
-
-    Raises:
-        ValueError: If there is none; the message lists the names.
-    """
-    if name in STRATEGIES:
-        return STRATEGIES[name]
-    fusion = name.removeprefix(FUSED)
-    if not name.startswith(FUSED) or fusion not in FUSIONS:
-        fused = (FUSED + one for one in FUSIONS)
-        valid = ", ".join(dict.fromkeys([*STRATEGIES, *fused]))
-        raise ValueError(
-            f"Unknown strategy {name!r}; valid ones: {valid}.{is_meant(name, STRATEGIES)}"
-        )
+def _fused(fusion: str) -> Strategy:
     planner = FUSIONS[fusion]()
     is_searched = isinstance(planner, SearchingPlanner)
     return Strategy(
-        name,
-        f"ours, in the buckets of fusion={fusion}",
+        FUSED + fusion,
         searched(planner) if is_searched else planned(planner.plan),
         f"strategy=dear fusion={fusion}",
         compresses="halves",
         plans_for_codecs=not is_searched or getattr(planner, "plans_for_codecs", False),
         searches=is_searched,
     )
+
+
+_EACH = planned(NoFusion().plan, _DDP, all_reduces=True)
+_IN_CAPS = planned(everything_all_reduced, _DDP)
+
+STRATEGIES: dict[str, Strategy] = {
+    one.name: one
+    for one in (
+        # One rank alone, which sends nothing: what the others are measured against.
+        Strategy("single", single_program),
+        # An all-reduce for every tensor, as soon as its gradient is there.
+        Strategy("wfbp", _EACH, "strategy=wfbp", "whole"),
+        # DistributedDataParallel: all-reduces of 25 MiB, the first of 1 MiB.
+        Strategy("ddp", _IN_CAPS, "strategy=ddp", "whole", hooks={"bf16": "ddp_bf16"}),
+        # All-reduces of what each cycle of 1 ms finds, up to 128 MiB.
+        Strategy("horovod", horovod_program, compresses="whole"),
+        Strategy("mgwfbp", _mgwfbp, compresses="whole"),
+        # All-reduces of 4 MiB, those that forward needs first before the others.
+        Strategy("bytescheduler", partitioned_program),
+        # ZeRO-2: reduce-scatters in backward, all-gathers before the next forward.
+        Strategy("zero", in_units(_ZERO)),
+        # FSDP2 that keeps parameters: all-gathers in forward, one ahead.
+        Strategy("fsdp2", in_units(_FSDP2), "strategy=fsdp2_zero2"),
+        # DeAR as published: gradients are gathered one ahead, every rank steps all.
+        Strategy("dear_paper", as_published(25.0), "strategy=dear_paper"),
+        # Ours: in buckets of 8 to 25 MiB, in those that are predicted to be best, in measured ones.
+        Strategy("dear", planned(ThresholdFusion().plan), "strategy=dear", "halves"),
+        _fused("mergecomp"),
+        _fused("auto"),
+    )
+}
+"""Name -> strategy."""
+
+HOOKS = {hooked: (one, name) for one in STRATEGIES.values() for name, hooked in one.hooks.items()}
+"""What `dear-train` calls a strategy with a hook of its own -> that strategy and the compressor."""
+
+
+def resolve_strategy(name: str) -> Strategy:
+    """The strategy of that name, the one that has a hook of that name, or ours with a fusion.
+
+    Raises:
+        ValueError: If there is none; the message lists the names.
+    """
+    known = STRATEGIES | {hooked: one for hooked, (one, _) in HOOKS.items()}
+    fused = [FUSED + one for one in FUSIONS]
+    if name not in known and name in fused:
+        return _fused(name.removeprefix(FUSED))
+    return known[check_name("strategy", name, dict.fromkeys([*known, *fused]))]

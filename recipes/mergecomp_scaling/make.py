@@ -90,7 +90,7 @@ def _merged(workload: Workload, network: Network) -> float:
             # All others come last, in a group of their own.
             return fuse_groups("merged", tensors, world_size, [range(place, len(tensors))])
 
-        return Strategy("merged", "", planned(plan, all_reduces=True), compresses="whole")
+        return Strategy("merged", planned(plan, all_reduces=True), compresses="whole")
 
     places = range(1, len(workload.tensors))
     return max(scaling(cut_at(place), workload, network) for place in places)

@@ -31,12 +31,8 @@ LEAST_OVER, MOST_OVER = "topkdsa", "gaussiank"
 
 OTHERS = (DENSE, LEAST_OVER, "topka", MOST_OVER, "gtopk")
 
-AT_ONCE = Strategy(
-    "at_once",
-    "their schedule: one bucket after backward",
-    planned(SingleFusion().plan, all_reduces=True),
-    compresses="whole",
-)
+AT_ONCE = Strategy("at_once", planned(SingleFusion().plan, all_reduces=True), compresses="whole")
+"""Their schedule: one bucket after backward."""
 
 _RATES = 1e6, 1e12
 """Bytes a second between which one is looked for."""

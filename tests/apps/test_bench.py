@@ -125,8 +125,7 @@ def test_a_grid_is_one_option_with_its_values() -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ("[nope]", "Unknown entry 'nope'; valid names: ddp, ddp_tuned"),
-        ("[]", "entries is empty"),
+        ("[nope]", "Unknown entry 'nope'; valid ones: ddp, ddp_tuned"),
         ("[ddp,ddp]", "ddp more than once"),
         ("[{strategy: ddp}]", "has no name"),
         (
@@ -182,10 +181,6 @@ def test_points_are_grouped_by_what_needs_other_ranks() -> None:
         {"rounds": 7, "ratio": 2, "cluster.devices": 2},
     ]
     assert len(points) == 8
-    with job("sweep={ratio: 1}") as cfg, pytest.raises(ValueError, match="lists of values"):
-        points_of(cfg)
-    with job("points=[3]") as cfg, pytest.raises(ValueError, match="mapping of overrides"):
-        points_of(cfg)
 
 
 FILES = [*(ROOT / "recipes").glob("*/README.md"), *(ROOT / "recipes").glob("*/commands.sh")]

@@ -13,12 +13,19 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_dear.apps.plan.report import plan
+from lightning_dear import DearStrategy
+from lightning_dear.apps.plan.config import world_sizes_of
+from lightning_dear.apps.plan.report import plan, script_of
 from lightning_dear.paths import conf_dir
-from lightning_dear.planning import CodecCost, CodecCosts, Linear
-from lightning_dear.simulator import Workload
+from lightning_dear.planning import CodecCost, CodecCosts, Linear, MergeCompFusion
+from lightning_dear.simulator import Program, SimulatedStep, Workload
+from lightning_dear.simulator.ranking import Ranked
 from lightning_dear.simulator.saved import save_workload
+from lightning_dear.simulator.strategies import STRATEGIES
+from lightning_dear.studies.competitors import Fsdp2Strategy
 from lightning_dear.workloads.replay import load_profile
 from tests.planning.models import chain
 from tests.workloads.replaying import divided
@@ -45,6 +52,7 @@ def test_it_says_what_to_use_and_leaves_the_figures(tmp_path, capsys) -> None:
         "SIMULATED",
         "Use ddp_bf16",
         "dear-train strategy=ddp_bf16\n",
+        "In a script: Trainer(strategy=DDPStrategy(ddp_comm_hook=",
         "(dear): dear-train strategy=dear\n",
     ):
         assert words in said
@@ -55,6 +63,51 @@ def test_it_says_what_to_use_and_leaves_the_figures(tmp_path, capsys) -> None:
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
     assert "Cannot be run with dear-train, for comparing: single" in said
     assert max(map(len, table_of(said))) <= 100
+
+
+def test_ddp_with_its_hook_can_be_asked_for_by_its_name(tmp_path, capsys) -> None:
+    few = ("world_sizes=[4]", "cluster.num_nodes=4", "compressors=[]")
+    planned(tmp_path, "strategies=[ddp]", *few)
+    (row,) = [one for one in table_of(capsys.readouterr().out) if one.startswith("ddp_bf16 ")]
+    assert planned(tmp_path, "strategies=[ddp_bf16]", *few).name == "ddp_bf16"
+    (alone,) = [one for one in table_of(capsys.readouterr().out) if one.startswith("ddp_bf16 ")]
+    # Without ddp there is nothing to be compared with.
+    assert alone.split()[:3] == row.split()[:3]
+    assert len((tmp_path / "plan.csv").read_text().splitlines()) == 2
+
+
+def test_scripts_build_what_is_advised() -> None:
+    known = {
+        "Trainer": lambda strategy: strategy,
+        **{"DDPStrategy": DDPStrategy, "DearStrategy": DearStrategy},
+        **{"Fsdp2Strategy": Fsdp2Strategy, "default_hooks": default_hooks},
+    }
+    step = SimulatedStep(Program("", ()), 1.0, {}, 0.0, ())
+    built = {}
+    for one in STRATEGIES.values():
+        if one.overrides is not None:
+            built[one.name] = eval(script_of(Ranked(one, step, overrides=one.overrides)), known)
+    assert (built["ddp"], built["dear"]) == ("ddp", "dear")
+    assert built["dear_paper"]._options.gather == "gradients"
+    assert isinstance(built["dear_mergecomp"]._fusion, MergeCompFusion)
+    assert isinstance(built["fsdp2"], Fsdp2Strategy)
+    overrides = "strategy=dear fusion=mergecomp compressor=int8"
+    row = Ranked(STRATEGIES["dear_mergecomp"], step, "int8", overrides)
+    ours = 'DearStrategy(fusion="mergecomp", compressor="int8")'
+    assert script_of(row) == f"Trainer(strategy={ours})"
+    hooked = Ranked(STRATEGIES["ddp"], step, "bf16", "strategy=ddp_bf16")
+    assert eval(script_of(hooked), known)._ddp_comm_hook is default_hooks.bf16_compress_hook
+
+
+@pytest.mark.parametrize(
+    ("asked", "sizes"),
+    [("null", [1, 2, 4, 8, 16, 32, 64, 128]), ("[8]", [8, 16]), ("[16,1]", [1, 16])],
+)
+def test_curves_are_around_the_clusters_own_number(tmp_path, asked, sizes) -> None:
+    options = ("strategies=[single]", "compressors=[]", "cluster.num_nodes=4", "enough=0")
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        cfg = compose("plan", [*options, f"world_sizes={asked}"])
+    assert world_sizes_of(cfg) == sizes
 
 
 def table_of(said: str) -> list[str]:
@@ -108,7 +161,7 @@ def test_what_is_as_near_as_predictions_err_is_called_no_difference(tmp_path, ca
 
 
 def test_on_cpus_no_compressor_is_advised_whose_cost_is_a_gpus(tmp_path, capsys) -> None:
-    few = ("strategies=[ddp,dear]", "world_sizes=[4]", "cluster=emulated_1gbit")
+    few = ("strategies=[ddp,dear]", "world_sizes=[4]", "cluster=emulated", "cluster.rate_mbit=62.5")
     best = planned(tmp_path, *few, "cluster.num_hosts=2", "cluster.ranks_per_host=2")
     assert best.name == "dear"
     assert "Encoding is counted for a GPU" in capsys.readouterr().out
@@ -217,14 +270,8 @@ def test_what_a_host_was_measured_to_take_counts(tmp_path) -> None:
         ("strategies=[dare]", "Unknown strategy 'dare'; valid ones: single, wfbp, ddp"),
         ("cluster=gpu_host", "set cluster.devices=8"),
         ("cluster.beta_s_per_byte=null", "set cluster.beta_s_per_byte"),
-        ("algorithm=rings", "Unknown algorithm 'rings'; valid ones: pairwise"),
-        ("step_s=inf", "step_s must be finite"),
-        ("enough=2", "enough is a share of a step"),
         ("cluster=single_process", "has one rank, which sends nothing; set cluster.num_nodes"),
-        ("strategies=ddp", "strategies must be a list: strategies=[ddp]"),
-        ("world_sizes=8", "world_sizes must be a list: world_sizes=[8]"),
-        ("world_sizes=[0]", "None of world_sizes=[0] fills nodes of 4 ranks"),
-        ("world_sizes=[5,7]", "None of world_sizes=[5, 7] fills nodes of 4 ranks"),
+        ("world_sizes=[4,5,7]", "Leave [5, 7] out of world_sizes: that many ranks do not fill"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path, override, words) -> None:

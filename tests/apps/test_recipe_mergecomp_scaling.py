@@ -132,7 +132,7 @@ def test_two_groups_are_no_slower_than_any_other_two(server: Any) -> None:
     best = RECIPE._merged(encoded, network)
     assert best > RECIPE.scaling(RECIPE.LAYERWISE, encoded, network)
     single = RECIPE.Strategy(
-        "single", "", RECIPE.planned(SingleFusion().plan, all_reduces=True), compresses="whole"
+        "single", RECIPE.planned(SingleFusion().plan, all_reduces=True), compresses="whole"
     )
     assert best > RECIPE.scaling(single, encoded, network)
 

@@ -1,5 +1,6 @@
 """What `conf/bench.yaml` says: entries, points, and the config that each of them means."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
@@ -9,7 +10,7 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dear.names import is_meant
+from lightning_dear.names import check_name
 from lightning_dear.studies.block import BlockLength
 
 _OWN_KEYS = ("name", "grid", "tuning_steps", "plan_of", "rounds", "warm_up_steps")
@@ -46,10 +47,8 @@ def entries_of(cfg: DictConfig) -> list[Entry]:
             options, and too short a warm-up.
     """
     known: Any = OmegaConf.to_container(cfg.competitors)
-    entries = [_entry(cfg, one) for one in named(cfg, lambda name: _known(name, known))]
-    if not entries:
-        raise ValueError(f"entries is empty; name some of {', '.join(known)}.")
-    return entries
+    entries = named(cfg, lambda name: known[check_name("entry", name, known)])
+    return [_entry(cfg, one) for one in entries]
 
 
 def named(cfg: DictConfig, spelt_out: Callable[[str], Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -72,16 +71,6 @@ def named(cfg: DictConfig, spelt_out: Callable[[str], Mapping[str, Any]]) -> lis
     if twice:
         raise ValueError(f"entries has {', '.join(twice)} more than once; give each its own name.")
     return entries
-
-
-def _known(name: str, known: Mapping[str, Any]) -> Mapping[str, Any]:
-    if name not in known:
-        raise ValueError(
-            f"Unknown entry {name!r}; valid names: {', '.join(known)}, or give its overrides:"
-            f" {{name: mine, strategy: dear, fusion: none}}.{is_meant(name, known)}"
-        )
-    overrides: Mapping[str, Any] = known[name]
-    return overrides
 
 
 def _entry(cfg: DictConfig, one: Mapping[str, Any]) -> Entry:
@@ -111,17 +100,13 @@ def as_override(key: str, value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(_text(item) for item in value) + "]"
     if isinstance(value, str) and not value.replace("_", "a").replace(".", "a").isalnum():
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    return str(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
@@ -148,19 +133,9 @@ Setting = Mapping[str, Any]
 
 
 def points_of(cfg: DictConfig) -> list[dict[str, Any]]:
-    """Return the settings of every comparison to make; one without settings if none is listed.
-
-    Raises:
-        ValueError: If a point is not a mapping, or an option of ``sweep`` has no list of values.
-    """
+    """Return the settings of every comparison to make; one without settings if none is listed."""
     points: Any = OmegaConf.to_container(cfg.points) or [{}]
-    for point in points:
-        if not isinstance(point, dict):
-            raise ValueError(f"A point is a mapping of overrides, such as {{ratio: 2}}: {point!r}")
     swept: Any = OmegaConf.to_container(cfg.sweep) if cfg.sweep is not None else {}
-    for option, values in swept.items():
-        if not isinstance(values, list) or not values:
-            raise ValueError(f"sweep gives lists of values, such as {{{option}: [1, 2]}}: {values}")
     combinations = [dict(zip(swept, chosen, strict=True)) for chosen in product(*swept.values())]
     return [{**point, **combination} for point in points for combination in combinations]
 

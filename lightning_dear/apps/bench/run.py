@@ -19,7 +19,7 @@ from lightning_dear.emulation.launch import HOST_VARIABLE
 from lightning_dear.strategy.launchers import job_arguments
 from lightning_dear.studies import comparison
 from lightning_dear.studies.block import Rig, interface_of
-from lightning_dear.studies.files import OTHER_FOLDER, read_lines
+from lightning_dear.studies.files import OTHER_FOLDER, Line, read_lines
 from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.report import Report
 from lightning_dear.studies.summary import WORDS
@@ -36,29 +36,26 @@ def run_job(cfg: DictConfig, program: Program) -> None:
     Raises:
         SystemExit: After an error, which is printed.
     """
-    with job.one_message(program.name), job.isolated_job():
-        program.folder = folder = Path(HydraConfig.get().runtime.output_dir)
-        # All ranks come by here before any of them has measured something.
-        check_goes_on(folder, cfg)
-        points = config.points_of(cfg)
-        if os.environ.keys().isdisjoint({"RANK", "LOCAL_RANK"}):
-            check_points(points)
-        groups = config.by_cluster(points)
-        if len(groups) > 1:
-            job.folder_with(cfg)
-            run_groups(groups)
-        elif not emulated.restart_on_cluster(cfg, MODULE):
-            _run(cfg, points, folder, program)
+    # All ranks come by here before any of them has measured something.
+    check_goes_on(program.folder, cfg)
+    points = config.points_of(cfg)
+    if os.environ.keys().isdisjoint({"RANK", "LOCAL_RANK"}):
+        check_points(points)
+    groups = config.by_cluster(points)
+    if len(groups) > 1:
+        job.folder_with(cfg)
+        run_groups(groups)
+    elif not emulated.restart_on_cluster(cfg, MODULE):
+        _run(cfg, points, program)
 
 
-def _run(cfg: DictConfig, points: Sequence[config.Setting], folder: Path, program: Program) -> None:
+def _run(cfg: DictConfig, points: Sequence[config.Setting], program: Program) -> None:
     done: list[Comparison] = []
-    report = Report(
-        folder,
-        lambda: [row for one in done for row in one.rows()],
-        comparison.text_of,
-        comparison.draw,
-    )
+
+    def rows() -> list[Line]:
+        return [row for one in done for row in one.rows()]
+
+    report = Report(program.folder, rows, comparison.text_of, comparison.draw)
 
     def compare(starter: Trainer) -> None:
         strategy: Any = starter.strategy
@@ -68,7 +65,7 @@ def _run(cfg: DictConfig, points: Sequence[config.Setting], folder: Path, progra
             interface_of(starter.num_nodes) if starter.num_nodes > 1 else "",
             starter.world_size if HOST_VARIABLE in os.environ else starter.num_devices,
         )
-        known = read_lines(folder / "blocks.csv", WORDS) if rig.rank == 0 else []
+        known = read_lines(program.folder / "blocks.csv", WORDS) if rig.rank == 0 else []
         known = from_all_ranks(known)[0]
         for point in points:
             own = Comparison(point, rig, strategy.root_device, report, known)

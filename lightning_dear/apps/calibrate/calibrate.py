@@ -6,7 +6,6 @@ that writes down what it is told, and probes after its last step.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -24,7 +23,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
-from lightning_dear.apps import emulated, job
+from lightning_dear.apps import emulated
 from lightning_dear.apps.program import Program
 from lightning_dear.apps.train import train
 from lightning_dear.collectives.factory import new_collectives
@@ -40,11 +39,8 @@ from lightning_dear.simulator.workload import BLOCKS
 from lightning_dear.studies.interrupts import INTERRUPTS
 from lightning_dear.studies.probes import Costs, measure
 
-MODULE = "lightning_dear.apps.calibrate"
 _TIMEOUT = timedelta(minutes=10)
 _BYTES_PER_ELEMENT = 4
-
-log = logging.getLogger(__name__)
 
 
 class Calibration(ThresholdFusion, StepModelPlanner):
@@ -118,7 +114,8 @@ def calibrate(cfg: DictConfig) -> None:
         RuntimeError: If training ended before everything was measured.
     """
     train.check(cfg)
-    _check(cfg)
+    if not (OmegaConf.is_config(cfg.strategy) and "fusion" in cfg.strategy):
+        raise ValueError("dear-plan calibrate measures with strategy=dear; leave strategy out.")
     seed_everything(cfg.seed, workers=True, verbose=False)
     datamodule = instantiate(cfg.data, _convert_="all")
     model = instantiate(cfg.model, _convert_="all")
@@ -140,14 +137,6 @@ def calibrate(cfg: DictConfig) -> None:
         trainer.fit(model, datamodule=datamodule)
     if trainer.is_global_zero:
         _finish(cfg, trainer.world_size, probe.found)
-
-
-def _check(cfg: DictConfig) -> None:
-    if not (OmegaConf.is_config(cfg.strategy) and "fusion" in cfg.strategy):
-        raise ValueError("dear-plan calibrate measures with strategy=dear; leave strategy out.")
-    chosen = HydraConfig.get().overrides.task
-    if any(word.lstrip("+~").startswith("fusion") for word in chosen):
-        log.warning("fusion is ignored: calibration trains in the default buckets.")
 
 
 def _finish(cfg: DictConfig, world_size: int, found: tuple[Workload, Costs] | None) -> None:
@@ -214,6 +203,5 @@ def _curve(times_s: Mapping[int, list[float]], world_size: int) -> dict[str, lis
 
 def run_job(cfg: DictConfig, program: Program) -> None:
     """Calibrates once."""
-    with job.one_message(program.name), job.isolated_job():
-        if not emulated.restart_on_cluster(cfg, MODULE):
-            calibrate(cfg)
+    if not emulated.restart_on_cluster(cfg, "lightning_dear.apps.calibrate"):
+        calibrate(cfg)

@@ -16,7 +16,7 @@ from lightning_dear.apps.bench.build import build_strategy
 from lightning_dear.apps.bench.config import as_override, composed, named, overrides_of
 from lightning_dear.engine.trained_parameters import check_momentum
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.studies.convergence import Asked, Metric
+from lightning_dear.studies.convergence import Asked
 
 _OWN_KEYS = ("name", "reference", "below", "control", "lr_factors", "dense_shares")
 _IN_A_KEY = ("model", "data", "trainer", "strategy")
@@ -160,24 +160,6 @@ def buckets_of(cfg: DictConfig) -> dict[str, tuple[str, ...]]:
     """Return name -> overrides of every bucketing; options are tried with the last one."""
     buckets: Any = OmegaConf.to_container(cfg.buckets)
     return {str(name): overrides_of(overrides) for name, overrides in buckets.items()}
-
-
-def metric_of(cfg: DictConfig) -> Metric:
-    """Return how the ends of trainings are judged."""
-    options: Any = OmegaConf.to_container(cfg.metric, throw_on_missing=True)
-    return Metric(**options)
-
-
-def check(cfg: DictConfig) -> None:
-    """Raise ValueError for seeds that leave nothing to compare."""
-    if len(cfg.seeds) < 2 or len(set(cfg.seeds)) < len(cfg.seeds):
-        raise ValueError(f"seeds must be at least 2 different ones, got {list(cfg.seeds)}.")
-    has_choice = len(cfg.reference_lr_factors) > 1
-    if (has_choice and not cfg.tuning_seeds) or set(cfg.tuning_seeds) & set(cfg.seeds):
-        raise ValueError(
-            f"tuning_seeds must be others than seeds, got {list(cfg.tuning_seeds)}: what is chosen"
-            " on a seed ends better on it."
-        )
 
 
 def config_of(entry: Entry, buckets: Sequence[str], options: Options, lr: float) -> DictConfig:

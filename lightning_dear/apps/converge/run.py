@@ -5,13 +5,12 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer, seed_everything
 from omegaconf import DictConfig
 from torch import Tensor
 
-from lightning_dear.apps import emulated, job
+from lightning_dear.apps import emulated
 from lightning_dear.apps.bench import build
 from lightning_dear.apps.converge import config
 from lightning_dear.apps.program import Program
@@ -22,8 +21,6 @@ from lightning_dear.studies.files import Line
 from lightning_dear.studies.machine import sent_bytes
 from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.report import Report
-
-MODULE = "lightning_dear.apps.converge"
 
 
 def run_job(cfg: DictConfig, program: Program) -> None:
@@ -39,12 +36,9 @@ def run_job(cfg: DictConfig, program: Program) -> None:
     Raises:
         SystemExit: After an error, which is printed.
     """
-    with job.one_message(program.name), job.isolated_job():
-        program.folder = folder = Path(HydraConfig.get().runtime.output_dir)
-        config.check(cfg)
-        study = Study(cfg, config.entries_of(cfg), folder)
-        if not emulated.restart_on_cluster(cfg, MODULE):
-            build.run_on_ranks(cfg, study.run, study.report, program)
+    study = Study(cfg, config.entries_of(cfg), program.folder)
+    if not emulated.restart_on_cluster(cfg, "lightning_dear.apps.converge"):
+        build.run_on_ranks(cfg, study.run, study.report, program)
 
 
 class Study:
@@ -64,7 +58,7 @@ class Study:
         self._cfg = cfg
         self._entries = entries
         self._buckets = config.buckets_of(cfg)
-        self._metric = config.metric_of(cfg)
+        self._metric = convergence.Metric(**cfg.metric)
         self._starts: dict[int, Line] = {}
         self.trials: list[Line] = []
         self.report = Report(folder, self._rows, _text_of, convergence.draw)

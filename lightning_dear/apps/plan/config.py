@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightning_dear.compression import Compressor
 from lightning_dear.simulator import Algorithm, Curve, Link, Network, Workload
 from lightning_dear.simulator.ranking import pairs
 from lightning_dear.simulator.saved import load_workload
-from lightning_dear.simulator.strategies import STRATEGIES, Strategy, resolve_strategy
+from lightning_dear.simulator.strategies import HOOKS, STRATEGIES, Strategy, resolve_strategy
 from lightning_dear.studies.device_costs import Device, halves_costs, whole_costs
 from lightning_dear.workloads.replay.profile import load_profile, planned
 
@@ -47,13 +47,11 @@ def workloads_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[W
     """Return `workload`, and the same with each of `cfg.compressors`, among so many ranks.
 
     Raises:
-        ValueError: If a name is unknown, or the model was measured with a compressor.
+        ValueError: If the model was measured with a compressor.
     """
     names = cfg.compressors
     if names is None:
         names = DEFAULT_COMPRESSORS if workload.codecs.are_none else ()
-    elif isinstance(names, str):
-        raise ValueError(f"compressors must be a list: compressors=[{names}].")
     names = [name for name in names if name != "none"]
     if names and not workload.codecs.are_none:
         raise ValueError(
@@ -99,14 +97,16 @@ def _measured(cfg: DictConfig) -> Workload:
     return load_workload(cfg.profile)
 
 
-def network_of(cfg: DictConfig, world_size: int | None = None) -> Network:
+def network_of(
+    cluster: DictConfig, algorithm: Algorithm = "best", world_size: int | None = None
+) -> Network:
     """Return the cluster's network, for another number of ranks if one is given.
 
     Raises:
         ValueError: If the cluster's file lacks something, or has one rank.
     """
-    cluster = cfg.cluster
-    if cluster.beta_s_per_byte is None and cluster.get("rate_mbit") is None:
+    beta_s, rate_mbit = cluster.beta_s_per_byte, cluster.get("rate_mbit")
+    if beta_s is None and rate_mbit is None:
         raise ValueError(
             "The cluster's file says nothing of its links; set cluster.beta_s_per_byte (seconds a"
             " byte: 8.0e-10 at 10 Gb/s) and cluster.alpha_s."
@@ -124,16 +124,19 @@ def network_of(cfg: DictConfig, world_size: int | None = None) -> Network:
             f" {cluster.only_world_size} alone; ask for as many, or choose another cluster."
         )
     if cluster.get("measured") is not None:
-        _check_measured(cfg, num_nodes, world_size)
+        _check_measured(cluster.measured, algorithm, num_nodes, world_size)
         return measured_network(cluster, world_size)
-    between = Link(float(cluster.alpha_s), _beta_s(cluster))
+    between = Link(float(cluster.alpha_s), float(8e-6 / rate_mbit if beta_s is None else beta_s))
     is_gloo = cluster.accelerator == "cpu"
+    if algorithm == "best":
+        # What the cluster's figures are of.
+        algorithm = cluster.get("algorithm") or ("two_hops" if is_gloo else "best")
     return Network(
         between=between,
         world_size=world_size,
         ranks_per_node=inside,
         within=_within(cluster, between, is_gloo),
-        algorithm=_algorithm(cfg, is_gloo),
+        algorithm=algorithm,
         has_reduce_scatter=not is_gloo,
     )
 
@@ -146,20 +149,13 @@ def _within(cluster: DictConfig, between: Link, is_gloo: bool) -> Link:
     return LOOPBACK if is_gloo and LOOPBACK.beta_s < between.beta_s else between
 
 
-def _algorithm(cfg: DictConfig, is_gloo: bool) -> Algorithm:
-    """Return what is asked for, or what the cluster's figures are of."""
-    if cfg.algorithm != "best":
-        return cfg.algorithm  # type: ignore[no-any-return]
-    return cfg.cluster.get("algorithm") or ("two_hops" if is_gloo else "best")
-
-
-def _check_measured(cfg: DictConfig, num_nodes: int, world_size: int) -> None:
-    if cfg.algorithm != "best":
+def _check_measured(
+    measured: DictConfig, algorithm: Algorithm, num_nodes: int, world_size: int
+) -> None:
+    if algorithm != "best":
         raise ValueError(
-            f"algorithm={cfg.algorithm} means nothing for a cluster that was measured; leave it"
-            " out."
+            f"algorithm={algorithm} means nothing for a cluster that was measured; leave it out."
         )
-    measured = cfg.cluster.measured
     if measured.num_nodes == 1 and (num_nodes > 1 or world_size > measured.world_size):
         raise ValueError(
             "This cluster was measured on one node, which says nothing of links between several;"
@@ -239,22 +235,10 @@ def ranks_per_node(cluster: DictConfig) -> int:
     return cluster.devices
 
 
-def _beta_s(cluster: DictConfig) -> float:
-    if cluster.beta_s_per_byte is not None:
-        return float(cluster.beta_s_per_byte)
-    return 8 / (float(cluster.rate_mbit) * 1e6)
-
-
 def strategies_of(cfg: DictConfig, workload: Workload) -> list[Strategy]:
-    """Return the strategies to compare; for null all that can be used for the workload.
-
-    Raises:
-        ValueError: If a name is unknown.
-    """
-    if isinstance(cfg.strategies, str):
-        raise ValueError(f"strategies must be a list: strategies=[{cfg.strategies}].")
+    """Return the strategies to compare; for null all that can be used for the workload."""
     if cfg.strategies is not None:
-        return [resolve_strategy(name) for name in cfg.strategies]
+        return [resolve_strategy(name) for name in cfg.strategies if name not in HOOKS]
     has_codec = not workload.codecs.are_none
     return [one for one in STRATEGIES.values() if one.plans_for_codecs or not has_codec]
 
@@ -265,13 +249,12 @@ def cases_of(
     """Return each strategy with each compressor to predict, and DDP's hooks in any case."""
     strategies = strategies_of(cfg, workload)
     cases = pairs(strategies, workloads_of(cfg, workload, world_size))
-    there = {(strategy.name, one.compressor) for strategy, one in cases}
-    device = device_of(cfg)
-    for strategy in strategies:
-        for name in strategy.hooks:
-            if (strategy.name, name) not in there:
-                hooked = compressed(workload.uncompressed, name, device, world_size)
-                cases.append((strategy, hooked))
+    there, names = [(strategy.name, one.compressor) for strategy, one in cases], cfg.strategies
+    for hooked, (strategy, name) in HOOKS.items():
+        is_asked = strategy in strategies or hooked in (names or ())
+        if is_asked and (strategy.name, name) not in there:
+            one = compressed(workload.uncompressed, name, device_of(cfg), world_size)
+            cases.append((strategy, one))
     # What cannot be run is shown as it is known, unless it was asked for.
     return [
         (strategy, one)
@@ -283,37 +266,26 @@ def cases_of(
 
 
 def world_sizes_of(cfg: DictConfig) -> list[int]:
-    """Return the numbers of ranks of the scaling curves: those that fill nodes and are known of.
+    """Return the numbers of ranks of the scaling curves, the cluster's own among them.
+
+    For null from an eighth of that to eight times as many, and one; those are left out that do not
+    fill nodes, or of which nothing is known.
 
     Raises:
-        ValueError: If they are no list, or none is left.
+        ValueError: If one that was asked for would be left out.
     """
-    if not OmegaConf.is_list(cfg.world_sizes):
-        raise ValueError(f"world_sizes must be a list: world_sizes=[{cfg.world_sizes or ''}].")
-    sizes = [int(size) for size in cfg.world_sizes]
     inside, measured = ranks_per_node(cfg.cluster), cfg.cluster.get("measured")
-    only = cfg.cluster.get("only_world_size")
+    own, only = inside * int(cfg.cluster.num_nodes), cfg.cluster.get("only_world_size")
     most = measured.world_size if measured is not None and measured.num_nodes == 1 else math.inf
-    known = [
+    asked = set(cfg.world_sizes or (1, *(own * 2**power // 8 for power in range(7))))
+    known = {
         size
-        for size in sizes
+        for size in asked
         if (size <= inside or size % inside == 0) and 1 <= size <= most and only in (None, size)
-    ]
-    if not known:
+    }
+    if cfg.world_sizes and asked != known:
         raise ValueError(
-            f"None of world_sizes={sizes} fills nodes of {inside} ranks and is a number of ranks of"
-            " which the cluster's file says something."
+            f"Leave {sorted(asked - known)} out of world_sizes: that many ranks do not fill nodes"
+            f" of {inside}, or the cluster's file says nothing of them."
         )
-    return known
-
-
-def check_numbers(cfg: DictConfig) -> None:
-    """Look at the numbers that nothing else looks at.
-
-    Raises:
-        ValueError: If they make no sense.
-    """
-    if not 0 <= float(cfg.step_s) < math.inf:
-        raise ValueError(f"step_s must be finite and not negative, got {cfg.step_s}.")
-    if not 0 <= float(cfg.enough) < 1:
-        raise ValueError(f"enough is a share of a step, 0 to 1, got {cfg.enough}.")
+    return sorted({*known, own})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -9,17 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lightning_dear.apps import job
-from lightning_dear.apps.plan.config import (
-    cases_of,
-    check_numbers,
-    network_of,
-    workload_of,
-    world_sizes_of,
-)
+from lightning_dear.apps.plan.config import cases_of, network_of, workload_of, world_sizes_of
 from lightning_dear.apps.program import Program
 from lightning_dear.planning.step import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from lightning_dear.simulator import Network, Workload
@@ -51,6 +45,23 @@ def quality_of(row: Ranked) -> str:
     if row.compressor == "none":
         return LOSSLESS
     return AS_GOOD if row.compressor in _ARE_AS_GOOD else LOSSY
+
+
+_SCRIPTS = {
+    "ddp": '"ddp"',
+    "ddp_bf16": "DDPStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook)",
+    "wfbp": "DDPStrategy(bucket_cap_mb=1e-6)",
+    "fsdp2": "Fsdp2Strategy()",
+    "dear": '"dear"',
+    "dear_paper": 'DearStrategy(gather="gradients")',
+}
+
+
+def script_of(row: Ranked) -> str:
+    """Return what a script builds its trainer with to use it."""
+    words = re.findall(r"(fusion|compressor)=(\w+)", row.overrides or "")
+    options = ", ".join(f'{name}="{value}"' for name, value in words)
+    return f"Trainer(strategy={_SCRIPTS.get(row.name, f'DearStrategy({options})')})"
 
 
 @dataclass(frozen=True)
@@ -96,8 +107,7 @@ class Report:
         link = network.outer_link
         rate = f"{8 / link.beta_s / 1e9:.3g} Gb/s" if link.beta_s else "of any rate"
         place = "within the node" if network.num_nodes == 1 else "between nodes"
-        has_codec = not workload.codecs.are_none
-        codec = f"; ours with compressor={workload.compressor}" if has_codec else ""
+        codec = "" if workload.codecs.are_none else f"; ours with compressor={workload.compressor}"
         return _wrapped(
             f"{workload.name}: {workload.nbytes / 1e6:.1f} MB, forward {_ms(times.forward_s)} ms,"
             f" backward {_ms(times.backward_s)} ms{codec}",
@@ -149,8 +159,7 @@ class Report:
             gain = best.step.step_s / min(row.step.step_s for row in self._choices) - 1
             said = [f"DDP will do: nothing that can be advised is more than {gain:.1%} faster."]
         else:
-            with_codec = "" if best.compressor == "none" else f", with compressor {best.compressor}"
-            said = [f"Use {best.name}: {best.strategy.what}{with_codec} ({quality_of(best)})."]
+            said = [f"Use {best.name} ({quality_of(best)})."]
             if ddp_s is not None:
                 said.append(f"A step under DDP takes {ddp_s / best.step.step_s:.2f} times as long.")
         said.append(self._sureness())
@@ -160,8 +169,8 @@ class Report:
                 " CPUs: so no compressor is advised; dear-plan calibrate compressor=int8 measures"
                 " it."
             )
-        commands = [f"dear-train {best.overrides}", *self._lossless_command()]
-        return "\n".join([_wrapped(*said), *commands])
+        commands = [f"dear-train {best.overrides}", f"In a script: {script_of(best)}"]
+        return "\n".join([_wrapped(*said), *commands, *self._lossless_command()])
 
     def _sureness(self) -> str:
         best_s = self.best.step.step_s
@@ -249,10 +258,8 @@ def _ms(seconds: float) -> str:
 
 def run_job(cfg: DictConfig, program: Program) -> None:
     """Plans one job."""
-    with job.one_message(program.name):
-        program.folder = Path(HydraConfig.get().runtime.output_dir)
-        plan(cfg, program.folder)
-        job.folder_with(cfg)
+    plan(cfg, program.folder)
+    job.folder_with(cfg)
 
 
 def plan(cfg: DictConfig, folder: Path) -> Ranked:
@@ -268,33 +275,29 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
     Raises:
         ValueError: If the config asks for what does not exist.
     """
-    check_numbers(cfg)
-    workload, network, sizes = workload_of(cfg), network_of(cfg), world_sizes_of(cfg)
+    workload, network = workload_of(cfg), network_of(cfg.cluster, cfg.algorithm)
+    sizes = world_sizes_of(cfg)
     num_cases = len(cases_of(cfg, workload, network.world_size))
     with closing(Progress(num_cases * (1 + len(sizes)))) as progress:
-        rows = by_step(_each(cfg, workload, network, progress))
-        has_no_gpu = cfg.cluster.accelerator == "cpu"
-        found = Report(rows, workload, network, float(cfg.enough), has_no_gpu)
+        rows = by_step(_each(cfg, workload, network.world_size, progress))
+        found = Report(rows, workload, network, cfg.enough, cfg.cluster.accelerator == "cpu")
         source = str(cfg.cluster.get("source") or "its file names no source")
         text = f"{found.describe(source)}\n{found.table()}\n{found.advice()}"
         progress.close()
         print(text, flush=True)
         (folder / "table.txt").write_text(f"{text}\n")
         found.write_rows(folder / "plan.csv")
-        scaled = [
-            (size, row)
-            for size in sizes
-            for row in _each(cfg, workload, network_of(cfg, size), progress)
-        ]
+        scaled = [(size, row) for size in sizes for row in _each(cfg, workload, size, progress)]
     found.write_scaling(folder, scaled)
     print(f"All figures, and how each scales: {folder}", flush=True)
     return found.best
 
 
 def _each(
-    cfg: DictConfig, workload: Workload, network: Network, progress: Progress
+    cfg: DictConfig, workload: Workload, world_size: int, progress: Progress
 ) -> Iterator[Ranked]:
-    for strategy, one in cases_of(cfg, workload, network.world_size):
-        progress.begin(f"{strategy.name}, {network.world_size} ranks")
+    network = network_of(cfg.cluster, cfg.algorithm, world_size)
+    for strategy, one in cases_of(cfg, workload, world_size):
+        progress.begin(f"{strategy.name}, {world_size} ranks")
         yield predicted(strategy, one, network)
         progress.step()

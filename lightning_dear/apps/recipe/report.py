@@ -136,13 +136,9 @@ def _differences(
         return
     for number, (row, old) in enumerate(zip(summary, recorded, strict=True), 1):
         for key in dict.fromkeys([*row, *old]):
-            new, was = _as_written(row.get(key, "")), old.get(key, "")
+            new, was = "" if row.get(key) is None else str(row[key]), old.get(key, "")
             if not _is_same(new, was):
                 yield f"row {number}, {key}: {new}, recorded {was}"
-
-
-def _as_written(value: object) -> str:
-    return "" if value is None else str(value)
 
 
 def _is_same(one: str, other: str) -> bool:

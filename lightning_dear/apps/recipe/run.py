@@ -6,7 +6,6 @@ files beside it as `from . import NAME`.
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import sys
@@ -26,8 +25,6 @@ from lightning_dear.apps.program import Program
 from lightning_dear.apps.recipe.report import Report, compared, read_rows
 from lightning_dear.emulation import why_unavailable
 from lightning_dear.paths import recipes_dir
-
-log = logging.getLogger(__name__)
 
 MEASURED = "measured"
 """Folder of what a recipe's siblings have measured, with a folder for each."""
@@ -85,16 +82,11 @@ def reproduce(cfg: DictConfig, folder: Path) -> Report:
     report = make(cfg, siblings_of(cfg, folder if cfg.measure else recorded))
     report.write(name, folder)
     print(report.as_text())
-    if _is_as_recorded():
+    if all(word.startswith("measure=") for word in HydraConfig.get().overrides.task):
+        # No option changes what is to come out.
         print(compared(report.summary, read_rows(recorded / "summary.csv")))
     print(f"Claims, figures and picture: {folder}", flush=True)
     return report
-
-
-def _is_as_recorded() -> bool:
-    """Whether no option changes what is to come out."""
-    changed = HydraConfig.get().overrides.task
-    return all(one.partition("=")[0] == "measure" for one in changed)
 
 
 # --- siblings -------------------------------------------------------------------------------------
@@ -124,7 +116,7 @@ def measure(cfg: DictConfig, folder: Path) -> None:
 
 
 def _measure(sibling: DictConfig, folder: Path) -> None:
-    log.info("Measuring: %s", command_of(sibling))
+    print(f"Measuring: {command_of(sibling)}", flush=True)
     run = folder / "run"
     program = f"lightning_dear.apps.{sibling.program}"
     command = [sys.executable, "-m", program, *sibling.overrides, f"hydra.run.dir={run}"]
@@ -149,5 +141,4 @@ def _machine() -> str:
 
 def run_job(cfg: DictConfig, program: Program) -> None:
     """Runs one recipe."""
-    with job.one_message(program.name):
-        reproduce(cfg, job.folder_with(cfg))
+    reproduce(cfg, job.folder_with(cfg))

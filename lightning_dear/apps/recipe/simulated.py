@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.apps.plan.config import network_of
-from lightning_dear.names import is_meant
+from lightning_dear.names import check_name
 from lightning_dear.paths import conf_dir
 from lightning_dear.simulator import Network, Workload
 from lightning_dear.studies.progress import Progress
@@ -89,19 +89,12 @@ def networks_of(cfg: DictConfig, world_size: int | None) -> dict[str, Network]:
     """
     given = cfg.get("cluster")
     if given is not None:
-        names = {_chosen(): given}
+        choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+        names = {str(choices.get("cluster", "own")): given}
         world_size = _asked_size(world_size)
     else:
         names = {name: load_cluster(name) for name in listed(cfg, "clusters")}
-    made = {}
-    for name, cluster in names.items():
-        asked = OmegaConf.create({"cluster": cluster, "algorithm": "best"})
-        made[name] = network_of(asked, world_size)
-    return made
-
-
-def _chosen() -> str:
-    return str(HydraConfig.get().runtime.choices["cluster"]) if HydraConfig.initialized() else "own"
+    return {name: network_of(one, world_size=world_size) for name, one in names.items()}
 
 
 def _asked_size(world_size: int | None) -> int | None:
@@ -126,11 +119,7 @@ def load_cluster(name: str) -> DictConfig:
     """
     folder = conf_dir() / "cluster"
     valid = sorted(path.stem for path in folder.glob("*.yaml") if "source:" in path.read_text())
-    if name not in valid:
-        raise ValueError(
-            f"Unknown cluster {name!r}; valid ones: {', '.join(valid)}.{is_meant(name, valid)}"
-        )
-    cluster = OmegaConf.load(folder / f"{name}.yaml")
+    cluster = OmegaConf.load(folder / f"{check_name('cluster', name, valid)}.yaml")
     assert isinstance(cluster, DictConfig)
     return cluster
 

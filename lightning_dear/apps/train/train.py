@@ -116,8 +116,7 @@ def run_job(cfg: DictConfig, program: Program) -> float | None:
     # Lightning's use of torch, on every rank, that no user can change.
     warnings.filterwarnings("ignore", message=".*logs directory .* exists and is not empty.*")
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
-    with job.one_message(program.name), job.isolated_job():
-        if emulated.restart_on_cluster(cfg, "lightning_dear.apps.train"):
-            return None
-        metrics = train(cfg)
+    if emulated.restart_on_cluster(cfg, "lightning_dear.apps.train"):
+        return None
+    metrics = train(cfg)
     return metrics[cfg.optimized_metric] if metrics and cfg.optimized_metric else None

@@ -1,0 +1,223 @@
+"""What the programs' own keys take: types, bounds and names, checked before anything is loaded.
+
+A program's groups, such as model and strategy, are checked by whoever builds from them. Defaults
+stand in `conf/`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from typing_extensions import override
+
+from lightning_dear.names import check_name
+from lightning_dear.paths import conf_dir
+
+LONG_S = 60.0
+"""Seconds of a step above which we ask whether milliseconds are meant."""
+
+_PROFILES = Path(__file__).parents[1] / "workloads" / "replay" / "profiles"
+
+
+def _takes(words: str, holds: Callable[[Any], bool] = lambda value: True) -> Any:
+    return field(metadata={"words": words, "holds": lambda one: one is None or holds(one)})
+
+
+def _list(words: str, holds: Callable[[Any], bool] = lambda value: True) -> Any:
+    return _takes(f"a list of {words}", lambda some: bool(some) and all(map(holds, some)))
+
+
+def _whole(least: int) -> Any:
+    return _takes(f"a whole number, {least} or more", lambda number: number >= least)
+
+
+def _positive(words: str) -> Any:
+    return _takes(words, lambda number: 0 < number < math.inf)
+
+
+@dataclass
+class Bench:
+    """The keys of `dear-bench`."""
+
+    task_name: str = _takes("a name")
+    seed: int = _whole(0)
+    entries: list[Any] = _list("entries, such as [ddp,dear]")
+    competitors: dict[str, dict[str, Any]] = _takes("overrides by name, as in conf/bench.yaml")
+    rounds: int = _whole(1)
+    steps: int = _whole(1)
+    warm_up_steps: int = _whole(3)
+    grid_rounds: int = _whole(1)
+    grid_steps: int = _whole(1)
+    num_batches: int = _whole(1)
+    ratio: float | None = _positive("a number above 0, such as 1.5, or null")
+    points: list[Any] = _takes("overrides: [{ratio: 1}]", lambda s: all(map(OmegaConf.is_dict, s)))
+    sweep: dict[str, list[Any]] | None = _takes("lists: {ratio: [1,2]}", lambda s: all(s.values()))
+
+
+@dataclass
+class Metric:
+    """How `dear-converge` judges the end of a training."""
+
+    name: str
+    unit: str
+    scale: float
+    is_higher_better: bool
+    margin: float
+    loss_margin: float
+
+
+@dataclass
+class Converge:
+    """The keys of `dear-converge`."""
+
+    task_name: str = _takes("a name")
+    seed: int = _whole(0)
+    entries: list[Any] = _list("entries, such as [dense,int8]")
+    buckets: dict[str, dict[str, Any]] = _takes("overrides by name, as in conf/converge.yaml", bool)
+    seeds: list[int] = _takes("2 or more, such as [1,2]", lambda s: 1 < len(s) == len({*s}))
+    tuning_seeds: list[int] = _takes("a list of whole numbers, such as [101], or []")
+    lr_factors: list[float] = _list("numbers above 0, such as [1,0.3]", lambda one: one > 0)
+    dense_shares: list[float] = _list("shares, 0 to 1, such as [0,0.1]", lambda one: 0 <= one <= 1)
+    reference_lr_factors: list[float] = _list("numbers above 0, such as [3,1]", lambda one: one > 0)
+    metric: Metric = _takes(
+        "a test metric, with margins of 0 or more", lambda m: min(m.margin, m.loss_margin) >= 0
+    )
+    loss_steps: int = _whole(1)
+    curve_steps: int = _whole(1)
+
+    def __post_init__(self) -> None:
+        """Check what belongs together."""
+        has_choice = len(self.reference_lr_factors) > 1
+        if (has_choice and not self.tuning_seeds) or {*self.tuning_seeds} & {*self.seeds}:
+            # What is chosen on a seed ends better on it.
+            raise ValueError(f"tuning_seeds must be others than seeds; got {self.tuning_seeds}.")
+
+
+@dataclass
+class Device:
+    """What encodes, for `dear-plan`."""
+
+    kernel_s: float
+    bytes_per_s: float
+
+
+@dataclass
+class Plan:
+    """The keys of `dear-plan`."""
+
+    task_name: str = _takes("a name")
+    profile: str = _takes("a name from docs/replay.md, or a .json file")
+    compute_s: float | None = _positive("seconds above 0, such as 0.25, or null")
+    step_s: float = _takes("seconds, 0 or more, such as 0.01", lambda s: 0 <= s < math.inf)
+    strategies: list[str] | None = _list("names, such as [ddp,dear], or null for all")
+    compressors: list[str] | None = _takes("a list of names, such as [bf16,int8], or null")
+    device: Device = _takes("kernel_s and bytes_per_s", lambda d: d.bytes_per_s > 0 <= d.kernel_s)
+    algorithm: str = _takes("a name, such as best")
+    world_sizes: list[int] | None = _list("numbers of ranks, as [8,64], or null", lambda n: n > 0)
+    enough: float = _takes("a share of a step, 0 to 1, such as 0.03", lambda share: 0 <= share < 1)
+
+    def __post_init__(self) -> None:
+        """Look up names, and ask whether many seconds are meant."""
+        from lightning_dear.simulator import ALGORITHMS
+        from lightning_dear.simulator.strategies import resolve_strategy
+
+        for name in self.strategies or ():
+            resolve_strategy(name)
+        theirs = [one.name for one in entry_points(group="lightning_dear.compressors")]
+        for name in self.compressors or ():
+            check_name("compressor", name, [*_files(conf_dir() / "compressor"), *theirs])
+        check_name("algorithm", self.algorithm, ALGORITHMS)
+        if not self.profile.endswith(".json"):
+            check_name("profile", self.profile, _files(_PROFILES))
+        for key in ("compute_s", "step_s"):
+            if (value := getattr(self, key) or 0) > LONG_S:
+                meant = f"if {value:g} ms are meant, say {key}={value / 1e3:g}."
+                print(f"dear-plan: {key}={value:g} is {value:g} s; {meant}", file=sys.stderr)
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.iterdir())
+
+
+KEYS: dict[str, type[Any]] = {"dear-plan": Plan, "dear-bench": Bench, "dear-converge": Converge}
+"""Program -> its keys."""
+
+_ONE_TRAININGS = (
+    "callbacks logger debug trainer.max_epochs trainer.fast_dev_run trainer.limit_val_batches"
+    " trainer.num_sanity_val_steps trainer.val_check_interval trainer.log_every_n_steps"
+    " trainer.enable_checkpointing trainer.enable_progress_bar trainer.enable_model_summary"
+)
+IGNORED = {
+    "dear-plan calibrate": "eval doctor doctor_timeout_s ckpt_path optimized_metric debug fusion",
+    "dear-plan": "cluster.delay_ms cluster.interface cluster.mtu cluster.socket_buffer_bytes",
+    "dear-bench": f"{_ONE_TRAININGS} trainer.max_steps",
+    "dear-converge": _ONE_TRAININGS,
+}
+"""Program -> what its command line must not have: Hydra takes it, and nothing would read it."""
+
+
+def check(program: str, cfg: DictConfig, hydra: Any) -> None:
+    """Look at what a program is asked for; what may be a slip is asked about on stderr.
+
+    Args:
+        program: As it is typed.
+        cfg: The job; its groups are not looked at.
+        hydra: Hydra's own config of the job.
+
+    Raises:
+        ValueError: In one sentence, for the first key that is wrong, unknown or without effect.
+    """
+    for name in IGNORED.get(program, "").split():
+        if any(re.match(rf"[+~]*{name}[.=]", f"{word}=") for word in hydra.overrides.task):
+            raise ValueError(f"{name} has no effect in {program}; leave it out.")
+    if program == "dear-plan" and hydra.runtime.choices.get("cluster") == "emulated_1gbit":
+        # Its links are of 1/16 of that, for models with 1/16 of their bytes.
+        raise ValueError("cluster=emulated_1gbit stands for cluster=ethernet_1g; give that one.")
+    if keys := KEYS.get(program):
+        known = {one.name: one.metadata for one in fields(keys)}
+        for name in {*cfg} - {*hydra.runtime.choices, "hydra"}:
+            check_name("key", str(name), known)
+        _check_values(cfg, keys, known)
+
+
+def _check_values(cfg: DictConfig, keys: type[Any], known: Mapping[str, Any]) -> None:
+    try:
+        own: Any = OmegaConf.merge(OmegaConf.structured(keys), {name: cfg[name] for name in known})
+        wrong = [name for name, key in known.items() if not key["holds"](own[name])]
+        wrong += sorted(OmegaConf.missing_keys(own))
+    except OmegaConfBaseException as error:
+        wrong = [str(error.full_key)]
+    if wrong:
+        # Such as step_s, device.kernel_s or world_sizes[0].
+        name, got = re.split(r"[.\[]", wrong[0])[0], OmegaConf.select(cfg, wrong[0])
+        got = "null" if got is None else got
+        raise ValueError(f"{name} must be {known[name]['words']}; got {wrong[0]}={got}.")
+    keys(**{name: own[name] for name in known})
+
+
+class Check(Callback):
+    """Ends a run whose keys are wrong with one sentence, before Hydra makes its folder.
+
+    Args:
+        program: As it is typed.
+    """
+
+    def __init__(self, program: str) -> None:
+        self._program = program
+
+    @override
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        try:
+            check(self._program, config, config.hydra)
+        except Exception as error:
+            raise SystemExit(f"{self._program}: {error}") from None
