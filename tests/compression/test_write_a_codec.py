@@ -96,7 +96,6 @@ def test_a_kind_that_does_not_exist_is_refused() -> None:
         ({"kind": "wonderful"}, "Unknown kind 'wonderful' of row_int8; valid names: contractive,"),
         ({"lag": "tiny"}, "Unknown lag 'tiny' of row_int8; valid names: small"),
         ({"randomness": "public"}, "Unknown randomness 'public' of row_int8; valid names: none,"),
-        ({"name": None}, "Wrong has no name: add name: ClassVar"),
     ):
         with pytest.raises(ValueError, match=message):
             type("Wrong", (page,), wrong)()
