@@ -277,6 +277,12 @@ def test_narrow_parameters_are_fewer_bytes() -> None:
     assert point["model_bytes"] == sum(p.nbytes for p in model.parameters()) / 2
 
 
+def test_one_option_alone_says_how_long_a_replay_computes() -> None:
+    both = job(*REPLAY, "ratio=2", "model.compute_s=1")
+    with both as cfg, pytest.raises(ValueError, match=r"ratio and model\.compute_s"):
+        replay_overrides(cfg, 2)
+
+
 def test_a_model_that_computes_has_no_ratio() -> None:
     computing = job("cluster=local", "model=resnet", "data=digits", "ratio=1")
     with computing as cfg, pytest.raises(ValueError, match="choose model=replay"):

@@ -146,7 +146,8 @@ def replay_overrides(cfg: DictConfig, world_size: int) -> tuple[str, ...]:
     """Return what ``ratio`` means for the model: how long it waits in each batch.
 
     Raises:
-        ValueError: If it is set and the model is no replay, or the link has no known rate.
+        ValueError: If it is set and the model is no replay or has a time of its own, or the link
+            has no known rate.
     """
     if cfg.ratio is None:
         return ()
@@ -155,6 +156,8 @@ def replay_overrides(cfg: DictConfig, world_size: int) -> tuple[str, ...]:
             "ratio changes how long a replayed model waits, and this one computes:"
             f" {cfg.model._target_}. Leave ratio out, or choose model=replay."
         )
+    if cfg.model.get("compute_s") is not None:
+        raise ValueError("ratio and model.compute_s both say how long a step waits; give one.")
     model_bytes = load_profile(cfg.model.profile).scaled(cfg.model.scale).nbytes
     one_way = one_way_s(cfg, model_bytes, world_size)
     if not cfg.ratio > 0 or not one_way:
