@@ -8,11 +8,17 @@ from dataclasses import dataclass
 
 from lightning_dear.simulator.network import Network
 from lightning_dear.simulator.simulate import SimulatedStep, simulate
-from lightning_dear.simulator.strategies import Strategy
+from lightning_dear.simulator.strategies import HOOKS, Strategy
 from lightning_dear.simulator.workload import Workload
+
+BASELINE = "ddp"
 
 ENOUGH = 0.03
 """Share of the step by which DDP must be slower before another strategy is worth a change."""
+
+
+SIMPLE = (BASELINE, *HOOKS)
+"""What is simpler than anything of ours, the simplest first."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +91,8 @@ def alone_s(workload: Workload) -> float:
     return times.forward_s + times.backward_s + times.step_s + workload.fixed_step_s
 
 
-def recommended(rows: Sequence[Ranked], baseline: str = "ddp", enough: float = ENOUGH) -> Ranked:
-    """What to use: the fastest of those that a command line can ask for, or the baseline.
-
-    The baseline stays where the fastest is faster by no more than `enough`, and so does DDP with
-    a hook of its own, which is simpler than anything of ours.
+def recommended(rows: Sequence[Ranked], enough: float = ENOUGH) -> Ranked:
+    """What to use: the one that is `chosen` of those that a command line can ask for.
 
     Raises:
         ValueError: If none of `rows` can be run.
@@ -97,20 +100,18 @@ def recommended(rows: Sequence[Ranked], baseline: str = "ddp", enough: float = E
     runnable = {row.name: row for row in rows if row.overrides is not None}
     if not runnable:
         raise ValueError("None of these strategies can be run; add ddp or dear.")
-    steps_s = {name: row.step.step_s for name, row in runnable.items()}
-    hooks = [name for row in rows for name in row.strategy.hooks.values()]
-    picks = {simple: chosen(steps_s, simple, enough) for simple in (baseline, *hooks)}
-    return runnable[next((one for one in picks if picks[one] == one), picks[baseline])]
+    return runnable[chosen({name: row.step.step_s for name, row in runnable.items()}, enough)]
 
 
-def chosen(steps_s: Mapping[str, float], baseline: str = "ddp", enough: float = ENOUGH) -> str:
-    """The name of the shortest step, or the baseline if that is longer by no more than `enough`.
+def chosen(steps_s: Mapping[str, float], enough: float = ENOUGH) -> str:
+    """The name of the shortest step, or of a simpler strategy that is nearly as fast.
+
+    That is DDP, or else DDP with a hook of its own.
 
     Args:
         steps_s: Name -> seconds of its step; at least one.
-        baseline: What stays where little is to be gained; may be missing.
-        enough: Share of the shortest step.
+        enough: By which share of the shortest step a simpler strategy's may be longer.
     """
     best = min(steps_s, key=steps_s.__getitem__)
-    is_enough = steps_s.get(baseline, math.inf) <= (1 + enough) * steps_s[best]
-    return baseline if is_enough else best
+    most_s = (1 + enough) * steps_s[best]
+    return next((one for one in SIMPLE if steps_s.get(one, math.inf) <= most_s), best)

@@ -17,13 +17,19 @@ from lightning_dear.apps.plan.config import cases_of, network_of, workload_of, w
 from lightning_dear.apps.program import Program
 from lightning_dear.planning.step import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from lightning_dear.simulator import Network, Workload
-from lightning_dear.simulator.ranking import Ranked, alone_s, by_step, predicted, recommended
+from lightning_dear.simulator.ranking import (
+    BASELINE,
+    Ranked,
+    alone_s,
+    by_step,
+    predicted,
+    recommended,
+)
 from lightning_dear.studies.files import write_lines
 from lightning_dear.studies.plot import picture
 from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.table import MISSING, format_table
 
-_BASELINE = "ddp"
 _WIDTH = 100
 
 KNOWN_ERROR = 0.06
@@ -85,7 +91,7 @@ class Report:
     @cached_property
     def best(self) -> Ranked:
         """What to use: nothing lossy, unless there is nothing else."""
-        return recommended(self._choices or self.rows, _BASELINE, self.enough)
+        return recommended(self._choices or self.rows, self.enough)
 
     @cached_property
     def _choices(self) -> list[Ranked]:
@@ -136,7 +142,7 @@ class Report:
         return "\n".join([*lines, _wrapped(*notes)])
 
     def _cells(self, row: Ranked) -> list[str]:
-        step, ddp_s = row.step, self._step_of(_BASELINE)
+        step, ddp_s = row.step, self._step_of(BASELINE)
         return [
             row.name,
             _ms(step.step_s),
@@ -154,8 +160,8 @@ class Report:
 
     def advice(self) -> str:
         """Return what to use, how sure that is, and the overrides to paste."""
-        best, ddp_s = self.best, self._step_of(_BASELINE)
-        if best.name == _BASELINE:
+        best, ddp_s = self.best, self._step_of(BASELINE)
+        if best.name == BASELINE:
             gain = best.step.step_s / min(row.step.step_s for row in self._choices) - 1
             said = [f"DDP will do: nothing that can be advised is more than {gain:.1%} faster."]
         else:
@@ -190,7 +196,7 @@ class Report:
         lossless = [row for row in self._choices if row.compressor == "none"]
         if self.best.compressor == "none" or not lossless:
             return []
-        row = recommended(lossless, _BASELINE, self.enough)
+        row = recommended(lossless, self.enough)
         return [
             f"Without a compressor, {_ms(row.step.step_s)} ms ({row.name}): dear-train"
             f" {row.overrides}"
