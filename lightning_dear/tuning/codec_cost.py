@@ -170,7 +170,7 @@ class _Nobody:
     def __init__(self, collectives: Collectives) -> None:
         self.rank, self.world_size = collectives.rank, collectives.world_size
         self.scratch_numel = collectives.scratch_numel
-        self.reads_flags_freely, self.hops = True, 1
+        self.reads_flags_freely, self.hops, self.showing = True, 1, None
         self._sent: list[tuple[Tensor, Tensor]] = []
 
     def launch_reduce_scatter(

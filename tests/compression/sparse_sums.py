@@ -55,6 +55,7 @@ class InRoom:
     """What a sparse exchange needs of `Collectives`, among threads; every launch blocks."""
 
     reads_flags_freely = True
+    showing = None
 
     def __init__(self, room: Room, rank: int) -> None:
         self._room, self.rank, self.world_size = room, rank, room.world_size
