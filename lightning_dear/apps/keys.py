@@ -17,7 +17,7 @@ from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from typing_extensions import override
 
 from lightning_dear.names import check_name
@@ -159,7 +159,7 @@ _ONE_TRAININGS = (
 )
 IGNORED = {
     "dear-plan calibrate": "eval doctor doctor_timeout_s ckpt_path optimized_metric debug fusion",
-    "dear-plan": "cluster.delay_ms cluster.interface cluster.mtu cluster.socket_buffer_bytes",
+    "dear-plan": "cluster.interface cluster.mtu cluster.socket_buffer_bytes",
     "dear-bench": f"{_ONE_TRAININGS} trainer.max_steps",
     "dear-converge": _ONE_TRAININGS,
 }
@@ -178,7 +178,7 @@ def check(program: str, cfg: DictConfig, hydra: Any) -> None:
         ValueError: In one sentence, for the first key that is wrong, unknown or without effect.
     """
     for name in IGNORED.get(program, "").split():
-        if any(re.match(rf"[+~]*{name}[.=]", f"{word}=") for word in hydra.overrides.task):
+        if _is_given(name, hydra):
             raise ValueError(f"{name} has no effect in {program}; leave it out.")
     if program == "dear-plan" and hydra.runtime.choices.get("cluster") == "emulated_1gbit":
         # Its links are of 1/16 of that, for models with 1/16 of their bytes.
@@ -186,13 +186,21 @@ def check(program: str, cfg: DictConfig, hydra: Any) -> None:
     if keys := KEYS.get(program):
         known = {one.name: one.metadata for one in fields(keys)}
         for name in {*cfg} - {*hydra.runtime.choices, "hydra"}:
-            check_name("key", str(name), known)
+            # A key of a user's own file may be what others refer to.
+            if _is_given(str(name), hydra):
+                check_name("key", str(name), known)
         _check_values(cfg, keys, known)
+
+
+def _is_given(name: str, hydra: Any) -> bool:
+    """Whether the command line has it."""
+    return any(re.match(rf"[+~]*{name}[.=]", f"{word}=") for word in hydra.overrides.task)
 
 
 def _check_values(cfg: DictConfig, keys: type[Any], known: Mapping[str, Any]) -> None:
     try:
-        own: Any = OmegaConf.merge(OmegaConf.structured(keys), {name: cfg[name] for name in known})
+        given = {name: _resolved(cfg, name) for name in known}
+        own: Any = OmegaConf.merge(OmegaConf.structured(keys), given)
         wrong = [name for name, key in known.items() if not key["holds"](own[name])]
         wrong += sorted(OmegaConf.missing_keys(own))
     except OmegaConfBaseException as error:
@@ -203,6 +211,18 @@ def _check_values(cfg: DictConfig, keys: type[Any], known: Mapping[str, Any]) ->
         got = "null" if got is None else got
         raise ValueError(f"{name} must be {known[name]['words']}; got {wrong[0]}={got}.")
     keys(**{name: own[name] for name in known})
+
+
+def _resolved(cfg: DictConfig, name: str) -> Any:
+    """Its value; where that refers to what only Hydra's job knows, without what it refers to."""
+    value = cfg[name]
+    if not OmegaConf.is_config(value):
+        return value
+    try:
+        return OmegaConf.to_container(value, resolve=True)
+    except InterpolationResolutionError:
+        text = OmegaConf.to_yaml(value).replace("${", "$ {")
+        return OmegaConf.create(text)
 
 
 class Check(Callback):
@@ -219,5 +239,5 @@ class Check(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         try:
             check(self._program, config, config.hydra)
-        except Exception as error:
+        except (ValueError, OmegaConfBaseException) as error:
             raise SystemExit(f"{self._program}: {error}") from None

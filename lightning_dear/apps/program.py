@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import version
 from inspect import cleandoc
-from io import StringIO
+from io import TextIOBase
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import override
 
 from lightning_dear.names import APPS, is_meant, need
 from lightning_dear.paths import conf_dir
@@ -94,18 +96,17 @@ class Program:
 
         from lightning_dear.apps import job, keys
 
-        stderr, held = sys.stderr, StringIO()
+        held = _Held()
 
         def run(cfg: Any) -> Any:
-            stderr.write(held.getvalue())
-            held.truncate(held.seek(0))
-            with redirect_stderr(stderr), job.one_message(self.name):
+            held.pass_on()
+            with redirect_stderr(held.stream), job.one_message(self.name):
                 config = HydraConfig.get()
                 if str(config.mode) == "RunMode.MULTIRUN":
                     keys.check(self.name, cfg, config)
                 if self._is_first and _STARTED_VARIABLE not in os.environ:
                     os.environ[_STARTED_VARIABLE] = self.name
-                    print(f"{self.name}: loading torch and Lightning ...", file=stderr, flush=True)
+                    print(f"{self.name}: loading torch and Lightning ...", file=sys.stderr)
                 self.folder = Path(config.runtime.output_dir)
                 module = import_module(f"{__package__}.{self.module}")
                 with job.isolated_job():
@@ -116,9 +117,7 @@ class Program:
             with redirect_stderr(held):
                 hydra.main(str(conf_dir()), self.config, version_base="1.3")(run)()
         finally:
-            if said := held.getvalue():
-                end = sys.exc_info()[1]
-                stderr.write(_meant(getattr(end, "__context__", None), self) or said)
+            held.pass_on(_meant(getattr(sys.exc_info()[1], "__context__", None), self))
         # Nothing was imported for what needs no job, as --cfg.
         getattr(sys.modules.get(f"{__package__}.{self.module}"), "jobs_end", lambda: None)()
 
@@ -157,11 +156,50 @@ class Program:
             print(f"{self.name}: {again}", file=sys.__stderr__, flush=True)
 
 
+class _Held(TextIOBase):
+    """Stands for stderr, and keeps what is written until it is passed on, and nothing from then on.
+
+    Attributes:
+        stream: Stderr as it was.
+    """
+
+    def __init__(self) -> None:
+        self.stream = sys.stderr
+        self._kept: list[str] | None = []
+
+    def __reduce__(self) -> Any:
+        # Some launchers of Hydra's send the job to another process.
+        return _Held, ()
+
+    @override
+    def write(self, text: str) -> int:
+        if self._kept is None:
+            return self.stream.write(text)
+        self._kept.append(text)
+        return len(text)
+
+    @override
+    def flush(self) -> None:
+        self.stream.flush()
+
+    @override
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    def pass_on(self, instead: str = "") -> None:
+        """Writes what was kept, if anything was; or something else in its place."""
+        if self._kept:
+            self.stream.write(instead or "".join(self._kept))
+        self._kept = None
+        self.stream.flush()
+
+
 def _meant(error: BaseException | None, program: Program) -> str:
     """A sentence instead of Hydra's on what it could not compose; empty if nothing comes close."""
     cause, wrong, known = getattr(error, "__cause__", None), "", list[str]()
-    if (parent := getattr(cause, "parent_node", None)) is not None:
-        wrong, known = str(getattr(cause, "key", "")), list(map(str, parent))
+    if isinstance(cause, (AttributeError, KeyError)) and hasattr(cause, "parent_node"):
+        # What OmegaConf raises for names that it does not have.
+        wrong, known = str(getattr(cause, "key", "")), list(map(str, cause.parent_node or ()))
     elif options := getattr(error, "options", None):
         wrong, known = Path(str(getattr(error, "missing_cfg_file", ""))).name, options
     elif found := re.match(r"Could not override '(\w+)'", str(error)):

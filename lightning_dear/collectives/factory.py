@@ -113,9 +113,10 @@ def _agreed_hosts(places: Sequence[Place]) -> Sequence[int]:
     """The number of each rank's host; says so where node ranks do not count."""
     hosts, wrong = hosts_of(places)
     if wrong and dist.get_rank() == 0:
+        nodes = sorted({node for _, (node, _) in places})
         warnings.warn(
-            f"Node ranks {[node for _, (node, _) in places]} are not used: {wrong}. Give each host"
-            " one of its own. Now hosts are told apart by machine and network.",
+            f"Node ranks {nodes[:9]} are not used: {wrong}. Give each host one of its own. Now"
+            " machine and network tell hosts apart.",
             stacklevel=3,
         )
     return tuple(hosts)

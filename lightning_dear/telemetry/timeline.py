@@ -78,10 +78,9 @@ class Timeline:
     def span(self, lane: str, name: str) -> Iterator[None]:
         """Records the time spent in the `with` block."""
         start = self.clock.mark()
-        try:
-            yield
-        finally:
-            self.record(lane, name, start, self.clock.mark())
+        yield
+        # Not after an error: a device that has failed may raise another one here.
+        self.record(lane, name, start, self.clock.mark())
 
     def observe(self, lane: str, name: str, arrive: Callable[[], None]) -> Callable[[], None]:
         """Records when a collective's data has arrived; see `HostClock.observe`."""
@@ -145,8 +144,9 @@ def _summary(spans: Sequence[Span], begin_s: float, next_s: float) -> str:
     # While nothing waits.
     hidden_s = covered_s("wait", *_TRAVEL) - covered_s("wait")
     return (
-        f"A step takes {(next_s - begin_s) * 1e3:.1f} ms. Data travel for {travel_s * 1e3:.1f} ms,"
-        f" {hidden_s / (travel_s or 1.0):.0%} of it hidden: computing goes on meanwhile."
+        f"{(next_s - begin_s) * 1e3:.1f} ms from forward to forward. Data travel for"
+        f" {travel_s * 1e3:.1f} ms, {hidden_s / (travel_s or 1.0):.0%} of it hidden:"
+        " computing goes on meanwhile."
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 
 from lightning_dear.apps import keys
 from lightning_dear.paths import conf_dir
@@ -59,11 +59,32 @@ def test_every_program_asks_hydra_to_check(program: str) -> None:
     keys.check(program, config, config.hydra)
 
 
-@pytest.mark.parametrize("experiment", options_of("experiment"))
+STUDIES = [one for one in options_of("experiment") if one.startswith(("bench", "converge"))]
+
+
+@pytest.mark.parametrize("experiment", STUDIES)
 def test_experiments_pass(experiment: str) -> None:
-    for name in ("bench", "converge"):
-        if experiment.startswith(name):
-            check(f"dear-{name}", f"experiment={experiment}")
+    check(f"dear-{experiment.partition('_')[0]}", f"experiment={experiment}")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "points=[{ratio: ${cluster.num_hosts}}]",
+        "entries=[ddp,{name: mine, strategy: '${hydra:job.name}'}]",
+        "rounds=${cluster.num_hosts}",
+    ],
+)
+def test_keys_may_refer_to_others(override: str) -> None:
+    check("dear-bench", override)
+
+
+def test_a_users_file_may_have_keys_of_its_own() -> None:
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = compose("bench", ["rounds=2"], return_hydra_config=True)
+    with open_dict(config):
+        config.my_rate = 100
+    keys.check("dear-bench", config, config.hydra)
 
 
 @pytest.mark.parametrize(

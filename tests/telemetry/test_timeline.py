@@ -58,7 +58,7 @@ def texts(spans: list[Span], tmp_path: Path) -> list[str]:
 
 def test_the_title_says_how_long_a_step_is_and_how_much_is_hidden(tmp_path: Path) -> None:
     """0.4 s of travel, of which waits are 0.1 s + 0.06 s."""
-    title = "A step takes 400.0 ms. Data travel for 400.0 ms, 60% of it hidden"
+    title = "400.0 ms from forward to forward. Data travel for 400.0 ms, 60% of it hidden"
     assert any(one.startswith(title) for one in texts(made(5), tmp_path))
 
 

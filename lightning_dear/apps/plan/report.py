@@ -53,11 +53,13 @@ def quality_of(row: Ranked) -> str:
     return AS_GOOD if row.compressor in _ARE_AS_GOOD else LOSSY
 
 
+_RIVALS = "lightning_dear.studies.competitors"
+
 _SCRIPTS = {
     "ddp": '"ddp"',
-    "ddp_bf16": "DDPStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook)",
+    "ddp_bf16": f"{_RIVALS}.Bf16DDPStrategy()",
     "wfbp": "DDPStrategy(bucket_cap_mb=1e-6)",
-    "fsdp2": "Fsdp2Strategy()",
+    "fsdp2": f"{_RIVALS}.Fsdp2Strategy()",
     "dear": '"dear"',
     "dear_paper": 'DearStrategy(gather="gradients")',
 }
