@@ -9,11 +9,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from lightning_dear.apps.converge.config import buckets_of, check, entries_of
+from lightning_dear.apps.converge.config import buckets_of, entries_of
 from lightning_dear.apps.recipe.report import Report
 from lightning_dear.apps.recipe.run import load, siblings_of
 from lightning_dear.paths import conf_dir
 from tests.apps.test_converge import job
+from tests.apps.test_keys import check
 
 RECIPE = load("convergence")
 TITLES = "entry,buckets,seed,step,train_loss,time_s,sent_mb"
@@ -144,8 +145,8 @@ def test_the_siblings_compose() -> None:
 @pytest.mark.parametrize("model", ["digits", "gpt"])
 def test_the_siblings_studies_compose(model: str) -> None:
     overrides = list(config().siblings[model].overrides)
+    check("dear-converge", *overrides)
     with job(*overrides) as cfg:
-        check(cfg)
         entries = entries_of(cfg)
         (buckets,) = buckets_of(cfg)
     assert buckets == "small"
