@@ -194,7 +194,8 @@ def check(program: str, cfg: DictConfig, hydra: Any) -> None:
 
 def _is_given(name: str, hydra: Any) -> bool:
     """Whether the command line has it."""
-    return any(re.match(rf"[+~]*{name}[.=]", f"{word}=") for word in hydra.overrides.task)
+    words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    return any(re.match(rf"[+~]*{name}[.=]", f"{word}=") for word in words)
 
 
 def _check_values(cfg: DictConfig, keys: type[Any], known: Mapping[str, Any]) -> None:
