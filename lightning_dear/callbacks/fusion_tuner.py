@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -72,9 +71,7 @@ class FusionTuner(Callback):
             )
             return
         finder = description_of(self._planner, pipeline.options.codec)
-        # In any order: options may be named in another one than when it was found.
-        found_by, own = (sorted(re.split(r"[(), ]+", one)) for one in (self._found_by, finder))
-        if self._found is not None and found_by != own:
+        if self._found is not None and self._found_by != finder:
             rank_zero_info(
                 "The plan found before is not used, another one is searched for: it was found with"
                 f" {self._found_by}, and this is {finder}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Real
 from typing import Protocol, TypeVar
@@ -34,7 +33,6 @@ class FusionPlanner(Protocol):
         """Assigns every element of every tensor to exactly one bucket; pure."""
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class ThresholdFusion:
     """Fuses tensors in first-use order into buckets of at most `bucket_cap_mb`.
 
@@ -52,10 +50,11 @@ class ThresholdFusion:
 
     name = "threshold"
 
-    bucket_cap_mb: float | None = None
-    first_bucket_cap_mb: float = 1.0
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, *, bucket_cap_mb: float | None = None, first_bucket_cap_mb: float = 1.0
+    ) -> None:
+        self.bucket_cap_mb = bucket_cap_mb
+        self.first_bucket_cap_mb = first_bucket_cap_mb
         for option in ("bucket_cap_mb", "first_bucket_cap_mb"):
             value = getattr(self, option)
             if value is not None and not (isinstance(value, Real) and float(value) > 0):

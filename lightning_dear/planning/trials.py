@@ -47,7 +47,6 @@ _DDP_DIVISORS = (1, 4, 16)
 """What DDP's caps are divided by, as they leave small models one bucket or two."""
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class AutoFusion(ThresholdFusion, StepModelPlanner):
     """Predicts plans from the measured times, measures the best on real steps, keeps the fastest.
 
@@ -75,16 +74,23 @@ class AutoFusion(ThresholdFusion, StepModelPlanner):
 
     name = "auto"
 
-    num_steps: int = 60
-    all_reduced_share: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(
+        self,
+        *,
+        num_steps: int = 60,
+        bucket_cap_mb: float | None = None,
+        first_bucket_cap_mb: float = 1.0,
+        all_reduced_share: float = 0.1,
+    ) -> None:
         least = STEPS_BEFORE_SEARCH + 4 * STEPS_PER_TRIAL
-        if self.num_steps < least:
-            raise ValueError(f"num_steps must be >= {least}, got {self.num_steps}.")
-        if not 0 <= self.all_reduced_share <= 1:
-            raise ValueError(f"all_reduced_share must be 0..1, got {self.all_reduced_share}.")
+        if num_steps < least:
+            raise ValueError(f"num_steps must be >= {least}, got {num_steps}.")
+        if not 0 <= all_reduced_share <= 1:
+            raise ValueError(f"all_reduced_share must be 0..1, got {all_reduced_share}.")
+        # The order of attributes is that in which plans found before name their planner's options.
+        self.num_steps = num_steps
+        super().__init__(bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=first_bucket_cap_mb)
+        self.all_reduced_share = all_reduced_share
 
     @override
     def search_for(self, model: StepModel) -> PlanSearch:
@@ -175,7 +181,6 @@ class AutoSearch(Contest):
         return f"{what}, {best_ms:.4g} ms/step against {fixed_ms:.4g} ms of {fixed.name}"
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class BayesianFusion(ThresholdFusion, StepModelPlanner):
     """Tries a few caps for `ThresholdFusion` on real steps; a Gaussian process chooses them.
 
@@ -198,21 +203,29 @@ class BayesianFusion(ThresholdFusion, StepModelPlanner):
     name = "bayesian"
     plans_for_codecs = True
 
-    num_trials: int = 8
-    min_cap_mb: float = 0.25
-    max_cap_mb: float = 256.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_trials < 2:
-            raise ValueError(f"num_trials must be >= 2, got {self.num_trials}.")
+    def __init__(
+        self,
+        *,
+        num_trials: int = 8,
+        min_cap_mb: float = 0.25,
+        max_cap_mb: float = 256.0,
+        bucket_cap_mb: float | None = None,
+        first_bucket_cap_mb: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        if num_trials < 2:
+            raise ValueError(f"num_trials must be >= 2, got {num_trials}.")
         need('fusion="bayesian"', "sklearn")
-        if not 0 < self.min_cap_mb < self.max_cap_mb < math.inf:
+        if not 0 < min_cap_mb < max_cap_mb < math.inf:
             raise ValueError(
-                f"caps must be 0 < min_cap_mb < max_cap_mb, got {self.min_cap_mb} and"
-                f" {self.max_cap_mb}."
+                f"caps must be 0 < min_cap_mb < max_cap_mb, got {min_cap_mb} and {max_cap_mb}."
             )
+        self.num_trials = num_trials
+        self.min_cap_mb = min_cap_mb
+        self.max_cap_mb = max_cap_mb
+        self.seed = seed
+        # The order of attributes is that in which plans found before name their planner's options.
+        super().__init__(bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=first_bucket_cap_mb)
 
     @override
     def search_for(self, model: StepModel) -> PlanSearch:

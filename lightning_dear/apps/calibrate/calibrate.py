@@ -121,8 +121,7 @@ def calibrate(cfg: DictConfig) -> None:
     model = instantiate(cfg.model, _convert_="all")
     planner = Calibration()
     probe = ExchangeProbe(planner)
-    # Hydra would make a copy of the planner, which is a dataclass.
-    strategy = instantiate(cfg.strategy, _convert_="all", _partial_=True)(fusion=planner)
+    strategy = instantiate(cfg.strategy, fusion=planner, _convert_="all")
     trainer = train.build_trainer(cfg, strategy, [probe])
     if trainer.world_size == 1:
         raise ValueError("One rank has no network to measure; set cluster.devices=2 or more.")
