@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from lightning.pytorch.strategies import DDPStrategy
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+import lightning_dear
 from lightning_dear import DearStrategy
 from lightning_dear.apps.plan.config import world_sizes_of
 from lightning_dear.apps.plan.report import plan, script_of
@@ -25,7 +25,7 @@ from lightning_dear.simulator import Program, SimulatedStep, Workload
 from lightning_dear.simulator.ranking import Ranked
 from lightning_dear.simulator.saved import save_workload
 from lightning_dear.simulator.strategies import STRATEGIES
-from lightning_dear.studies.competitors import Fsdp2Strategy
+from lightning_dear.studies.competitors import Bf16DDPStrategy, Fsdp2Strategy
 from lightning_dear.workloads.replay import load_profile
 from tests.planning.models import chain
 from tests.workloads.replaying import divided
@@ -52,7 +52,7 @@ def test_it_says_what_to_use_and_leaves_the_figures(tmp_path, capsys) -> None:
         "SIMULATED",
         "Use ddp_bf16",
         "dear-train strategy=ddp_bf16\n",
-        "In a script: Trainer(strategy=DDPStrategy(ddp_comm_hook=",
+        "In a script: Trainer(strategy=lightning_dear.studies.competitors.Bf16DDPStrategy())",
         "(dear): dear-train strategy=dear\n",
     ):
         assert words in said
@@ -80,7 +80,7 @@ def test_scripts_build_what_is_advised() -> None:
     known = {
         "Trainer": lambda strategy: strategy,
         **{"DDPStrategy": DDPStrategy, "DearStrategy": DearStrategy},
-        **{"Fsdp2Strategy": Fsdp2Strategy, "default_hooks": default_hooks},
+        "lightning_dear": lightning_dear,
     }
     step = SimulatedStep(Program("", ()), 1.0, {}, 0.0, ())
     built = {}
@@ -96,7 +96,7 @@ def test_scripts_build_what_is_advised() -> None:
     ours = 'DearStrategy(fusion="mergecomp", compressor="int8")'
     assert script_of(row) == f"Trainer(strategy={ours})"
     hooked = Ranked(STRATEGIES["ddp"], step, "bf16", "strategy=ddp_bf16")
-    assert eval(script_of(hooked), known)._ddp_comm_hook is default_hooks.bf16_compress_hook
+    assert isinstance(eval(script_of(hooked), known), Bf16DDPStrategy)
 
 
 @pytest.mark.parametrize(
