@@ -37,7 +37,8 @@ def strategies(*names: str):
 def test_a_slow_network_asks_for_ours_and_a_fast_one_for_nothing(bert: Workload) -> None:
     slow = ranked(strategies(*NAMES), bert, Network(SLOW, 16))
     assert slow[0].strategy.name == "single"
-    assert recommended(slow).strategy.name == "dear_mergecomp"
+    assert recommended(slow).strategy.name == "dear"
+    assert recommended(slow, enough=0.0).strategy.name == "dear_mergecomp"
     fast = ranked(strategies(*NAMES), bert, Network(FAST, 16))
     assert recommended(fast).strategy.name == "ddp"
     assert recommended(fast, enough=0.0).strategy.name != "single"
@@ -56,6 +57,9 @@ def test_the_baseline_stays_where_little_is_to_be_gained() -> None:
     assert chosen({"ddp": 1.04, "dear": 1.0}) == "dear"
     assert chosen({"ddp": 1.04, "dear": 1.0}, enough=0.05) == "ddp"
     assert chosen({"b": 1.0, "a": 1.0}) == "b"
+    assert chosen({"dear": 1.03, "ddp_bf16": 1.03, "a": 1.0}) == "ddp_bf16"
+    assert chosen({"dear": 1.03, "a": 1.0}) == "dear"
+    assert chosen({"dear": 1.04, "a": 1.0}) == "a"
 
 
 def test_efficiency_is_that_of_weak_scaling(bert: Workload) -> None:
