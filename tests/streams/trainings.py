@@ -241,8 +241,16 @@ def run(training: Training, size: int, **options: Any) -> Found[list[Tensor]]:
 
 
 @cache
-def reference(training: Training, size: int) -> Sequence[Tensor]:
-    """Every rank's gradient in turn, times 1/P, added in rank order; fp32 weights are stepped."""
+def reference(training: Training, size: int, ranks_a_host: int = 0) -> Sequence[Tensor]:
+    """Every rank's gradient in turn, times 1/P, added in rank order; fp32 weights are stepped.
+
+    In two hops each host's gradients are added first, and then the hosts' sums.
+
+    Args:
+        training: What is trained.
+        size: Number of ranks.
+        ranks_a_host: Of two hops; 0: one hop.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     model, optimizers = training.build()
@@ -256,7 +264,7 @@ def reference(training: Training, size: int) -> Sequence[Tensor]:
         )
     scale = 256.0 if training.is_scaled else 1.0
     for step in range(NUM_STEPS):
-        means = _means(training, model, step, size, scale)
+        means = _means(training, model, step, size, scale, ranks_a_host or size)
         for parameter, mean in zip(stepped, means, strict=True):
             parameter.grad = None if mean is None else mean.to(parameter.dtype) / scale
         if training.max_norm is not None:
@@ -270,9 +278,11 @@ def reference(training: Training, size: int) -> Sequence[Tensor]:
 
 
 def _means(
-    training: Training, model: nn.Module, step: int, size: int, scale: float
+    training: Training, model: nn.Module, step: int, size: int, scale: float, ranks_a_host: int
 ) -> list[Tensor | None]:
-    total: list[Tensor | None] = [None for _ in model.parameters()]
+    sums: list[list[Tensor | None]] = [
+        [None for _ in model.parameters()] for _ in range(size // ranks_a_host)
+    ]
     for rank in range(size):
         if isinstance(model, Skipping):
             model.uses_extra = training.uses_extra(step, rank, size)
@@ -281,7 +291,21 @@ def _means(
             (loss_of(model, *training.data(step, part, rank)) * scale).backward()
         for number, parameter in enumerate(model.parameters()):
             if parameter.grad is not None:
-                own, before = parameter.grad * (1.0 / size), total[number]
-                total[number] = own if before is None else before + own
+                own, of_host = parameter.grad * (1.0 / size), sums[rank // ranks_a_host]
+                of_host[number] = _added(of_host[number], own)
     model.zero_grad()
+    total, *others = sums
+    for of_host in others:
+        total = [_added(one, _as_precise(own)) for one, own in zip(total, of_host, strict=True)]
     return total
+
+
+def _added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    return more if total is None else total if more is None else total + more
+
+
+def _as_precise(of_host: Tensor | None) -> Tensor | None:
+    """Sums of hosts are added up in fp32, if not in more."""
+    if of_host is None:
+        return None
+    return of_host.to(torch.promote_types(of_host.dtype, torch.float32))
