@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -24,33 +25,77 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 """Parameters of these are stepped as fp32 masters: an update is often below their resolution."""
 
 
-@dataclass(frozen=True)
+class Role(Enum):
+    """What a rank does with a bucket, and so what the bucket's buffers hold.
+
+    `ExchangeOptions.role_of` decides it, from options, plan and dtype. All legal combinations:
+
+        role                 when                    the rank steps      `shard` is
+        -------------------  ----------------------  ------------------  --------------------------
+        SHARDED              in every other case     its shard           `replica` itself
+        SHARDED_MASTERS      likewise, 16 bits       its shard, in fp32  a copy
+        EARLY                the plan calls it early its shard           a copy
+        EARLY_MASTERS        likewise, 16 bits       its shard, in fp32  a copy
+        LAGGING              differences are encoded its shard           a copy, ahead of `replica`
+        LAGGING_MASTERS      likewise, 16 bits       its shard, in fp32  a copy, ahead of `replica`
+        REPLICATED           it is all-reduced       all of the bucket   `replica` itself
+        REPLICATED_MASTERS   likewise, 16 bits       all of it, in fp32  a copy
+        SCATTERED            sums stay with owners   all of the bucket   `replica` itself
+                             of regions (Ok-Topk)
+
+    "16 bits": parameters have 16 bits. Then `mean` is an fp32 tensor of its own; elsewhere it is a
+    view of `gradients`. In a SCATTERED bucket it is 0 outside this rank's region until the sums of
+    all regions have arrived. `landing` is a tensor of its own in EARLY buckets, since backward
+    still reads the old parameters; elsewhere it is `parameters` itself. `published` is empty but in
+    LAGGING buckets. A REPLICATED bucket gathers nothing.
+
+    Attributes:
+        has_master: Whether the numbers that are stepped are a copy that checkpoints keep.
+        lags: Whether `replica` stays behind `shard` by what encoded differences have not brought.
+        is_staged: Whether new parameters wait in `landing`.
+        is_all_reduced: Whether every rank gets the whole mean in backward.
+        is_whole: Whether every rank steps all of the bucket.
+    """
+
+    SHARDED = ()
+    SHARDED_MASTERS = ("has_master",)
+    EARLY = ("is_staged",)
+    EARLY_MASTERS = ("is_staged", "has_master")
+    LAGGING = ("lags", "has_master")
+    LAGGING_MASTERS = ("lags", "has_master", "has_16_bits")
+    REPLICATED = ("is_all_reduced", "is_whole")
+    REPLICATED_MASTERS = ("is_all_reduced", "is_whole", "has_master")
+    SCATTERED = ("is_whole",)
+
+    def __init__(self, *facts: str) -> None:
+        self.has_master, self.lags = "has_master" in facts, "lags" in facts
+        self.is_staged, self.is_whole = "is_staged" in facts, "is_whole" in facts
+        self.is_all_reduced = "is_all_reduced" in facts
+
+
+@dataclass(frozen=True, eq=False)
 class Bucket:
     """One bucket's buffers.
 
     Attributes:
         number: Position in the plan, equal on all ranks.
         spec: What lies where in it.
+        role: What this rank does with it; `Role` says what the buffers hold in each.
         parameters: Flat, `spec.padded_numel` elements; the parameters are views of it.
-        gradients: Flat, as `parameters`; empty where nothing has to travel or to be converted
+        gradients: Flat, as `parameters`. Empty where nothing has to travel or to be converted
             (world size 1, 32 or 64 bits, no codec): there the optimizer reads `parameter.grad`.
         received: Scratch for what other ranks send of this rank's gradient shard.
-        replica: This rank's shard of `parameters`, as every rank has it; a view.
-        shard: What the optimizer steps: `replica` itself, or a copy of it. For 16-bit parameters
-            that is an fp32 copy, the master, which is rounded into `replica` after each step.
-        published: Where differences are gathered, `replica` as it was when they had arrived; else
-            empty.
-        mean: This rank's shard of the mean gradient, as precise as `shard`; a view of `gradients`
-            where that is as precise. Of a sparse all-reduce that owners sum: as long as the bucket,
-            and 0 outside this rank's region until all sums have arrived.
-        landing: What a gather fills: `parameters` itself, or a buffer as long where the bucket may
-            be gathered while a backward still needs the old values.
-        is_all_reduced: Whether every rank gets the whole mean gradient and steps the whole bucket,
-            so that its one shard is everybody's.
+        replica: What this rank steps, its shard or all of it, as every rank has it; a view of
+            `parameters`.
+        shard: The numbers that the optimizer steps.
+        published: `replica` as it was when differences had arrived last.
+        mean: The mean gradient of `shard`.
+        landing: Where gathered parameters arrive.
     """
 
     number: int
     spec: BucketSpec
+    role: Role
     parameters: Tensor
     gradients: Tensor
     received: Tensor
@@ -58,13 +103,7 @@ class Bucket:
     shard: Tensor
     mean: Tensor
     landing: Tensor
-    is_all_reduced: bool = False
-    published: Tensor = torch.empty(0)
-
-    @cached_property
-    def lags(self) -> bool:
-        """Whether `replica` stays behind `shard` by what encoded differences have not brought."""
-        return self.published.numel() > 0
+    published: Tensor
 
     @cached_property
     def own(self) -> slice:
@@ -73,25 +112,15 @@ class Bucket:
         return slice(begin, begin + self.replica.numel())
 
     @cached_property
-    def has_master(self) -> bool:
-        """Whether the optimizer steps a copy that parameters follow: more precise, or ahead."""
-        return self.shard.dtype != self.parameters.dtype or self.lags
-
-    @cached_property
-    def is_staged(self) -> bool:
-        """Whether new values wait in `landing` until `land`."""
-        return self.landing is not self.parameters
-
-    @cached_property
-    def is_whole(self) -> bool:
-        """Whether this rank steps all of it: one rank, an all-reduced bucket, or gathered sums."""
+    def is_stepped_whole(self) -> bool:
+        """Whether this rank steps all of it: because of its role, or since there is one rank."""
         return self.replica.numel() == self.parameters.numel()
 
     def publish(self) -> None:
         """Rounds the stepped shard into what is gathered; nothing to do where they are the same."""
-        if self.is_staged:
+        if self.role.is_staged:
             self.landing[self.own].copy_(self.shard)
-        elif self.has_master:
+        elif self.role.has_master:
             self.replica.copy_(self.shard)
 
     def lag(self, out: Tensor) -> Tensor:
@@ -104,37 +133,38 @@ class Bucket:
         self.note_published()
 
     def note_published(self) -> None:
-        """Notes what everybody has now of this rank's shard."""
-        if self.lags:
+        """Notes what all ranks have now of this rank's shard."""
+        if self.role.lags:
             self.published.copy_(self.replica)
 
     def land(self) -> None:
         """Makes what was gathered the parameters' values, whatever context they are read in."""
-        if self.is_staged:
+        if self.role.is_staged:
             with plain_mode(self.parameters.device.type):
                 self.parameters.copy_(self.landing)
 
     def adopt_writes(self) -> None:
         """Takes over values that were written to the parameters from outside, element by element.
 
-        They are those whose bits are not the master's, rounded: no version counter sees a write
-        through `.data`. Where parameters lag, the master moves by as much as they were moved.
+        A value was written if its bits are not those of the master, rounded. A version counter does
+        not tell, since it sees no write through `.data`. Where parameters lag, the master moves by
+        as much as they were moved.
         """
-        if self.lags:
+        if self.role.lags:
             # Usually nobody wrote. A CPU sees that in one pass; an accelerator would be waited for.
             if saves_calls(self.shard.device) or not torch.equal(self.replica, self.published):
                 # By 0 where nobody wrote: the lag is still to be sent.
                 follow_weights(self.shard, self.published, self.replica)
                 self.note_published()
-        elif self.is_staged and not self.has_master:
-            self.shard.copy_(self.replica)
-        elif self.has_master:
+        elif self.role.has_master:
             is_own = self.replica == self.shard.to(self.replica.dtype)
             torch.where(is_own, self.shard, self.replica, out=self.shard)
+        elif self.role.is_staged:
+            self.shard.copy_(self.replica)
 
     def adopt_gradients(self) -> None:
         """Takes what was changed of this rank's shard of the whole mean gradient into `mean`."""
-        if self.has_master:
+        if self.role.has_master:
             own = self.gradients[self.own]
             was_changed = own != self.mean.to(own.dtype)
             torch.where(was_changed, own.to(self.mean.dtype), self.mean, out=self.mean)
@@ -156,7 +186,7 @@ def follow_weights(master: Tensor, before: Tensor, weights: Tensor) -> None:
     torch.where(is_move, moved, weights, out=master)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Placement:
     """Where one parameter lies in the flat buffers, elements in the order of its storage.
 
@@ -200,7 +230,7 @@ def as_flat(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FlatBuffers:
     """All buckets of a plan and where each parameter lies in them."""
 
@@ -209,8 +239,8 @@ class FlatBuffers:
 
     @property
     def lagging(self) -> list[Parameter]:
-        """Those that stay behind what is stepped, see `Bucket.lags`."""
-        return [one.parameter for one in self.placements if self.buckets[one.buckets[0]].lags]
+        """The parameters that stay behind what is stepped, see `Role.lags`."""
+        return [one.parameter for one in self.placements if self.buckets[one.buckets[0]].role.lags]
 
     @torch.no_grad()
     def adopt_writes(self, but: Collection[int] = ()) -> bool:
@@ -235,13 +265,11 @@ class FlatBuffers:
 def allocate(
     plan: BucketPlan,
     parameters: Sequence[Parameter],
+    role_of: Callable[[int, torch.dtype], Role],
     rank: int,
     scratch_numel: Callable[[int], int],
-    num_shards: int,
     *,
     keeps_gradients: bool,
-    lags: bool,
-    is_scattered: bool = False,
 ) -> FlatBuffers:
     """Makes the buffers of `plan` and moves the parameters into them.
 
@@ -250,12 +278,10 @@ def allocate(
     Args:
         plan: Over exactly these parameters, by their index.
         parameters: The engine's list.
+        role_of: (number of a bucket, dtype of its parameters) -> its role.
         rank: Whose shards to make.
-        num_shards: Into how many to cut a bucket: one each rank, or one if every rank has all.
         scratch_numel: Elements of a bucket -> elements of its scratch (see `Bucket.received`).
         keeps_gradients: Whether gradients of 32 or 64 bits go into buckets, too.
-        lags: Whether parameters follow what is stepped by encoded differences.
-        is_scattered: Whether each rank has a part of a whole mean, else zeros, not all of it.
     """
     by_family, homes = _by_family_and_tensor(plan)
     buckets: dict[int, Bucket] = {}
@@ -273,18 +299,13 @@ def allocate(
         for tensor, start in starts.items():
             placements[tensor] = _place(parameters[tensor], gradients, start, homes[tensor])
         for number, offset in begins.items():
-            spec = plan.buckets[number]
+            spec, role = plan.buckets[number], role_of(number, flat.dtype)
             part = slice(offset, offset + spec.padded_numel)
-            place = number, spec, flat[part], gradients[part]
-            if plan.world_size > 1 and (num_shards == 1 or number in plan.all_reduced):
-                own = slice(0, spec.padded_numel)
-                bucket = _bucket(*place, flat[:0], own, is_all_reduced=not is_scattered)
-            else:
-                scratch = flat.new_empty(scratch_numel(spec.padded_numel))
-                own = shard_slice(spec.padded_numel, rank, num_shards)
-                is_staged = number in plan.early and plan.world_size > 1
-                bucket = _bucket(*place, scratch, own, is_staged=is_staged, lags=lags)
-            buckets[number] = bucket
+            scratch = flat.new_empty(0 if role.is_whole else scratch_numel(spec.padded_numel))
+            whole = slice(0, spec.padded_numel)
+            own = whole if role.is_whole else shard_slice(whole.stop, rank, plan.world_size)
+            place = flat[part], gradients[part], scratch
+            buckets[number] = _bucket(number, spec, role, *place, own)
     for bucket in buckets.values():
         bucket.shard.copy_(bucket.replica)
         bucket.note_published()
@@ -314,24 +335,22 @@ def shard_slice(padded_numel: int, rank: int, world_size: int) -> slice:
 def _bucket(
     number: int,
     spec: BucketSpec,
+    role: Role,
     parameters: Tensor,
     gradients: Tensor,
     scratch: Tensor,
     own: slice,
-    *,
-    is_staged: bool = False,
-    is_all_reduced: bool = False,
-    lags: bool = False,
 ) -> Bucket:
+    """Makes what `role` needs beside views of the flat buffers; see the table there."""
     replica, mean = parameters[own], gradients[own]
-    published = torch.empty_like(replica) if lags else replica[:0]
-    shard = torch.empty_like(replica) if lags or is_staged else replica
-    landing = torch.empty_like(parameters) if is_staged else parameters
+    shard = torch.empty_like(replica) if role.lags or role.is_staged else replica
     if parameters.dtype in LOW_PRECISION:
         shard = torch.empty_like(replica, dtype=torch.float32)
         mean = torch.empty_like(shard)
-    own_parts = replica, shard, mean, landing, is_all_reduced, published
-    return Bucket(number, spec, parameters, gradients, scratch, *own_parts)
+    landing = torch.empty_like(parameters) if role.is_staged else parameters
+    published = torch.empty_like(replica) if role.lags else replica[:0]
+    views = parameters, gradients, scratch, replica
+    return Bucket(number, spec, role, *views, shard, mean, landing, published)
 
 
 def _move_data(
@@ -359,7 +378,7 @@ def _place(parameter: Parameter, gradients: Tensor, start: int, homes: list[int]
     return Placement(parameter, view, gradient, tuple(homes), view.data_ptr())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chunk:
     """Consecutive elements of a tensor, in storage order.
 
@@ -384,10 +403,9 @@ class Piece:
         offset: Where the piece begins in the bucket.
         parameter: 1-D view of the elements in the bucket's `shard`, what the optimizer steps on.
         gradient: 1-D view of their mean gradient; None where autograd's own is read.
-        has_master: See `Bucket.has_master`.
+        role: The bucket's; SHARDED for a whole parameter that is in no bucket.
         is_plain: Whether it is a whole, contiguous parameter, whose gradient needs no rearranging.
         was_stepped: Whether a step has changed `parameter`.
-        is_all_reduced: Whether every rank has this piece.
     """
 
     tensor_index: int
@@ -397,10 +415,9 @@ class Piece:
     offset: int
     parameter: Tensor
     gradient: Tensor | None
-    has_master: bool = False
+    role: Role = Role.SHARDED
     is_plain: bool = False
     was_stepped: bool = False
-    is_all_reduced: bool = False
 
     @property
     def numel(self) -> int:
@@ -427,8 +444,7 @@ def shard_pieces(bucket: Bucket) -> list[Piece]:
             offset=lower,
             parameter=bucket.shard[inside],
             gradient=bucket.mean[inside] if bucket.mean.numel() else None,
-            has_master=bucket.has_master,
-            is_all_reduced=bucket.is_all_reduced,
+            role=bucket.role,
         )
         pieces.append(piece)
     return pieces
@@ -442,7 +458,8 @@ def cut_state(key: str, value: Any, parameter: Parameter, piece: Piece) -> Any:
     if key != "step" and value.shape == parameter.shape:
         flat = as_flat(value, parameter.stride())
         # Beside fp32 masters state is fp32, also what DDP has kept in 16 bits.
-        dtype = piece.parameter.dtype if piece.has_master and flat.is_floating_point() else None
+        is_widened = piece.role.has_master and flat.is_floating_point()
+        dtype = piece.parameter.dtype if is_widened else None
         return flat[piece.start : piece.stop].to(parameter.device, dtype, copy=True)
     # Pieces are stepped one by one, and each counts its `step` in place.
     return value.clone()

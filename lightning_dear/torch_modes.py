@@ -7,8 +7,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_dear import private_names
+
+_cleared_transforms = private_names.CLEARED_TRANSFORMS.imported()
+_without_modes = private_names.WITHOUT_MODES.imported()
+_without_torch_function = private_names.WITHOUT_TORCH_FUNCTION.imported()
 
 HOST_DEVICES: tuple[str, ...] = ("cpu",)
 """Devices on which a pass over memory costs more than the call that makes it."""
@@ -63,9 +67,9 @@ def plain_mode(device_type: str, default_dtype: torch.dtype = torch.float32) -> 
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(device_type, enabled=False))
-        stack.enter_context(cast(Any, torch)._C.DisableTorchFunction())
-        for mode in stack.enter_context(_disable_current_modes()):
+        stack.enter_context(_without_torch_function())
+        for mode in stack.enter_context(_without_modes()):
             if isinstance(mode, Onlooker):
                 stack.enter_context(cast(Any, mode))
-        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(_cleared_transforms())
         yield

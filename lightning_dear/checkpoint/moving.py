@@ -158,7 +158,7 @@ def _exchange(
         flat = as_flat(part.values, part.values.stride())
         return flat[one.start - part.start : one.stop - part.start]
 
-    rank, ranks = collectives.rank, range(collectives.world_size)
+    rank, ranks = collectives.world.rank, range(collectives.world.size)
     away = [one for one in together if one.source != one.target]
     sends = sorted((one for one in away if one.source == rank), key=attrgetter("target"))
     receives = sorted((one for one in away if one.target == rank), key=attrgetter("source"))

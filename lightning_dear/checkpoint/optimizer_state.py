@@ -140,7 +140,7 @@ def gathered(
     """
     if not state.chunks:
         return dict(state)
-    holds = collectives.rank == 0 or not on_rank_0
+    holds = collectives.world.rank == 0 or not on_rank_0
     whole: dict[int, Tensor] = {}
 
     def made(stand_in: Tensor) -> Tensor:
@@ -203,8 +203,8 @@ def hand_on(
             own.update(state.get(piece.parameter, {}))
         elif MASTER_KEY in own:
             del own[MASTER_KEY]
-            piece.was_stepped = piece.has_master
-            had_master.add(piece.has_master)
+            piece.was_stepped = piece.role.has_master
+            had_master.add(piece.role.has_master)
         if own:
             state[piece.parameter] = own
     return AdoptedState(True in had_master, False in had_master)
@@ -227,10 +227,10 @@ def _wanted(key: str, value: Any, piece: Piece, own: dict[str, Any]) -> list[Wan
     is_master = key == MASTER_KEY and piece.bucket != _WHOLE
     if not _is_stand_in(value):
         own[key] = value.clone() if isinstance(value, Tensor) else value
-    if not _is_stand_in(value) or (is_master and not piece.has_master):
+    if not _is_stand_in(value) or (is_master and not piece.role.has_master):
         return []
     # Beside fp32 masters state is fp32, see `cut_state`.
-    is_cast = piece.has_master and value.is_floating_point()
+    is_cast = piece.role.has_master and value.is_floating_point()
     dtype = piece.parameter.dtype if is_cast else value.dtype
 
     def room() -> Tensor:

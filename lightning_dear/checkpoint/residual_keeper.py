@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, product
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_dear.checkpoint.optimizer_state import CLASS, ShardedState, check
 from lightning_dear.checkpoint.residuals import FACTORS, KEY, STEERING, Residuals, Rows
 from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
 from lightning_dear.exchange import CompressedBucket
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning.plan import Slice
 
 
@@ -29,14 +30,17 @@ class ResidualKeeper:
 
     Args:
         optimizer: Whose state dict brings residuals; mutated: a hook.
-        collectives: What moves the bytes.
-        together: See `ExchangeOptions.ranks_together`.
+        present: Says what moves the bytes at present.
+        options: What travels, and how.
     """
 
-    def __init__(self, optimizer: Optimizer, collectives: Collectives, together: int = 1) -> None:
-        self._optimizer = optimizer
-        self._collectives = collectives
-        self._rows = Rows(collectives.rank, collectives.world_size, together)
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        present: Callable[[], Collectives],
+        options: ExchangeOptions,
+    ) -> None:
+        self._optimizer, self._present, self._options = optimizer, present, options
         self._coded: Sequence[CompressedBucket] = ()
         self._parameters: Sequence[Parameter] = ()
         self._held: Residuals | None = None
@@ -69,7 +73,7 @@ class ResidualKeeper:
 
     def inherit(self, others: Iterable[ResidualKeeper]) -> None:
         """Holds what others hold, whose plans have ended; to be called before the first plan."""
-        for held in (other.taken(self._collectives) for other in others):
+        for held in (other.taken(self._present()) for other in others):
             if not held.is_of_nothing or held.seed is not None:
                 self._held = held if self._held is None else self._held.joined(held)
 
@@ -92,7 +96,7 @@ class ResidualKeeper:
         self._held = None if others.is_of_nothing else others
         self._overwrite(own)
         lost = self._unknown_names(own)
-        if lost and self._collectives.rank == 0:
+        if lost and self._present().world.rank == 0:
             warnings.warn(
                 f"What a compressor had left to be sent ({', '.join(lost)}) is dropped: this"
                 " training has another compressor, none, or another gather, for some or all"
@@ -164,7 +168,7 @@ class ResidualKeeper:
 
         Collective, blocks; through the keeper's own collectives if no others are given.
         """
-        collectives = through or self._collectives
+        collectives = through or self._present()
         taken = self._common()
         taken.kept[FACTORS] = {one: own.clone() for one, own in taken.kept[FACTORS].items()}
         for one in self._coded:
@@ -204,6 +208,11 @@ class ResidualKeeper:
             {half: max(one.counts[half] for one in coded) for half in halves},
             coded[0].seed if coded else None,
         )
+
+    @property
+    def _rows(self) -> Rows:
+        collectives = self._present()
+        return Rows(collectives.world, self._options.ranks_together(collectives))
 
     def _first(self, one: CompressedBucket) -> Parameter:
         """The parameter that a bucket is known by."""

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_dear.bucket import Chunk, as_flat, storage_strides
+from lightning_dear.collectives.world import World
 from lightning_dear.exchange import NO_SEED
 
 KEY = "residuals"
@@ -104,20 +105,18 @@ class Rows:
     """Says who has which row in a state dict.
 
     Attributes:
-        rank: This one.
-        world_size: How many there are.
-        together: How many ranks of a host share a row, see `ExchangeOptions.ranks_together`. What
-            is held in whole they have alike.
+        world: The ranks.
+        together: How many ranks of a host share a row, see `ExchangeOptions.ranks_together`. They
+            have alike what is held in whole.
     """
 
-    rank: int
-    world_size: int
+    world: World
     together: int = 1
 
     def of(self, kind: Kind) -> tuple[int, int]:
         """Returns (number of this rank's row, number of rows)."""
         together = self.together if kind[0] == "worker" else 1
-        return self.rank // together, self.world_size // together
+        return self.world.rank // together, self.world.size // together
 
 
 Part = tuple[Kind, Tensor, Chunk]
@@ -137,7 +136,7 @@ def sharded(
     """
     chunks: dict[Kind, dict[Tensor, list[Chunk]]] = {}
     # Of what a host's ranks have alike, one of them says it.
-    is_first = rows.rank % rows.together == 0
+    is_first = rows.world.rank % rows.together == 0
     others = (
         (kind, one, Chunk(0, values if is_first or kind[0] != "worker" else values[:0]))
         for kind, own in whole.kept.items()
@@ -211,10 +210,10 @@ def unpacked(state: Mapping[str, Any], parameter_of: Mapping[int, Tensor], rows:
     }
     kept[STEERING] = {
         # Where collectives need it, too.
-        one: saved[rows.rank].to(one.device, copy=True)
+        one: saved[rows.world.rank].to(one.device, copy=True)
         for one, saved in by_parameter(state.get("steering", {}))
         # Regions are of as many ranks.
-        if len(saved) == rows.world_size
+        if len(saved) == rows.world.size
     }
     rates: dict[Tensor, float] = dict(by_parameter(state.get("rates", {})))
     return Residuals(kept, rates, dict(state["counts"]), state.get("seed", NO_SEED))

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_dear import private_names
 from lightning_dear.collectives.gloo import PairwiseCollectives
-from lightning_dear.collectives.hosts import Place, hosts_of, ranks_on_each_host
 from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.streams import CudaStreams, Streams
 from lightning_dear.collectives.two_hops import NativeTwoHopCollectives, TwoHopCollectives
 from lightning_dear.collectives.work import Collectives, alive, reusable_groups
+from lightning_dear.collectives.world import Place, World, hosts_of
 
 _NUM_GROUPS = 3
 """With NCCL, before those that two hops need."""
@@ -66,7 +67,7 @@ def new_collectives(
     """
     streams = CudaStreams(device) if device.type == "cuda" else Streams()
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return PairwiseCollectives(None, None, None, 0, 1, streams=streams)
+        return PairwiseCollectives(None, None, None, streams=streams)
     backend = _backend_of(device)
     if backend == "gloo" and device.type != "cpu":
         raise ValueError(
@@ -74,59 +75,62 @@ def new_collectives(
             " use process_group_backend='nccl'."
         )
     groups, everyones = _process_groups(timeout, backend, (sends_rows, (_host(), node), hops))
-    reduce_group, gather_group, *others = groups
-    # gloo matches all but objects by tags.
-    object_group = others[0] if others else gather_group
-    ours = reduce_group, gather_group, object_group, dist.get_rank(), dist.get_world_size()
-    where = _agreed_hosts([place for _, place, _ in everyones])
-    has_two_hops = _agreed_hops([one[2] for one in everyones], backend, where) == 2
-    how: dict[str, Any] = {"streams": streams, "hosts": where}
-    collectives: Collectives
-    if backend == "gloo":
-        kind = TwoHopCollectives if has_two_hops else PairwiseCollectives
-        collectives = kind(*ours, **how)
-    elif has_two_hops:
-        pair = _groups_of_two_hops(timeout, backend, where)
-        collectives = NativeTwoHopCollectives(*pair, *ours, **how)
-    else:
-        collectives = NativeCollectives(*ours, **how)
+    world = _agreed_world([place for _, place, _ in everyones])
+    has_two_hops = _agreed_hops([one[2] for one in everyones], backend, world) == 2
+    has_subgroups = has_two_hops and backend != "gloo"
+    subgroups = _groups_of_two_hops(timeout, backend, world) if has_subgroups else ()
+    kind = _KINDS[backend == "gloo", has_two_hops]
+    # With gloo objects travel among the all-gathers, since all else there is matched by tags.
+    reduce_group, gather_group, object_group = (*groups, groups[1])[:3]
+    ours = reduce_group, gather_group, object_group, world
+    collectives: Collectives = kind(*subgroups, *ours, streams=streams)
     _connect(collectives, device, sends_rows=any(sends for sends, *_ in everyones))
     return collectives
 
 
-def _agreed_hops(wanted: Sequence[int | None], backend: str, hosts: Sequence[int]) -> int:
-    """In how many hops shards travel; says so once where that is not what was asked for."""
+_KINDS: dict[tuple[bool, bool], Any] = {
+    (True, False): PairwiseCollectives,
+    (True, True): TwoHopCollectives,
+    (False, False): NativeCollectives,
+    (False, True): NativeTwoHopCollectives,
+}
+"""(whether the backend is gloo, whether shards travel in two hops) -> class."""
+
+
+def _agreed_hops(wanted: Sequence[int | None], backend: str, world: World) -> int:
+    """Returns in how many hops shards travel. Warns if that is not what was asked for."""
     if len(set(wanted)) > 1:
         raise ValueError(f"hops must be the same on all ranks, got {list(wanted)}.")
-    has_two = ranks_on_each_host(hosts) > 1
-    if wanted[0] == 2 and not has_two and dist.get_rank() == 0:
+    has_two = world.ranks_a_host > 1
+    if wanted[0] == 2 and not has_two and world.rank == 0:
         warnings.warn(
             "hops=2 has no effect here. It needs several hosts, the same number of ranks on each,"
             " at least two, and a host's ranks numbered one after the other. The first rank on each"
-            f" rank's host is {', '.join(map(str, hosts))}. Leave it out.",
+            f" rank's host is {', '.join(map(str, world.hosts))}. Leave it out.",
             stacklevel=3,
         )
     return 2 if has_two and (wanted[0] or (2 if backend == "gloo" else 1)) == 2 else 1
 
 
-def _agreed_hosts(places: Sequence[Place]) -> Sequence[int]:
-    """The number of each rank's host; says so where node ranks do not count."""
+def _agreed_world(places: Sequence[Place]) -> World:
+    """Returns the ranks of the default group, on their hosts. Warns if node ranks do not count."""
     hosts, wrong = hosts_of(places)
-    if wrong and dist.get_rank() == 0:
+    world = World(dist.get_rank(), dist.get_world_size(), hosts)
+    if wrong and world.rank == 0:
         nodes = sorted({node for _, (node, _) in places})
         warnings.warn(
             f"Node ranks {nodes[:9]} are not used: {wrong}. Give each host one of its own. Now"
             " machine and network tell hosts apart.",
             stacklevel=3,
         )
-    return tuple(hosts)
+    return world
 
 
 def _backend_of(device: torch.device) -> str:
     """Name of what serves `device`: the default group may have a backend for each kind of them."""
     world: Any = dist.group.WORLD
     try:
-        name: str = world._get_backend(torch.device(device.type)).name()
+        name: str = private_names.GET_BACKEND.of(world)(torch.device(device.type)).name()
     except RuntimeError as error:
         raise ValueError(
             f"The default process group ('{dist.get_backend_config()}') has no backend for"
@@ -165,19 +169,16 @@ def _process_groups(
     return groups, [one for _, one in said]
 
 
-def _groups_of_two_hops(
-    timeout: timedelta | None, backend: str, hosts: Sequence[int]
-) -> Sequence[Any]:
+def _groups_of_two_hops(timeout: timedelta | None, backend: str, world: World) -> Sequence[Any]:
     """The group of this host's ranks, and that of the ranks with this one's place on their hosts.
 
     New ones, or those of the fit before, by the same rule as the others. Collective.
     """
     _, groups = reusable_groups[timeout]
-    world_size, size = len(hosts), ranks_on_each_host(hosts)
-    ranks = range(world_size)
+    ranks, size = range(world.size), world.ranks_a_host
     layouts = (
-        [list(ranks[first : first + size]) for first in range(0, world_size, size)],
-        [list(ranks[place::size]) for place in range(size)],
+        [list(ranks[first : first + size]) for first in ranks[::size]],
+        [list(world.with_place(place)) for place in ranks[:size]],
     )
     new_subgroups: Any = dist.new_subgroups_by_enumeration
     made: list[Any] = []
@@ -198,8 +199,9 @@ def _options_of(timeout: timedelta | None, backend: str) -> Any:
     options: Any = None
     if backend == "nccl" and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        # Else torch warns that it takes this one.
-        options._timeout = timeout or options._timeout
+        if timeout is not None:
+            # Else torch warns that it takes its own.
+            setattr(options, private_names.NCCL_TIMEOUT.name, timeout)
     return options
 
 
@@ -250,14 +252,14 @@ def _has_only_gloo() -> bool:
 def _connect(collectives: Collectives, device: torch.device, *, sends_rows: bool) -> None:
     """Opens every connection now, in one order, instead of in the midst of the first backward.
 
-    Blocks until they are open. NCCL connects every pair of ranks for rows alone, which takes memory
-    on the device; gloo has done so before.
+    Blocks until they are open. NCCL connects every pair of ranks only if rows are to travel, since
+    that takes memory on the device.
     """
-    if sends_rows and not collectives.reads_flags_freely:
-        rows = torch.zeros((2, collectives.world_size, 1), dtype=torch.uint8, device=device)
+    if sends_rows:
+        rows = torch.zeros((2, collectives.world.size, 1), dtype=torch.uint8, device=device)
         collectives.launch_all_to_all(rows[0], rows[1], 0).wait()
     collectives.launch_any(torch.zeros(1, dtype=torch.uint8, device=device)).wait()
-    collectives.launch_all_gather(torch.zeros(collectives.world_size, device=device), 0).wait()
+    collectives.launch_all_gather(torch.zeros(collectives.world.size, device=device), 0).wait()
     if collectives.hops == 2:
         # Else the all-gather has used another group.
         collectives.launch_broadcast(torch.zeros(1, device=device), 0).wait()

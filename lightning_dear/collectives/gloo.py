@@ -18,6 +18,7 @@ from lightning_dear.collectives.work import (
     Work,
     shard_of,
     sum_in_source_order,
+    take_largest,
 )
 
 # Above those of all buckets.
@@ -53,7 +54,7 @@ class PairwiseCollectives(Collectives):
     several hosts each one's gradients are summed first, then the hosts' sums.
     """
 
-    reads_flags_freely = True
+    wait_blocks_host = matches_by_tag = has_variable_lengths = True
 
     @override
     def __post_init__(self) -> None:
@@ -62,31 +63,40 @@ class PairwiseCollectives(Collectives):
 
     def _peers(self) -> list[int]:
         # Each rank begins with another peer, so that not all send to rank 0 first.
-        return [(self.rank + hop) % self.world_size for hop in range(1, self.world_size)]
+        return [(self.world.rank + hop) % self.world.size for hop in range(1, self.world.size)]
 
     def _sources(self) -> list[int]:
-        return [(self.rank - hop) % self.world_size for hop in range(1, self.world_size)]
+        return [(self.world.rank - hop) % self.world.size for hop in range(1, self.world.size)]
+
+    @property
+    @override
+    def favors_all_reduce(self) -> bool:
+        # Each rank sends straight to all others. Of n bytes the R ranks of a host send
+        # R (P - R) / P n to other hosts in each half; a ring's all-reduce 2 (P - 1) / P n in all.
+        is_grid = self.world.ranks_a_host > 1
+        return self.world.fewest_on_a_host > 1 and not is_grid
 
     @override
     def scratch_numel(self, numel: int) -> int:
-        return numel // self.world_size * (self.world_size - 1)
+        return numel // self.world.size * (self.world.size - 1)
 
     @override
     def launch_reduce_scatter(
         self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
     ) -> Work:
-        own = shard_of(buffer, self.rank, self.world_size)
+        own = shard_of(buffer, self.world.rank, self.world.size)
         rows = self._reduce_rows(received)
-        outgoing = [(peer, shard_of(buffer, peer, self.world_size)) for peer in self._peers()]
+        outgoing = [(peer, shard_of(buffer, peer, self.world.size)) for peer in self._peers()]
         waits = self._exchange("reduce_scatter", received, rows, outgoing, bucket)
         self.ledger["reduce_scatter"] += nbytes_of(outgoing)
         # In rank order, not that of arrival or of peers, so that all runs have the same bits.
-        finish = partial(sum_in_source_order, by_source((*rows, (self.rank, own))), out, self._size)
+        addends, size = by_source((*rows, (self.world.rank, own))), self.world.ranks_a_host
+        finish = partial(sum_in_source_order, addends, out, size)
         return self.new_work("reduce_scatter", f"bucket {bucket}", waits, finish)
 
     @override
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, bucket: int) -> Work:
-        incoming[self.rank].copy_(rows[self.rank])
+        incoming[self.world.rank].copy_(rows[self.world.rank])
         outgoing = [(peer, rows[peer]) for peer in self._peers()]
         waits = self._exchange("reduce_scatter", incoming, self._rows(incoming), outgoing, bucket)
         self.ledger["reduce_scatter"] += nbytes_of(outgoing)
@@ -123,8 +133,8 @@ class PairwiseCollectives(Collectives):
 
     @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
-        own = shard_of(buffer, self.rank, self.world_size)
-        rows = self._rows(buffer.tensor_split(self.world_size))
+        own = shard_of(buffer, self.world.rank, self.world.size)
+        rows = self._rows(buffer.tensor_split(self.world.size))
         outgoing = [(peer, own) for peer in self._peers()]
         waits = self._exchange("all_gather", buffer, rows, outgoing, bucket)
         self.ledger["all_gather"] += nbytes_of(outgoing)
@@ -137,17 +147,13 @@ class PairwiseCollectives(Collectives):
         outgoing = [(peer, own) for peer in self._peers()]
         waits = self._exchange("reduce_scatter", flags, rows, outgoing, _FLAGS_TAG)
         self.ledger["other"] += nbytes_of(outgoing)
-
-        def combine() -> None:
-            for _, row in rows:
-                torch.maximum(flags, row, out=flags)
-
-        return self.new_work("other", "used parameters", waits, combine)
+        finish = partial(take_largest, [row for _, row in rows], flags)
+        return self.new_work("other", "used parameters", waits, finish)
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
-        rows = [] if self.rank == 0 else [(0, buffer)]
-        outgoing = [(peer, buffer) for peer in self._peers()] if self.rank == 0 else []
+        rows = [] if self.world.rank == 0 else [(0, buffer)]
+        outgoing = [(peer, buffer) for peer in self._peers()] if self.world.rank == 0 else []
         waits = self._exchange("all_gather", buffer, rows, outgoing, _BUFFERS_TAG + index)
         self.ledger["other"] += nbytes_of(outgoing)
         return self.new_work("other", "module buffers", waits)
@@ -158,7 +164,7 @@ class PairwiseCollectives(Collectives):
 
     @override
     def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
-        self._expect("all_gather", buffer, self._rows(buffer.tensor_split(self.world_size)), bucket)
+        self._expect("all_gather", buffer, self._rows(buffer.tensor_split(self.world.size)), bucket)
 
     @override
     def expect_messages(self, lane: str, incoming: Tensor, bucket: int) -> None:
@@ -166,7 +172,7 @@ class PairwiseCollectives(Collectives):
 
     def _reduce_rows(self, received: Tensor) -> Rows:
         return [
-            (source, shard_of(received, place, self.world_size - 1))
+            (source, shard_of(received, place, self.world.size - 1))
             for place, source in enumerate(self._sources())
         ]
 

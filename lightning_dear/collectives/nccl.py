@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dear import private_names
 from lightning_dear.collectives.work import Collectives, Parts, Work, shard_of
 
 # torch 2.13 renamed both; the old names warn there and are the only ones before it.
@@ -27,7 +28,12 @@ class NativeCollectives(Collectives):
     reduce-scatters, module buffers, the flags of used parameters, all all-gathers.
     """
 
-    reads_flags_freely = False
+    wait_blocks_host = matches_by_tag = has_variable_lengths = False
+
+    @property
+    @override
+    def flags_device(self) -> torch.device:
+        return self.streams.device
 
     @override
     def abort(self) -> None:
@@ -36,19 +42,21 @@ class NativeCollectives(Collectives):
         groups = *self.device_groups, self.calls.group.WORLD
         # Where torch cannot, or has done so, who waits is ended after the timeout.
         with suppress(Exception):
-            backends = [group._get_backend(torch.device("cuda")) for group in groups]
+            backends = [
+                private_names.GET_BACKEND.of(group)(torch.device("cuda")) for group in groups
+            ]
             # At once, since one after the other they might wait for each other.
-            backends[0]._group_start()
+            private_names.NCCL_GROUP_START.of(backends[0])()
             for backend in backends:
                 with suppress(Exception):
                     backend.abort()
-            backends[0]._group_end()
+            private_names.NCCL_GROUP_END.of(backends[0])()
 
     @override
     def launch_reduce_scatter(
         self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
     ) -> Work:
-        own = shard_of(buffer, self.rank, self.world_size)
+        own = shard_of(buffer, self.world.rank, self.world.size)
         waits = self.start(REDUCE_SCATTER, self.reduce_group, own, buffer)
         self.ledger["reduce_scatter"] += self.ring_bytes(buffer)
         finish = None if out.dtype == own.dtype else partial(out.copy_, own)
@@ -69,7 +77,7 @@ class NativeCollectives(Collectives):
 
     @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
-        own = shard_of(buffer, self.rank, self.world_size)
+        own = shard_of(buffer, self.world.rank, self.world.size)
         waits = self.start(ALL_GATHER, self.gather_group, buffer, own)
         self.ledger["all_gather"] += self.ring_bytes(buffer)
         return self.new_work("all_gather", f"bucket {bucket}", waits)

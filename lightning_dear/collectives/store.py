@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
+from lightning_dear import private_names
 from lightning_dear.collectives.work import T
 
 
@@ -18,7 +19,7 @@ def default_store() -> Any | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     c10d: Any = dist.distributed_c10d
-    store = c10d._get_default_store()
+    store = private_names.DEFAULT_STORE.of(c10d)()
     # A client of its own, made below, has no prefixes, and both must find the same keys.
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store

@@ -16,10 +16,12 @@ class Streams:
     """The queues in which a device does its work. A CPU has none: all is done at once.
 
     Attributes:
-        readers: Those on which parameters are stepped, or were read in a recorded forward.
+        device: Whose queues they are; the CPU unless another is given.
+        readers: The streams on which parameters are stepped, or were read in a recorded forward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cpu")
         self.readers: set[Any] = set()
 
     @property
@@ -71,18 +73,18 @@ class CudaStreams(Streams):
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        super().__init__()
-        self._device, self._cuda = device, cuda
+        super().__init__(device)
+        self._cuda = cuda
         self._beside: list[Any] = []
 
     @property
     @override
     def model(self) -> str:
-        return str(self._cuda.get_device_name(self._device))
+        return str(self._cuda.get_device_name(self.device))
 
     @override
     def current(self) -> Any:
-        return self._cuda.current_stream(self._device)
+        return self._cuda.current_stream(self.device)
 
     @override
     def follow(self, others: Iterable[Any]) -> None:
@@ -108,7 +110,7 @@ class CudaStreams(Streams):
 
     @override
     def synchronize(self) -> None:
-        self._cuda.synchronize(self._device)
+        self._cuda.synchronize(self.device)
 
     @override
     def lead_readers(self) -> None:
@@ -120,7 +122,7 @@ class CudaStreams(Streams):
     @cached_property
     def _relay(self) -> Any:
         # Before kernels that compute: who waits for what it makes is another host.
-        relay = self._cuda.Stream(self._device, priority=-1)
+        relay = self._cuda.Stream(self.device, priority=-1)
         self._beside.append(relay)
         return relay
 

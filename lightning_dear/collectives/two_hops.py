@@ -64,13 +64,13 @@ class TwoHopCollectives(PairwiseCollectives):
     def _within(self, way: int) -> list[int]:
         """Others of this host, in the order in which this rank sends (1) or receives (-1)."""
         # Each rank begins with another peer, and receives in the order in which others send.
-        size, first = self._size, self.rank - self.rank % self._size
-        return [first + (self.rank + way * hop) % size for hop in range(1, size)]
+        size, first = self.world.ranks_a_host, self.world.rank - self.world.place_on_host
+        return [first + (self.world.rank + way * hop) % size for hop in range(1, size)]
 
     def _across(self, way: int) -> list[int]:
         """Those of other hosts with this rank's place, likewise."""
-        hops = range(self._size, self.world_size, self._size)
-        return [(self.rank + way * hop) % self.world_size for hop in hops]
+        hops = range(self.world.ranks_a_host, self.world.size, self.world.ranks_a_host)
+        return [(self.world.rank + way * hop) % self.world.size for hop in hops]
 
     def _columns(self, buffer: Tensor, ranks: Iterable[int]) -> Rows:
         return [(rank, shard) for rank in ranks for shard in self._column(buffer, rank)]
@@ -83,15 +83,15 @@ class TwoHopCollectives(PairwiseCollectives):
         receives = self._receives("reduce_scatter", received, across, bucket + _SECOND_HOP)
         self.ledger["reduce_scatter"] += own[0].nbytes * len(self._across(1))
         work, _ = self._reduce(buffer, received, own, lambda: own, receives, bucket)
-        of_hosts = by_source((*across, (self.rank, own[self.rank // self._size])))
-        return Work(work.wait, partial(sum_in_source_order, of_hosts, out))
+        of_hosts = by_source((*across, (self.world.rank, own[self.world.host])))
+        return work.then(partial(sum_in_source_order, of_hosts, out))
 
     @override
     def launch_sums_of_host(
         self, buffer: Tensor, received: Tensor, encode: Encode, incoming: Tensor, bucket: int
     ) -> Begun:
-        own, across = self.rank // self._size, self._incoming(incoming)
-        sums = buffer.view(self.world_size, -1)[: len(incoming)]
+        own, across = self.world.host, self._incoming(incoming)
+        sums = buffer.view(self.world.size, -1)[: len(incoming)]
         if sums.dtype != torch.float32:
             sums = torch.empty_like(sums, dtype=torch.float32)
 
@@ -125,10 +125,10 @@ class TwoHopCollectives(PairwiseCollectives):
 
         def pass_on() -> Rows:
             for host, shard in enumerate(own):
-                addends = by_source((*within[host :: len(own)], (self.rank, shard)))
+                addends = by_source((*within[host :: len(own)], (self.world.rank, shard)))
                 sum_in_source_order(addends, sums[host])
             rows = encode()
-            return [(peer, rows[peer // self._size]) for peer in self._across(1)]
+            return [(peer, rows[peer // self.world.ranks_a_host]) for peer in self._across(1)]
 
         self.ledger["reduce_scatter"] += nbytes_of(outgoing)
         return self._two_hops(lane, bucket, first, pass_on, receives)
@@ -136,7 +136,7 @@ class TwoHopCollectives(PairwiseCollectives):
     @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         lane, across, within = "all_gather", *self._gathered(buffer)
-        own = shard_of(buffer, self.rank, self.world_size)
+        own = shard_of(buffer, self.world.rank, self.world.size)
         outgoing = [(peer, own) for peer in self._across(1)]
         passed_on = [(peer, row) for peer in self._within(1) for row in self._column(buffer)]
         first = self._exchange(lane, buffer, across, outgoing, bucket)
@@ -175,17 +175,19 @@ class TwoHopCollectives(PairwiseCollectives):
         """Where a reduce-scatter receives: of ranks of this host N shards each, of others one."""
         sources = [source for source in self._within(-1) for _ in self._column(received, 0)]
         rows = [
-            (source, shard_of(received, place, self.world_size - 1))
+            (source, shard_of(received, place, self.world.size - 1))
             for place, source in enumerate((*sources, *self._across(-1)))
         ]
         return rows[: len(sources)], rows[len(sources) :]
 
     def _incoming(self, incoming: Tensor) -> Rows:
-        return [(source, incoming[source // self._size]) for source in self._across(-1)]
+        return [
+            (source, incoming[source // self.world.ranks_a_host]) for source in self._across(-1)
+        ]
 
     def _gathered(self, buffer: Tensor) -> tuple[Rows, Rows]:
         """Where an all-gather receives: of other hosts a shard, of ranks of this one N."""
-        shards = buffer.tensor_split(self.world_size)
+        shards = buffer.tensor_split(self.world.size)
         across = [(source, shards[source]) for source in self._across(-1)]
         return across, self._columns(buffer, self._within(-1))
 
@@ -264,14 +266,14 @@ class NativeTwoHopCollectives(NativeCollectives):
 
     def _but_own(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """The rows of all hosts, of which this one's has nothing in it: it need not travel."""
-        own = self.rank // self._size
+        own = self.world.host
         return [row[:0] if host == own else row for host, row in enumerate(rows)]
 
     def _start_within(self, call: str, buffer: Tensor) -> Waits:
         """Starts it in place for each host's shards in `buffer`, which lie side by side."""
         waits: list[Any] = []
-        for of_host in buffer.chunk(self.world_size // self._size):
-            own = shard_of(of_host, self.rank % self._size, self._size)
+        for of_host in buffer.chunk(self.world.num_hosts):
+            own = shard_of(of_host, self.world.place_on_host, self.world.ranks_a_host)
             both = (own, of_host) if call == REDUCE_SCATTER else (of_host, own)
             waits += self.start(call, self._within, *both)
         return waits
@@ -298,12 +300,12 @@ class NativeTwoHopCollectives(NativeCollectives):
             within: What travels within the host, of all of its ranks.
             across: What travels to, or from, every other host.
         """
-        nbytes = within.nbytes // self._size * (self._size - 1)
-        self.ledger[lane] += nbytes + across.nbytes * (self.world_size // self._size - 1)
+        nbytes = within.nbytes // self.world.ranks_a_host * (self.world.ranks_a_host - 1)
+        self.ledger[lane] += nbytes + across.nbytes * (self.world.num_hosts - 1)
 
     @override
     def scratch_numel(self, numel: int) -> int:
-        return numel // self._size
+        return numel // self.world.ranks_a_host
 
     @override
     def launch_reduce_scatter(
@@ -314,7 +316,7 @@ class NativeTwoHopCollectives(NativeCollectives):
         both = self._but_own(of_hosts), self._but_own(own)
         second = partial(self.start, "all_to_all", self._across, *both)
         waits = self._two_hops(lane, bucket, self._start_within(REDUCE_SCATTER, buffer), second)
-        of_hosts[self.rank // self._size] = shard_of(buffer, self.rank, self.world_size)
+        of_hosts[self.world.host] = shard_of(buffer, self.world.rank, self.world.size)
         self._count(lane, buffer, own[0])
         return self.new_work(
             lane, f"bucket {bucket}", waits, partial(sum_in_source_order, of_hosts, out)
@@ -339,7 +341,7 @@ class NativeTwoHopCollectives(NativeCollectives):
     @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
         lane, rows = "all_gather", self._but_own(self._column(buffer))
-        own = shard_of(buffer, self.rank, self.world_size)
+        own = shard_of(buffer, self.world.rank, self.world.size)
         outgoing = self._but_own([own] * len(rows))
         first = self.start("all_to_all", self._across, rows, outgoing)
         second = partial(self._start_within, ALL_GATHER, buffer)

@@ -7,18 +7,20 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar
+from functools import partial
+from typing import Any, ClassVar, NoReturn, TypeVar
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dear.collectives.hosts import ranks_on_a_host, ranks_on_each_host
 from lightning_dear.collectives.streams import Streams
+from lightning_dear.collectives.world import World
 
 T = TypeVar("T")
 
@@ -58,77 +60,88 @@ def as_metadata(collectives: Collectives) -> Iterator[None]:
         ledger["metadata"] += collectives.ledger.total()
 
 
-def is_uneven(collectives: Collectives) -> bool:
-    """Whether gloo has several hosts of several ranks each, and two hops are not possible."""
-    hosts = collectives.hosts
-    has_several = ranks_on_a_host(hosts) > 1 and collectives.reads_flags_freely
-    return has_several and ranks_on_each_host(hosts) == 1
-
-
-class Signal:
-    """A number that all ranks hear once a step, with the flags of used parameters.
-
-    Attributes:
-        ask: What this rank says at present, from 0 to 255.
-        heard: The largest that any said in the last exchange, or, where the host would have to wait
-            for that, in the one before; None if there was none since it was set to None.
-        on_heard: Called with it, unless that is 0.
-    """
-
-    def __init__(self) -> None:
-        # `int()` is 0: this rank says nothing.
-        self.ask: Callable[[], int] = int
-        self.heard: int | None = None
-        self.on_heard: Callable[[int], object] = int
-
-    def hear(self, number: int) -> None:
-        """Notes what was heard."""
-        self.heard = number
-        if number:
-            self.on_heard(number)
-
-
 class Work:
     """A launched collective. `wait` may be called any number of times; it acts once.
 
     Args:
-        arrive: Blocks the host (gloo) or the current stream (NCCL) until the data is here. Holds
-            all memory that is sent or received: torch's works let go of it as soon as any stream
-            waits, such as one that records a timeline.
-        finish: Local work on the arrived data, run by whoever waits first.
+        arrive: Blocks the host (gloo) or the current stream (NCCL) until the data is here. It holds
+            all memory that is sent or received, because torch's own works let go of that memory as
+            soon as any stream waits, such as one that records a timeline.
+        finish: Local work on the arrived data. None means that there is none.
 
     Attributes:
-        arrive: See above; assign to it to wait in another way.
-        is_done: Whether `wait` has nothing left to do: no data is awaited, no local work is left.
+        is_done: Whether `wait` has nothing left to do: the data has arrived and is finished.
     """
 
     def __init__(
         self, arrive: Callable[[], None], finish: Callable[[], object] | None = None
     ) -> None:
-        self.arrive, self._finish = arrive, finish
+        self._arrive = arrive
+        self._finishes = [] if finish is None else [finish]
+        self._arrival: Future[None] | None = None
         self.is_done = False
 
     @classmethod
     def done(cls) -> Work:
-        """One with nothing to wait for."""
+        """Returns a work with nothing to wait for."""
         work = cls(_nothing)
         work.is_done = True
         return work
 
     def wait(self) -> None:
-        """Blocks until the result may be read; raises what the backend raises."""
+        """Blocks until the result may be read. The first call also runs the local work.
+
+        Raises what the backend or local work raises, and raises it again at each further call.
+        """
         if self.is_done:
             return
-        self.arrive()
-        if self._finish is not None:
-            self._finish()
+        self._arrive()
+        try:
+            for finish in self._finishes:
+                finish()
+        except BaseException as error:
+            # The result is half finished, and finishing it once more would count parts of it twice.
+            self._arrive = partial(_raise, error)
+            raise
         self.is_done = True
-        # Lets go of what they hold.
-        self.arrive, self._finish = _nothing, None
+        # Lets go of the memory that they hold.
+        self._arrive, self._finishes = _nothing, []
+
+    def then(self, finish: Callable[[], object] | None = None) -> Work:
+        """Adds local work that `wait` runs last; returns this work, which is not done before."""
+        self._finishes += [] if finish is None else [finish]
+        self.is_done = False
+        return self
+
+    def inside(self, call: Callable[[Callable[[], None]], None]) -> Work:
+        """Lets `wait` run `call`, which is given what waits for the data; returns this work."""
+        self._arrive = partial(call, self._arrive)
+        return self
+
+    def await_in(self, submit: Callable[[Callable[[], None]], Future[None]]) -> None:
+        """Lets another thread wait for the data from now on; `wait` then waits for that thread.
+
+        Args:
+            submit: Hands a call to the thread; see `Background.submit`.
+        """
+        self._arrival = submit(self._arrive)
+        self._arrive = self._arrival.result
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the data is known to be here, so that `wait` does not block the host.
+
+        Unknown, and False, unless a thread waits for it (`await_in`) or the work is done.
+        """
+        return self.is_done or (self._arrival is not None and self._arrival.done())
 
 
 def _nothing() -> None:
     return None
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 Begun = tuple[Work, Callable[[], object]]
@@ -160,48 +173,48 @@ class Collectives(ABC):
         gather_group: Process group of the all-gathers.
         object_group: Process group of `all_gather_object`, on gloo. Nothing else in it may be
             matched by its order: a rank that broke off its backward has launched less than others.
-        rank: This rank in all groups.
-        world_size: Number of ranks in all.
+        world: The ranks of all groups, and this one's place among them.
         calls: What is called to send and receive: torch.distributed, or what stands in for it,
             where a device is simulated.
         streams: Those of the parameters' device.
         ledger: Kind -> bytes that this rank has handed to the network since the ledger was made:
             "reduce_scatter", "all_gather", "all_reduce", "other", and "metadata", which says how
             many numbers travel, and which.
-        hosts: Number of each rank's host, which is that of its first rank; of nobody: not known.
-        hops: 2: both halves go within hosts, and between them; 1: they do not tell hosts apart.
-        reads_flags_freely: Whether the host waits for nothing more where it reads flags.
+        hops: 2 if both halves go within hosts and between them; 1 if they do not tell hosts apart.
+        wait_blocks_host: Whether a work's `wait` blocks the host until the data is here (gloo), so
+            that reading flags costs no other wait. If not (NCCL), `wait` blocks a stream.
+        matches_by_tag: Whether messages are matched by their numbers (gloo). If not, they are
+            matched by their order, and all ranks must launch in one order over all groups.
+        has_variable_lengths: Whether a message may be shorter than the memory that awaits it.
         was_discarded: Whether `discard` has been called.
         has_given_up: Whether a wait has failed, here or elsewhere: from then on nobody waits for
             what is late.
     """
 
     hops: ClassVar[int] = 1
-    reads_flags_freely: ClassVar[bool]
+    wait_blocks_host: ClassVar[bool]
+    matches_by_tag: ClassVar[bool]
+    has_variable_lengths: ClassVar[bool]
 
     reduce_group: Any
     gather_group: Any
     object_group: Any
-    rank: int
-    world_size: int
+    world: World = World()
     calls: Any = dist
     streams: Streams = field(default_factory=Streams)
-    hosts: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        self.ledger, self.signal = Counter[str](), Signal()
+        self.ledger = Counter[str]()
         self.observer: WorkObserver | None = None
         # (lane, name) -> context, in which work is that a timeline shows.
         self.showing: Callable[[str, str], AbstractContextManager[None]] | None = None
         self.was_discarded = self.was_aborted = self.has_given_up = False
-        self._size = ranks_on_each_host(self.hosts)
         alive.add(self)
 
     def _column(self, buffer: Tensor, rank: int | None = None) -> list[Tensor]:
         """The shards of all ranks with the place of `rank` on their hosts, by host; None: ours."""
-        first = (self.rank if rank is None else rank) % self._size
-        places = range(first, self.world_size, self._size)
-        return [shard_of(buffer, place, self.world_size) for place in places]
+        owners = self.world.with_place(self.world.rank if rank is None else rank)
+        return [shard_of(buffer, owner, self.world.size) for owner in owners]
 
     @abstractmethod
     def launch_reduce_scatter(
@@ -290,7 +303,7 @@ class Collectives(ABC):
 
     def launch_all_reduce(self, buffer: Tensor, bucket: int) -> Work:
         """Sums the flat `buffer`, in place on all ranks alike, in the reduce-scatter group."""
-        if self.world_size == 1:
+        if self.world.size == 1:
             return Work.done()
         waits = self.start("all_reduce", self.reduce_group, buffer)
         self.ledger["all_reduce"] += 2 * self.ring_bytes(buffer)
@@ -339,15 +352,25 @@ class Collectives(ABC):
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
         """Overwrites `buffer` with rank 0's, in place, on the all-gather group."""
 
+    @property
+    def flags_device(self) -> torch.device:
+        """Where flags lie while ranks combine them."""
+        return torch.device("cpu")
+
+    @property
+    def favors_all_reduce(self) -> bool:
+        """Whether an all-reduce sends less between hosts than both halves do."""
+        return False
+
     def scratch_numel(self, numel: int) -> int:
         """Elements of scratch that a reduce-scatter of `numel` elements needs."""
         return 0
 
     def all_gather_object(self, value: T) -> list[T]:
         """Every rank's picklable `value`, in rank order. Blocks."""
-        if self.world_size == 1:
+        if self.world.size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
+        values: list[Any] = [None] * self.world.size
         self.calls.all_gather_object(values, value, group=self.object_group)
         return values
 
@@ -385,7 +408,7 @@ class Collectives(ABC):
 
     def ring_bytes(self, buffer: Tensor) -> int:
         """What a rank sends to reduce-scatter, or to gather, the flat `buffer`."""
-        return buffer.nbytes // self.world_size * (self.world_size - 1)
+        return buffer.nbytes // self.world.size * (self.world.size - 1)
 
     def new_work(
         self, lane: str, name: str, waits: Waits, finish: Callable[[], object] | None = None
@@ -436,6 +459,12 @@ def shard_of(buffer: Tensor, number: int, num_shards: int) -> Tensor:
     """View of the `number`-th of `num_shards` equal, contiguous parts of the flat `buffer`."""
     size = buffer.numel() // num_shards
     return buffer[number * size : (number + 1) * size]
+
+
+def take_largest(rows: Sequence[Tensor], out: Tensor) -> None:
+    """Makes each element of `out` the largest of its own and those of all rows."""
+    for row in rows:
+        torch.maximum(out, row, out=out)
 
 
 def sum_in_source_order(rows: Sequence[Tensor], out: Tensor, size: int = 1) -> None:

@@ -15,10 +15,12 @@ from torch.optim import Optimizer
 from lightning_dear.bucket import FlatBuffers, Piece
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec
-from lightning_dear.engine.gradient_reducer import GradientReducer
+from lightning_dear.engine.bucket_round import BucketRound
+from lightning_dear.engine.gradient_collector import GradientCollector
 from lightning_dear.engine.parameter_gatherer import ParameterGatherer
 from lightning_dear.engine.read_order import ReadMode
 from lightning_dear.engine.trained_parameters import TrainedParameters
+from lightning_dear.engine.whole_gradients import WholeGradients
 from lightning_dear.exchange import Exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.sparse.figures import figures_of
@@ -29,21 +31,25 @@ from lightning_dear.planning.plan import MAX_BUCKETS, check_plan
 _NORM_TAG = 1 << 19
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ActivePlan:
     """What exists between the recorded step and the end, or the next plan.
 
     Attributes:
         plan: Equal on all ranks.
         flat: Its buffers; the parameters are views of them.
-        reducer: The reduce-scatter half.
-        gatherer: The all-gather half.
-        exchange: What moves buckets for both.
+        collector: Fills buckets with gradients.
+        round: Brings full buckets to their owners.
+        whole_gradients: Shows mean gradients in `.grad`, and takes them back.
+        gatherer: Brings new parameters to all ranks.
+        exchange: What moves buckets, both ways.
     """
 
     plan: BucketPlan
     flat: FlatBuffers
-    reducer: GradientReducer
+    collector: GradientCollector
+    round: BucketRound
+    whole_gradients: WholeGradients
     gatherer: ParameterGatherer
     exchange: Exchange
 
@@ -68,7 +74,7 @@ class ActivePlan:
             figures["residual_norm"] = torch.stack(norms).norm()
         if tallies := [one.tally for one in exchange.coded if one.tally and one.tally.num_wanted]:
             figures.update(figures_of(tallies, self.plan.world_size))
-        lagging = [bucket for bucket in self.flat.buckets if bucket.lags]
+        lagging = [bucket for bucket in self.flat.buckets if bucket.role.lags]
         if arrived := [one for one in lagging if one.number not in self.gatherer.pending]:
             behind = [torch.dist(one.shard.float(), one.replica.float()) for one in arrived]
             whole = [torch.linalg.vector_norm(one.shard.float()) for one in arrived]
@@ -90,13 +96,13 @@ class ActivePlan:
             A scalar; 0 if there is no gradient anywhere.
         """
         collectives, like = self.exchange.collectives, self.flat.buckets[0].shard
-        num_ranks, rank = collectives.world_size, collectives.rank
+        num_ranks, rank = collectives.world.size, collectives.world.rank
         # What all ranks have, one of them counts.
         gradients = [
             piece.parameter.grad
             for piece in pieces
             if piece.parameter.grad is not None
-            and (not piece.is_all_reduced or piece.tensor_index % num_ranks == rank)
+            and (not piece.role.is_all_reduced or piece.tensor_index % num_ranks == rank)
         ]
         parts = torch.zeros(num_ranks, dtype=torch.float64, device=like.device)
         if gradients:
@@ -136,7 +142,7 @@ class ActivePlan:
     def release(self) -> Sequence[Parameter]:
         """Removes hooks and gates; returns the parameters that are still views of its buffers."""
         self.gatherer.detach()
-        self.reducer.release()
+        self.round.release()
         return [one.parameter for one in self.flat.placements if not one.was_replaced()]
 
 
@@ -203,10 +209,10 @@ class Recording:
         """
         if any(other != plan for other in collectives.all_gather_object(plan)):
             raise ValueError(f"Ranks were given other plans than '{plan.name}'; give all the same.")
-        if plan.world_size != collectives.world_size:
+        if plan.world_size != collectives.world.size:
             raise ValueError(
                 f"The plan '{plan.name}' is for {plan.world_size} ranks, and there are"
-                f" {collectives.world_size}; plan anew."
+                f" {collectives.world.size}; plan anew."
             )
         if len(plan.buckets) > MAX_BUCKETS:
             raise ValueError(
@@ -233,7 +239,7 @@ def audit(trained: TrainedParameters, active: ActivePlan) -> ReadMode:
     """A context in which reading a parameter that is still being gathered raises.
 
     Sees reads through references that no gate sees, also under `no_grad` and through `.data`,
-    where the step's own guard (see `GradientReducer.check_was_complete`) sees only those that take
+    where the step's own guard (`ParameterGatherer.check_was_complete`) sees only reads that take
     part in backward. Slow: runs in front of every torch function.
 
     Raises:

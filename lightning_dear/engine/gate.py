@@ -13,6 +13,10 @@ from typing import Any
 
 from torch.nn import Module, Parameter
 
+from lightning_dear import private_names
+
+_PARAMETERS = private_names.PARAMETERS.name
+
 _READ_OR_WRITE = """
 __getitem__ __setitem__ __delitem__ __eq__ __or__ __ior__
 get items values copy pop popitem setdefault update clear
@@ -34,17 +38,24 @@ class ParameterGate(dict[str, Any]):
     Holds the same items, so that C-level reads find the right tensors (though without a wait).
 
     Args:
-        plain: The module's own dict; all writes go to it.
+        plain: The module's own dict. All writes go to it.
 
     Attributes:
-        openers: By whoever closed the gate: what completes its share of the parameters. Several
-            when several optimizers train parameters of one module. May block.
+        plain: See above.
+        openers: Owner's id -> what completes that owner's share of the parameters, and may block. A
+            gate has several owners if several optimizers train parameters of one module.
     """
 
     def __init__(self, plain: dict[str, Any]) -> None:
         super().__init__(plain)
         self.plain = plain
         self.openers: dict[int, Callable[[], None]] = {}
+
+    def renewed(self) -> ParameterGate:
+        """Returns this gate with the items that `plain` has now; for a gate that is in no place."""
+        dict.clear(self)
+        dict.update(self, self.plain)
+        return self
 
     def _opened(self) -> dict[str, Any]:
         for open_gate in tuple(self.openers.values()):
@@ -66,7 +77,7 @@ for _name in _READ_OR_WRITE.split():
 
 def plain_parameters(module: Module) -> dict[str, Any]:
     """The module's own dict of parameters, without waiting for any; of TorchScript a copy."""
-    parameters: dict[str, Any] = module._parameters
+    parameters: Any = private_names.PARAMETERS.of(module)
     if isinstance(parameters, ParameterGate):
         return parameters.plain
     return parameters if isinstance(parameters, dict) else dict(parameters.items())
@@ -88,24 +99,40 @@ def owners(module: Module, parameters: Sequence[Parameter]) -> dict[Module, dict
 
 def has_gate(module: Module) -> bool:
     """Whether reads of the module's parameters can be made to wait; not those in TorchScript."""
-    return isinstance(module._parameters, dict)
+    return isinstance(private_names.PARAMETERS.of(module), dict)
 
 
-def close_gate(module: Module, owner: object, open_gate: Callable[[], None]) -> None:
+def close_gate(
+    module: Module,
+    owner: object,
+    open_gate: Callable[[], None],
+    spare: ParameterGate | None = None,
+) -> ParameterGate:
     """Lets reads of the module's parameters call `open_gate`, until `owner` removes its gate.
 
-    The module must have a gate; see `has_gate`.
+    Args:
+        module: Must have a gate; see `has_gate`.
+        owner: The object whose gate it is.
+        open_gate: Completes the owner's share of the parameters, and removes the owner's gate.
+        spare: The gate that an earlier call has returned for this module, if there was one. It is
+            put there again, which takes half as long as making one.
+
+    Returns:
+        The gate in the place of the module's dict.
     """
-    gate = module.__dict__["_parameters"]
-    if not isinstance(gate, ParameterGate):
-        gate = module.__dict__["_parameters"] = ParameterGate(gate)
+    gate = module.__dict__[_PARAMETERS]
+    if type(gate) is not ParameterGate:
+        can_reuse = spare is not None and spare.plain is gate
+        gate = spare.renewed() if spare is not None and can_reuse else ParameterGate(gate)
+        module.__dict__[_PARAMETERS] = gate
     gate.openers[id(owner)] = open_gate
+    return gate
 
 
 def remove_gate(module: Module, owner: object) -> None:
     """Takes `owner`'s gate away; after the last one the module has its own dict back."""
-    gate = module.__dict__.get("_parameters")
-    if isinstance(gate, ParameterGate):
+    gate = module.__dict__.get(_PARAMETERS)
+    if type(gate) is ParameterGate:
         gate.openers.pop(id(owner), None)
         if not gate.openers:
-            module.__dict__["_parameters"] = gate.plain
+            module.__dict__[_PARAMETERS] = gate.plain

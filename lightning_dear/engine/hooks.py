@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as all_optimizers
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dear import private_names
 from lightning_dear.optimizers.sharded import is_nested
 
 OnGradient = Callable[[int, tuple[()], tuple[Tensor | None]], None]
@@ -43,7 +44,7 @@ class GradientHooks:
             parameter.requires_grad_(False)
         nodes = enumerate(self._nodes)
         self._hooks = [node.register_hook(partial(on_gradient, number)) for number, node in nodes]
-        self._lists: list[Any] = [hook.hooks_dict_ref() for hook in self._hooks]
+        self._lists: list[Any] = [private_names.HOOKS_OF_HANDLE.of(hook)() for hook in self._hooks]
 
     def stay_last(self) -> None:
         """Moves ours behind hooks that others have registered at the same nodes since."""
@@ -58,7 +59,7 @@ class GradientHooks:
         Raises:
             RuntimeError: If a parameter has a post-accumulate hook.
         """
-        if any(parameter._post_accumulate_grad_hooks for parameter in self._parameters):
+        if any(map(private_names.POST_ACCUMULATE_GRAD_HOOKS.of, self._parameters)):
             raise RuntimeError(
                 "A second backward came before the step, and a parameter has a"
                 " post-accumulate-grad hook, which would see another sum than under DDP: the first"
@@ -95,14 +96,16 @@ class StepHooks:
         self._begin = optimizer.register_step_pre_hook(partial(_unless_nested, behind))
         self._handles = first, self._begin, last
         unused = all_optimizers.register_optimizer_step_post_hook(end)
-        self._lists: list[Any] = [one.hooks_dict_ref() for one in (*self._handles, unused)]
+        self._lists: list[Any] = [
+            private_names.HOOKS_OF_HANDLE.of(one)() for one in (*self._handles, unused)
+        ]
         unused.remove()
         for place, hook in (0, first), (2, last):
             self._lists[place].move_to_end(hook.id, last=False)
 
     def _on_step(self, optimizer: Optimizer) -> None:
         # `inner_step` takes the optimizer's own hooks away, but not those of all optimizers.
-        is_inner = vars(optimizer).get("_optimizer_step_pre_hooks") is not self._lists[1]
+        is_inner = vars(optimizer).get(private_names.STEP_PRE_HOOKS.name) is not self._lists[1]
         if optimizer is self._optimizer and not is_inner and not is_nested(optimizer):
             self._lists[1].move_to_end(self._begin.id)
             self._before()

@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
+from lightning_dear.engine.active_plan import ActivePlan
 from lightning_dear.engine.hooks import warn_of_leftovers
-from lightning_dear.engine.plan_lifecycle import PlanLifecycle, Training
+from lightning_dear.engine.plan_lifecycle import PlanLifecycle
 from lightning_dear.engine.step_state import StepProgress, StepState
+from lightning_dear.engine.training import Training
 from lightning_dear.optimizers.sharded import OptimizerShards
 
 
@@ -47,7 +49,9 @@ class MeanGradient:
             self._conceal()
 
     def _conceal(self) -> None:
-        self.stepper.set_gradients(self.plans.present.reducer.conceal())
+        active = self.plans.present
+        active.whole_gradients.conceal()
+        self.stepper.set_gradients(active.round.used)
         self.progress.enter(StepState.CHANGED)
 
     def _bring(self) -> None:
@@ -57,15 +61,49 @@ class MeanGradient:
             self.plans.trained.check_unchanged(counts_thawed=False)
             return
         self.plans.trained.check_unchanged()
-        if self.has_leftovers and self.training.collectives.rank == 0:
+        if self.has_leftovers and self.training.world.rank == 0:
             warn_of_leftovers(self.stepper.optimizer)
         self.plans.complete_parameters("step")
         active = self.plans.active or self.plans.start()
-        self.stepper.set_gradients(active.reducer.reduce(self.training.on_reduce))
+        self.finish_rounds(active, sends_buffers=True)
+        self.stepper.set_gradients(active.round.used)
         self.progress.enter(StepState.REDUCED)
 
+    def finish_rounds(self, active: ActivePlan, *, sends_buffers: bool = False) -> None:
+        """Sends all gradients that are left and blocks until their means are there.
+
+        All ranks call. Clears `.grad` of parameters that have a place in a bucket. Another round
+        follows for as long as any rank has late gradients; means add up over the step.
+
+        Args:
+            active: The plan at work.
+            sends_buffers: Whether the module's buffers follow the last gradients.
+        """
+        is_late = True
+        while is_late:
+            active.round.set_means_aside()
+            says = active.collector.collect_rest()
+            active.round.launch_all()
+            if sends_buffers:
+                self.training.launch_buffers()
+            is_late = active.round.finish(says)
+            active.collector.begin()
+            self._check_none_came_after_its_step(active)
+        active.exchange.note_used(active.round.used, keeps=True)
+
+    def _check_none_came_after_its_step(self, active: ActivePlan) -> None:
+        """Refuses a late gradient of an early bucket, on all ranks alike, stepped yet or not."""
+        for index in active.round.late:
+            if not active.round.watched.isdisjoint(active.flat.placements[index].buckets):
+                raise RuntimeError(
+                    f"Another gradient for '{self.plans.trained.names[index]}' came after its first"
+                    " had been used for an update during backward: this step ran backward through"
+                    " it more often than the recorded one did. Use a fusion without early gathers,"
+                    " such as fusion='threshold'."
+                )
+
     def _refuse_changes(self) -> None:
-        if self.plans.active is not None and self.plans.active.reducer.steps_early:
+        if self.plans.active is not None and self.plans.active.round.watched:
             raise RuntimeError(
                 "Gradients cannot be changed after a backward that has used part of them for its"
                 " early gathers. Override on_before_optimizer_step or configure_gradient_clipping"
@@ -81,7 +119,7 @@ class MeanGradient:
             return
         self._refuse_changes()
         self._bring()
-        self.plans.present.reducer.expose()
+        self.plans.present.whole_gradients.expose()
         self.progress.enter(StepState.EXPOSED)
 
     @contextmanager
@@ -99,8 +137,8 @@ class MeanGradient:
         if was_exposed:
             # What each rank has of its own is elsewhere only where means are cut into shards.
             is_lost = mutates or self.training.options.is_scattered
-            reducer = self.plans.present.reducer
-            reducer.expose() if is_lost else reducer.show()
+            whole = self.plans.present.whole_gradients
+            whole.expose() if is_lost else whole.show()
             self.progress.enter(StepState.EXPOSED)
 
     def norm(self, norm_type: float = 2.0) -> Tensor:

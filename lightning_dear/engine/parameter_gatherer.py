@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_dear import private_names
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.work import Work
-from lightning_dear.engine.gate import close_gate, has_gate, owners, remove_gate
+from lightning_dear.engine.gate import (
+    ParameterGate,
+    close_gate,
+    has_gate,
+    owners,
+    remove_gate,
+)
 from lightning_dear.exchange import Exchange
 
 _NUM_EXPECTED_AHEAD = 4
@@ -24,6 +31,8 @@ first gather waiting."""
 
 _SECONDS_BETWEEN_LOOKS = 1.0
 """Whether the thread that steps still lives."""
+
+_PRE_HOOKS = private_names.FORWARD_PRE_HOOKS.name
 
 Waiting = Callable[[str], AbstractContextManager[None]]
 """Reason -> context in which a wait for parameters happens."""
@@ -42,8 +51,8 @@ class ParameterGatherer:
         ungated: Parameter index -> module in front of whose forward to wait, since it reads the
             parameter behind the gate's back (see `ForwardRecorder.ungated`).
         waiting: Entered around every wait.
-        on_arrival: Called with a bucket's number when it has arrived, by whoever waits for it;
-            None: nobody is.
+        on_arrival: Called with a bucket's number once the bucket has arrived, by the thread that
+            waits for it. None means that nothing is called.
 
     Attributes:
         pending: Bucket number -> its gather, until it has arrived; to be looked at.
@@ -76,7 +85,7 @@ class ParameterGatherer:
             for number in placement.buckets:
                 self._parameters_of[number].append(placement.parameter)
         # Else nothing ever travels, and no hook or gate is put anywhere.
-        self._is_gated = exchange.collectives.world_size > 1 or bool(exchange.coded)
+        self._is_gated = exchange.collectives.world.size > 1 or bool(exchange.coded)
         self._find_readers(module, ungated)
 
     def _find_readers(self, module: Module, ungated: Mapping[int, Module | None]) -> None:
@@ -94,6 +103,9 @@ class ParameterGatherer:
             reader: _WaitBeforeForward(self, tuple(sorted(numbers)), names.get(reader, "read"))
             for reader, numbers in readers.items()
         }
+        # Made once and used in every step.
+        self._gates: dict[Module, ParameterGate] = {}
+        self._gated = {reader for reader in readers if has_gate(reader)}
         self._modules_of: list[list[Module]] = [[] for _ in self._buffers.buckets]
         for reader, numbers in readers.items():
             for number in numbers:
@@ -116,13 +128,14 @@ class ParameterGatherer:
             for module, hook in self._hooks.items():
                 # Not registered: TorchScript has no such method, and refuses to script hooks, so
                 # that they stand there no longer than something is waited for.
-                hooks: Any = module._forward_pre_hooks
+                hooks: Any = getattr(module, _PRE_HOOKS)
                 hooks[id(self)] = hook
-                hooks.move_to_end(id(self), last=False)
+                if len(hooks) > 1:
+                    hooks.move_to_end(id(self), last=False)
 
     def _open(self, module: Module) -> None:
         remove_gate(module, self)
-        module._forward_pre_hooks.pop(id(self), None)
+        getattr(module, _PRE_HOOKS).pop(id(self), None)
 
     def end_step(self) -> None:
         """Lets other threads complete parameters again, also of a step that broke off."""
@@ -139,7 +152,7 @@ class ParameterGatherer:
         """
         self._unexpected.clear()
         for bucket in self._buffers.buckets:
-            is_meant = (bucket.is_staged or not early) and not bucket.is_all_reduced
+            is_meant = (bucket.role.is_staged or not early) and not bucket.role.is_all_reduced
             if is_meant and bucket.number not in self._staged:
                 self._unexpected[bucket.number] = bucket
         self._expect_next(len(self._unexpected) if early else _NUM_EXPECTED_AHEAD)
@@ -155,7 +168,7 @@ class ParameterGatherer:
         work = self._exchange.launch_gather(bucket)
         if not work.is_done:
             # Until the step has ended, reads find the values that a backward may still need.
-            (self._staged if bucket.is_staged else self.pending)[number] = work
+            (self._staged if bucket.role.is_staged else self.pending)[number] = work
         self._expect_next(1)
 
     def close_gates(self) -> None:
@@ -167,10 +180,11 @@ class ParameterGatherer:
             self.pending.update(self._staged)
             self._staged.clear()
             for module, hook in self._hooks.items():
-                if not any(number in self.pending for number in hook.numbers):
+                if hook.is_free(self.pending):
                     self._open(module)
-                elif has_gate(module):
-                    close_gate(module, self, partial(self.complete, hook.numbers, hook.name))
+                elif module in self._gated:
+                    spare = self._gates.get(module)
+                    self._gates[module] = close_gate(module, self, hook.wait, spare)
             self.end_step()
         self.complete(self.ungatable, "TorchScript")
 
@@ -219,8 +233,24 @@ class ParameterGatherer:
         torch.autograd.graph.increment_version(self._parameters_of[number])
         del self.pending[number]
         for module in self._modules_of[number]:
-            if not any(other in self.pending for other in self._hooks[module].numbers):
+            if self._hooks[module].is_free(self.pending):
                 self._open(module)
+
+    def check_was_complete(self, index: int, name: str) -> None:
+        """Refuses a gradient of parameter `index` if its new value has not arrived.
+
+        Raises:
+            RuntimeError: Naming the parameter.
+        """
+        if not self.pending.keys().isdisjoint(self._buffers.placements[index].buckets):
+            raise RuntimeError(
+                f"A gradient arrived for '{name}' although its new value was still"
+                " being gathered: forward read it through a reference that strategy='dear' cannot"
+                " see (a compiled graph, a tensor kept outside the module, or a module that was"
+                " put into the model in mid-step)."
+                " Read it as an attribute of its module, exchange modules before training_step, or"
+                " call strategy.complete_parameters() before reading it."
+            )
 
     @property
     def is_idle(self) -> bool:
@@ -234,6 +264,7 @@ class ParameterGatherer:
             self._open(module)
         # They hold this object, whose thread ends with it.
         self._hooks.clear()
+        self._gates.clear()
         self._modules_of = [[] for _ in self._modules_of]
 
 
@@ -242,15 +273,23 @@ class _WaitBeforeForward:
 
     A copy of the module (an EMA's, a pickled one) is an ordinary module: there it waits for nothing
     and takes no process group along.
+
+    Attributes:
+        is_free: Says whether none of given numbers is one of the buckets that the module reads.
     """
 
     def __init__(self, gatherer: ParameterGatherer, numbers: tuple[int, ...], name: str) -> None:
         self._gatherer = gatherer
-        self.numbers, self.name = numbers, name
+        self._numbers, self._name = numbers, name
+        self.is_free = frozenset(numbers).isdisjoint
 
     def __call__(self, module: Module, args: Any) -> None:
         if not self._gatherer.is_idle:
-            self._gatherer.complete(self.numbers, self.name)
+            self.wait()
+
+    def wait(self) -> None:
+        """Completes the buckets that the module reads."""
+        self._gatherer.complete(self._numbers, self._name)
 
     def __reduce__(self) -> Any:
         return partial, (_wait_for_nothing,)

@@ -4,63 +4,34 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from zlib import crc32
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
 from lightning_dear.bucket import allocate
 from lightning_dear.checkpoint.optimizer_state import hand_on, spread_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
-from lightning_dear.collectives.work import Collectives, is_uneven, uncounted
+from lightning_dear.collectives.work import Collectives, uncounted
 from lightning_dear.compression import Compressor, check_replaces
 from lightning_dear.engine.active_plan import ActivePlan, Recording
-from lightning_dear.engine.gradient_reducer import GradientReducer
+from lightning_dear.engine.bucket_round import BucketRound, Notes
+from lightning_dear.engine.gradient_collector import GradientCollector
 from lightning_dear.engine.hooks import OnGradient
 from lightning_dear.engine.parameter_gatherer import ParameterGatherer
 from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.engine.trained_parameters import TrainedParameters
+from lightning_dear.engine.training import Training
+from lightning_dear.engine.whole_gradients import WholeGradients
 from lightning_dear.exchange import LossScale, Traffic, new_exchange
-from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, drop_masters
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer, SpreadState
-from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
+from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, with_whole_tensors
-from lightning_dear.telemetry.statistics import Instruments
-
-
-@dataclass(eq=False)
-class Training:
-    """What all optimizers of one training have in common.
-
-    Attributes:
-        module: Mutated with each plan: parameters become views of its flat buffers.
-        collectives: What moves the bytes.
-        fusion: Makes each optimizer's plan from its recorded first step.
-        options: What travels, and how.
-        instruments: Told of every wait.
-        early_refusal: Why no bucket is gathered before backward has ended, whatever the plan says;
-            None if it is.
-        all_reduce_refusal: Why no bucket is all-reduced, whatever the plan says; None if it is.
-    """
-
-    module: Module
-    collectives: Collectives
-    fusion: FusionPlanner
-    options: ExchangeOptions
-    instruments: Instruments
-    early_refusal: str | None = None
-    all_reduce_refusal: str | None = None
-
-    def on_reduce(self) -> None:
-        """Called when a step's last reduce-scatters are launched, before they are there."""
-
-    def on_step(self) -> None:
-        """Called when an optimizer's step has ended."""
 
 
 class PlanLifecycle:
@@ -83,7 +54,6 @@ class PlanLifecycle:
         number: Of the optimizer among all whose pipelines share process groups.
         codec: What encodes in place of the configured codec; None for that one.
         residuals: What encoding has left to be sent.
-        shared: Whether all ranks step with the same options.
         loss_scale: See `Traffic`; to be assigned to by whoever scales losses.
         find_plan: Asked for the plan of what was recorded, before the planner is, which makes one
             if it returns None; to be assigned to by whoever knows plans, the same on all ranks.
@@ -100,16 +70,14 @@ class PlanLifecycle:
         self.plan: BucketPlan | None = None
         self.active: ActivePlan | None = None
         self.recording: Recording | None = None
-        collectives, options = training.collectives, training.options
-        self._training, self._module = training, training.module
-        self._collectives, self._options = collectives, options
-        together = options.ranks_together(collectives)
-        self.residuals = ResidualKeeper(stepper.optimizer, collectives, together)
-        self.shared = SharedOptions(stepper.optimizer, number, collectives)
+        self._training = training
+        present = partial(getattr, training, "collectives")
+        self.residuals = ResidualKeeper(stepper.optimizer, present, training.options)
+        shared = SharedOptions(training, stepper.optimizer, number)
+        self._notes = Notes((shared, training.signal))
         self.loss_scale: LossScale = lambda: None
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
         self.number, self._stepper = number, stepper
-        self._uses_buckets = options.uses_buckets(collectives)
         self._on_gradient, self._on_arrival = on_gradient, on_arrival
         self.codec: Compressor | None = None
         self.is_moving = False
@@ -131,25 +99,26 @@ class PlanLifecycle:
 
     def _start_recording(self) -> None:
         self.looks_again = False
-        self.trained = TrainedParameters(
-            self._module, self._stepper.optimizer, self._collectives.streams
-        )
-        if self._uses_buckets:
+        training = self._training
+        tree, streams = training.tree, training.collectives.streams
+        self.trained = TrainedParameters(training.module, self._stepper.optimizer, tree, streams)
+        if training.uses_buckets:
             self.trained.watch(self._on_gradient)
 
     def start(self) -> ActivePlan:
         """Makes the plan that the recorded step asks for, and puts it to work. Collective."""
-        self.recording = Recording.agreed(self.trained, self._collectives, self._options)
-        tensors, world_size = self.recording.tensors, self._collectives.world_size
+        training, collectives = self._training, self._training.collectives
+        self.recording = Recording.agreed(self.trained, collectives, training.options)
+        tensors = self.recording.tensors
         found = None if self.find_plan is None else self.find_plan(tensors)
-        plan = self._training.fusion.plan(tensors, world_size) if found is None else found
-        self.recording.check(plan, self._collectives)
+        plan = training.fusion.plan(tensors, training.world.size) if found is None else found
+        self.recording.check(plan, collectives)
         return self._activate(plan)
 
     def _activate(self, plan: BucketPlan) -> ActivePlan:
         assert self.recording is not None
         plan = self._for_hosts(self._without_refused(plan))
-        if self._options.is_of_gradients:
+        if self._training.options.is_of_gradients:
             plan = with_whole_tensors(plan, self.recording.tensors)
         self.plan = plan
         self.active = self._build(plan, self.recording)
@@ -167,45 +136,41 @@ class PlanLifecycle:
     @torch.no_grad()
     def _build(self, plan: BucketPlan, recording: Recording) -> ActivePlan:
         """Makes all that `plan` needs; the parameters move, and keep their values. Local."""
-        options, collectives = self._options, self._collectives
-        number, num_shards = options.shards(collectives)
+        training, collectives = self._training, self._training.collectives
+        options = training.options
         sends_bytes = options.codec is not None and options.ranks_together(collectives) == 1
         # Any stream may still read where parameters have been.
         collectives.streams.synchronize()
         flat = allocate(
             plan,
             self.trained.parameters,
-            number,
+            partial(options.role_of, plan),
+            training.world.rank,
             # Where bytes travel instead of gradients, no scratch is needed for these.
             (lambda _: 0) if sends_bytes else collectives.scratch_numel,
-            num_shards,
-            keeps_gradients=self._uses_buckets,
-            lags=options.encodes_differences,
-            is_scattered=options.is_scattered,
+            keeps_gradients=training.uses_buckets,
         )
         codecs = [recording.codecs[bucket.slices[0].tensor] for bucket in plan.buckets]
         what = flat, options.is_of_gradients, plan.uncompressed, lambda: self.loss_scale()
         traffic = Traffic(collectives, self.number * MAX_BUCKETS, *what)
         exchange = new_exchange(options, codecs, traffic)
+        waiting = training.instruments.waiting
+        for_gradients = partial(waiting, "reduce_scatter")
+        names, order = self.trained.names, plan.reduce_order
+        bucket_round = BucketRound(flat, order, exchange, names, self._notes, for_gradients)
+        collector = GradientCollector(
+            flat, names, recording.expected, plan, bucket_round, collectives
+        )
+        whole = WholeGradients(flat, bucket_round, exchange, for_gradients)
         gatherer = ParameterGatherer(
-            self._module,
+            training.module,
             flat,
             exchange,
             recording.ungated,
-            partial(self._training.instruments.waiting, "all_gather"),
+            partial(waiting, "all_gather"),
             self._on_arrival if options.is_of_gradients else None,
         )
-        reducer = GradientReducer(
-            flat,
-            self.trained.names,
-            recording.expected,
-            plan,
-            exchange,
-            gatherer.pending,
-            partial(self._training.instruments.waiting, "reduce_scatter"),
-            self.shared,
-        )
-        return ActivePlan(plan, flat, reducer, gatherer, exchange)
+        return ActivePlan(plan, flat, collector, bucket_round, whole, gatherer, exchange)
 
     def follow_parameters(self) -> None:
         """Sees whether other parameters or modules stand in the trained module than before. Local.
@@ -213,11 +178,14 @@ class PlanLifecycle:
         Puts the optimizer's parameters back, with the others' values. Other modules do not wait
         yet: for them it blocks until all is complete, and lets the next forward be recorded.
         """
-        if not self.trained.have_moved(notes=False):
+        if not self.trained.may_have_moved:
             return
-        self.trained.restore_replaced()
-        has_moved = self.trained.have_moved(notes=True)
-        if has_moved and self._uses_buckets and self.active is not None:
+        has_moved = self.trained.have_moved()
+        if has_moved:
+            self.trained.restore_replaced()
+            has_moved = self.trained.have_moved()
+        self.trained.note_homes()
+        if has_moved and self._training.uses_buckets and self.active is not None:
             self.complete_parameters("exchanged modules")
             self.trained.recorder = self.trained.new_recorder()
             self.looks_again = True
@@ -227,20 +195,17 @@ class PlanLifecycle:
         if not self.looks_again or self.recording is None or self.active is None:
             return
         self.looks_again = False
-        ungated, present = self.trained.recorder.ungated, set(self._module.modules())
+        ungated, present = self.trained.recorder.ungated, set(self._training.module.modules())
         for index, user in self.recording.ungated.items():
             # Whoever reads in place of a module that is gone is waited for before forward.
             ungated.setdefault(index, user if user in present else None)
         self.recording = replace(self.recording, ungated=ungated)
-        self.active.gatherer.follow(self._module, ungated)
+        self.active.gatherer.follow(self._training.module, ungated)
 
     def _for_hosts(self, plan: BucketPlan) -> BucketPlan:
-        """`plan`, all-reduced where hosts have several ranks and two hops are not possible.
-
-        Of n bytes R of P ranks send R (P - R) / P n to other hosts in each half, a ring's
-        all-reduce 2 (P - 1) / P n in all.
-        """
-        if not is_uneven(self._collectives) or self._training.all_reduce_refusal is not None:
+        """`plan`, all-reduced where that sends less between hosts, as on hosts of unequal size."""
+        training = self._training
+        if not training.collectives.favors_all_reduce or training.all_reduce_refusal is not None:
             return plan
         return replace(plan, early=(), all_reduced=tuple(range(len(plan.buckets))))
 
@@ -253,7 +218,7 @@ class PlanLifecycle:
             named = getattr(plan, what)
             if not named or refusal is None:
                 continue
-            if self._collectives.rank == 0:
+            if self._training.world.rank == 0:
                 warnings.warn(
                     f"The plan '{plan.name}' {does.format(len(named))}, which is not done here:"
                     f" {refusal}.",
@@ -272,9 +237,10 @@ class PlanLifecycle:
             ValueError: Without a compressor, and for one that keeps something else between steps,
                 or that would have been refused instead of the configured one.
         """
-        check_replaces(codec, self._options.codec)
+        check_replaces(codec, self._training.options.codec)
         if not codec.is_identity and codec != self.codec:
-            replace(self._options, codec=codec)
+            # Raises as the constructor does.
+            _ = replace(self._training.options, codec=codec)
         self.codec = codec
         if self.active is not None:
             # Another thread that reads parameters may complete them just now.
@@ -292,11 +258,11 @@ class PlanLifecycle:
         """
         if self.active is None:
             return
-        if self.active.flat.adopt_writes(but) and self._uses_buckets:
+        if self.active.flat.adopt_writes(but) and self._training.uses_buckets:
             self.trained.watch(self._on_gradient)
         if self.adopt_state():
             self.active.flat.adopt_writes(but)
-        if self._options.encodes_differences:
+        if self._training.options.encodes_differences:
             # What has a master there still is in no plan, and was loaded.
             self._tell_of_masters(AdoptedState(False, drop_masters(self._stepper.optimizer)))
 
@@ -308,7 +274,7 @@ class PlanLifecycle:
         return self._tell_of_masters(self._stepper.adopt_state())
 
     def _tell_of_masters(self, adopted: AdoptedState) -> bool:
-        if adopted.loses_masters and self._collectives.rank == 0:
+        if adopted.loses_masters and self._training.world.rank == 0:
             warnings.warn(
                 f"The masters in a checkpoint ('{MASTER_KEY}') are dropped, where weights differ:"
                 " these are behind them by what a compressor had left to be sent, are rounded, or"
@@ -325,7 +291,7 @@ class PlanLifecycle:
     def replan(self, plan: BucketPlan) -> None:
         """See `OptimizerPipeline.replan`; between two steps."""
         assert self.recording is not None
-        self.recording.check(plan, self._collectives)
+        self.recording.check(plan, self._training.collectives)
         self._leave_plan()
         self._release_active()
         self._activate(plan)
@@ -350,19 +316,18 @@ class PlanLifecycle:
             others: The same optimizer's, mutated: their state is here then.
         """
         self.residuals.inherit([other.residuals for other in others])
+        collectives = self._training.collectives
         for other in others:
-            left, was_written = other.hand_over(self._collectives)
+            left, was_written = other.hand_over(collectives)
             if left is not None:
-                said = zip(
-                    *self._collectives.all_gather_object([*was_written.values()]), strict=True
-                )
-                written = {
-                    one for one, is_new in zip(was_written, said, strict=True) if any(is_new)
-                }
+                everyones = collectives.all_gather_object([*was_written.values()])
+                said = zip(*everyones, strict=True)
+                pairs = zip(was_written, said, strict=True)
+                written = {one for one, is_new in pairs if any(is_new)}
                 lost = left.take(MASTER_KEY, written)
                 self._tell_of_masters(AdoptedState(False, bool(lost.entries)))
                 self._stepper.left = left
-                lagging = was_written.keys() & set(self._module.parameters())
+                lagging = was_written.keys() & set(self._training.module.parameters())
                 self._sync(left.take(MASTER_KEY, lagging - set(self.trained.parameters)))
         if isinstance(self._stepper, ReplicatedOptimizer):
             self._give_back()
@@ -392,17 +357,17 @@ class PlanLifecycle:
 
         Needs memory for the whole state.
         """
-        left = spread_state(self._stepper, self._collectives)
+        left = spread_state(self._stepper, self._training.collectives)
         self._stepper.leave(None)
         self._hand_on(left)
 
     def _hand_on(self, left: SpreadState) -> bool:
         """Moves state to where it is needed now; says whether masters came to pieces."""
-        known = set(self._module.parameters())
+        known = set(self._training.module.parameters())
         # Should it raise, part of the state is neither here nor there.
         self.is_moving = True
-        with uncounted(self._collectives):
-            moved = hand_on(left, self._stepper, known, self._collectives)
+        with uncounted(self._training.collectives):
+            moved = hand_on(left, self._stepper, known, self._training.collectives)
         self.is_moving = False
         return self._tell_of_masters(moved)
 
@@ -412,11 +377,11 @@ class PlanLifecycle:
         self.take_over()
         if syncs_replicas:
             self.present.sync_replicas()
-        with uncounted(self._collectives):
+        with uncounted(self._training.collectives):
             self.residuals.release()
         # Any stream may still read the flat buffers.
-        self._collectives.streams.synchronize()
-        left = spread_state(self._stepper, self._collectives)
+        self._training.collectives.streams.synchronize()
+        left = spread_state(self._stepper, self._training.collectives)
         self._stepper.leave(left)
         return left
 
@@ -435,7 +400,7 @@ class PlanLifecycle:
 
     def detach(self) -> None:
         """Ends the training: state and residuals stay readable. Parameters should be complete."""
-        active = None if self._collectives.was_discarded else self.active
+        active = None if self._training.collectives.was_discarded else self.active
         lagging = [] if active is None else active.flat.lagging
         self.release()
         # What is written to weights afterwards wins, and neither they nor masters say it.

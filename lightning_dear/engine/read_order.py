@@ -17,6 +17,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules import module as all_modules
 from torch.overrides import TorchFunctionMode
 
+from lightning_dear import private_names
 from lightning_dear.collectives.streams import Streams
 from lightning_dear.engine.gate import close_gate, has_gate, owners, remove_gate
 
@@ -78,7 +79,7 @@ class ForwardRecorder:
 
     def _open(self, module: Module) -> None:
         remove_gate(module, self)
-        self._gated.update(id(parameter) for parameter in module._parameters.values())
+        self._gated.update(map(id, private_names.PARAMETERS.of(module).values()))
 
     def _enter(self, module: Module, args: Any) -> None:
         self._running.append(module)
@@ -132,8 +133,8 @@ class ReadMode(TorchFunctionMode):
 def has_compiled_region(module: Module) -> bool:
     """Whether `torch.compile` was applied to the module or to a part of it."""
     return any(
-        part._compiled_call_impl is not None
-        or hasattr(part, "_orig_mod")
-        or getattr(part, "_compiler_ctx", None) is not None
+        private_names.COMPILED_CALL.of(part) is not None
+        or hasattr(part, private_names.ORIGINAL_MODULE.name)
+        or getattr(part, private_names.COMPILER_CONTEXT.name, None) is not None
         for part in module.modules()
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 from zlib import crc32
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dear.collectives.work import Collectives
+from lightning_dear.engine.training import Training
 
 Options = Mapping[tuple[int, str], Any]
 """(number of a parameter group, key) -> value."""
@@ -64,47 +66,54 @@ def check_options(what: str, reports: Sequence[Options]) -> None:
 class SharedOptions:
     """Notices in each step whether all ranks step with the same learning rates and the like.
 
+    A note in each round (`bucket_round.Note`): a hash of the optimizer's options, and its
+    complement. If all ranks say the same, byte and complement add up to 255 in the maximum, too.
+
     Args:
+        training: What the optimizer is a part of.
         optimizer: Its groups are looked at.
         number: Of the optimizer, for messages.
-        collectives: Over all ranks.
-
-    Attributes:
-        num_bytes: Of a digest; none of a single rank, who has nobody to tell it.
     """
 
     NUM_BYTES = 8
-    """Of a digest, beside the flags that travel in any case."""
 
-    def __init__(self, optimizer: Optimizer, number: int, collectives: Collectives) -> None:
-        self._optimizer, self._number = optimizer, number
-        self._collectives = collectives
-        self.num_bytes = self.NUM_BYTES if collectives.world_size > 1 else 0
+    def __init__(self, training: Training, optimizer: Optimizer, number: int) -> None:
+        self._training, self._optimizer, self._number = training, optimizer, number
         # Of this step, and of the one before.
         self._options: Options = {}
         self._before: Options = {}
+        self._seen: Sequence[Any] = ()
         self._digest: Tensor | None = None
-        # Nobody has said anything.
-        self._said: Callable[[], list[int]] = lambda: [0, 0]
 
-    def digest(self, device: torch.device) -> Tensor:
-        """A hash of the present options, and its complement: [num_bytes], uint8, on `device`."""
-        options, self._before = options_of(self._optimizer), self._options
-        if self._digest is None or options != self._options:
-            self._options = options
-            hashed = crc32(repr(options).encode()).to_bytes(self.NUM_BYTES // 2, "little")
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the note; none if there is no other rank."""
+        return self.NUM_BYTES if self._training.world.size > 1 else 0
+
+    def say(self, device: torch.device) -> Tensor:
+        """A hash of the present options, and its complement: [num_bytes] uint8 on `device`."""
+        self._before = self._options
+        if self._digest is None or self._have_changed():
+            self._options = options_of(self._optimizer)
+            hashed = crc32(repr(self._options).encode()).to_bytes(self.NUM_BYTES // 2, "little")
             both = int.from_bytes([*hashed, *(255 - one for one in hashed)], "little", signed=True)
             # As one number, which a device can be given without a wait.
             self._digest = torch.full((1,), both, device=device).view(torch.uint8)
         return self._digest
 
-    def said_before(self, flags: Tensor) -> list[int]:
-        """What `flags` were at the call before, which is long past.
+    def _have_changed(self) -> bool:
+        """Whether options are others than at the last look. Cheap where all are the same objects.
 
-        At the first call nothing, as the last two of them say it.
+        Tensors may have been written to, so that with one all options are looked at.
         """
-        said, self._said = self._said, self._collectives.streams.read_later(flags)
-        return said()
+        groups = self._optimizer.param_groups
+        keys = chain.from_iterable(groups)
+        values = chain.from_iterable(group.values() for group in groups)
+        before, self._seen = self._seen, [*keys, *values]
+        is_same = len(before) == len(self._seen) and all(map(is_, before, self._seen))
+        if is_same and not any(isinstance(one, Tensor | tuple) for one in self._seen):
+            return False
+        return options_of(self._optimizer) != self._options
 
     def hear(self, told: Sequence[int], *, is_late: bool = False) -> None:
         """Takes the maximum over ranks of the last digest; of the one before if `is_late`.
@@ -112,9 +121,9 @@ class SharedOptions:
         Raises:
             ValueError: If ranks have other options, on all of them, naming the option.
         """
-        # A byte and its complement are 255 together, and the maxima are more if any two differ.
-        if sum(told) == 255 * len(told) // 2:
+        # In the maximum of two different hashes, some byte and its complement are more than 255.
+        if not any(told) or sum(told) == 255 * len(told) // 2:
             return
         what = f"step with other options: {type(self._optimizer).__name__} {self._number}"
         options = self._before if is_late else self._options
-        check_options(what, self._collectives.all_gather_object(options))
+        check_options(what, self._training.collectives.all_gather_object(options))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from lightning_dear.compression import Compressor
 from lightning_dear.engine.active_plan import ActivePlan, audit
 from lightning_dear.engine.hooks import StepHooks, warn_of_hooks
 from lightning_dear.engine.mean_gradient import MeanGradient
-from lightning_dear.engine.plan_lifecycle import PlanLifecycle, Training
+from lightning_dear.engine.plan_lifecycle import PlanLifecycle
 from lightning_dear.engine.step_state import Backward, SendTime, StepProgress, StepState
 from lightning_dear.engine.step_timer import StepTimer
 from lightning_dear.engine.trained_parameters import check_momentum
+from lightning_dear.engine.training import Training
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer, warn_of_zeros
 from lightning_dear.planning import BucketPlan, TensorSpec
@@ -57,14 +59,12 @@ class OptimizerPipeline:
 
     def __init__(self, training: Training, optimizer: Optimizer, number: int) -> None:
         self.optimizer = optimizer
-        self._collectives, self._options = training.collectives, training.options
         self._training, self._instruments = training, training.instruments
         self.warns_of_hooks = False
         self.timer = StepTimer(training.module, self._instruments.clock)
         self.num_steps = 0
         self.sending = SendTime.IN_BACKWARD
-        self._uses_buckets = self._options.uses_buckets(self._collectives)
-        self.progress = StepProgress(uses_buckets=self._uses_buckets)
+        self.progress = StepProgress(partial(getattr, training, "uses_buckets"))
         self._backward = Backward.NONE
         # Numbers of early buckets that the backward under way has not stepped yet.
         self._early: list[int] = []
@@ -72,8 +72,8 @@ class OptimizerPipeline:
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._on_zero_grad  # type: ignore[method-assign]
         self.stepper: ShardedOptimizer | ReplicatedOptimizer = (
-            ReplicatedOptimizer(optimizer, decouple=not self._options.all_reduces)
-            if self._options.is_of_gradients
+            ReplicatedOptimizer(optimizer, decouple=not self._training.options.all_reduces)
+            if self._training.options.is_of_gradients
             else ShardedOptimizer(optimizer)
         )
         called = self._on_gradient, self._on_arrival
@@ -84,7 +84,7 @@ class OptimizerPipeline:
         calls = self._before_hooks, self._begin_step, self._on_inner_step
         self._step_hooks = StepHooks(optimizer, *calls)
         hooks: list[Any] = [self._step_hooks]
-        if self._options.is_of_gradients:
+        if self._training.options.is_of_gradients:
             # State is read and replaced where it lives: what is pending would still change it.
             hooks.append(optimizer.register_state_dict_pre_hook(self._complete_state))
             hooks.append(optimizer.register_load_state_dict_pre_hook(self._complete_state))
@@ -108,9 +108,9 @@ class OptimizerPipeline:
             RuntimeError: With gradients under way, or of several rounds, that no step has used.
         """
         active, is_idle = self.plans.active, self.progress.state in _NOTHING_IS_SENT
-        if active is not None and not (is_idle and not active.reducer.has_begun):
+        if active is not None and not (is_idle and not active.round.has_begun):
             # What other ranks wait for is sent first.
-            active.reducer.reduce()
+            self.mean.finish_rounds(active)
             raise RuntimeError(
                 "Parameters began to require gradients, or the optimizer's were exchanged, after a"
                 " backward whose gradients no step has used yet; let that happen between an"
@@ -121,11 +121,11 @@ class OptimizerPipeline:
     def watching(self, *, audits: bool) -> AbstractContextManager[Any]:
         """Around a training forward: records or times it, or audits every read, or nothing."""
         active = self.plans.active
-        if self._uses_buckets and (active is None or self.plans.looks_again):
+        if self._training.uses_buckets and (active is None or self.plans.looks_again):
             return self.plans.trained.recorder.recording()
         if self.timer.is_on and active is not None:
             return self.timer.forward()
-        if self._uses_buckets and audits and active is not None:
+        if self._training.uses_buckets and audits and active is not None:
             return audit(self.plans.trained, active)
         return nullcontext()
 
@@ -135,10 +135,10 @@ class OptimizerPipeline:
         self.timer.start(self.parameters, None if recording is None else recording.ungated)
         self.plans.complete_parameters("measuring")
 
-    def complete_entry(self, *, completes_all: bool) -> None:
+    def complete_entry(self) -> None:
         """Completes what is read outside any module; all, where no gate sees reads. May block."""
         active = self.plans.active
-        if active is not None and completes_all:
+        if active is not None and self._training.has_compiled_region:
             active.gatherer.complete(reason="compiled region")
         elif active is not None:
             active.gatherer.complete(active.gatherer.entry, "training_step")
@@ -146,7 +146,7 @@ class OptimizerPipeline:
     @contextmanager
     def backward(self, *, synchronize: bool | None) -> Iterator[None]:
         """Around a backward; see `Pipeline.backward`."""
-        codec = self._options.codec
+        codec = self._training.options.codec
         if self.progress.state in _WERE_CHANGED and codec is not None and codec.encodes_once:
             raise RuntimeError(
                 "Another backward would add to mean gradients that a hook was shown, that"
@@ -165,7 +165,7 @@ class OptimizerPipeline:
             self.progress.enter(StepState.ACCUMULATING)
         active, is_early = self.plans.active, self.sending is SendTime.EARLY
         if synchronize and active is not None:
-            active.reducer.expect()
+            active.round.expect()
             if is_early and not self.timer.is_on and active.plan.early:
                 self._begin_early_steps(active)
         before, self._backward = self._backward, Backward.LAST if synchronize else Backward.LOCAL
@@ -174,7 +174,7 @@ class OptimizerPipeline:
                 yield
         finally:
             self._backward, self._early = before, []
-        if synchronize and self.plans.active is None and self._uses_buckets:
+        if synchronize and self.plans.active is None and self._training.uses_buckets:
             # As from the next step on: what `.grad` holds would not be the mean.
             self.mean.reduce()
 
@@ -183,7 +183,7 @@ class OptimizerPipeline:
             return
         active = self.plans.active
         if active is not None and active.gatherer.pending:
-            active.reducer.check_was_complete(index)
+            active.gatherer.check_was_complete(index, self.plans.trained.names[index])
         if self._backward is _LOCAL:
             if self.progress.state is StepState.EMPTY:
                 self.progress.enter(StepState.ACCUMULATING)
@@ -203,16 +203,21 @@ class OptimizerPipeline:
         if active is None:
             self.plans.trained.recorder.note_gradient(index)
             if (parameter := self.parameters[index]).grad is None:
-                # A hook has cleared it: see `GradientReducer`.
+                # A hook has cleared it: see `GradientCollector`.
                 parameter.grad = torch.zeros_like(parameter)
         elif self.timer.is_on:
             with self.timer.leaving_out_codecs():
-                active.reducer.on_gradient(index, launches=self.sending is not _BEFORE_STEP)
+                self._collect(active, index)
         else:
             # Called for every gradient: even a context that does nothing would be noticed.
-            active.reducer.on_gradient(index, launches=self.sending is not _BEFORE_STEP)
+            self._collect(active, index)
         if self._early:
             self._step_early()
+
+    def _collect(self, active: ActivePlan, index: int) -> None:
+        active.collector.on_gradient(index)
+        if self.sending is not _BEFORE_STEP:
+            active.round.launch_full()
 
     def _begin_early_steps(self, active: ActivePlan) -> None:
         """Lets buckets be stepped in the backward under way, once their gradients have arrived.
@@ -222,7 +227,7 @@ class OptimizerPipeline:
         all-gather. Its new values count after the step: backward still needs the old ones. When it
         is stepped, and whether in backward at all, differs by rank; results do not.
         """
-        active.reducer.steps_early = True
+        active.round.watch(active.plan.early)
         active.gatherer.expect(early=True)
         if not any(place.was_replaced() for place in active.flat.placements):
             self._early = list(active.plan.early)
@@ -232,12 +237,12 @@ class OptimizerPipeline:
         """Steps what has arrived of the early buckets, and launches its gathers. Never blocks."""
         active, stepper = self.plans.present, self.stepper
         assert isinstance(stepper, ShardedOptimizer)
-        while self._early and active.reducer.has_arrived(self._early[0]):
+        while self._early and active.round.is_on_host(self._early[0]):
             number = self._early.pop(0)
             if not stepper.stepped_early:
                 self.plans.adopt_state()
             active.flat.buckets[number].adopt_writes()
-            active.reducer.finish_bucket(number)
+            active.round.wait_for(number)
             self._instruments.begin_step()
             stepper.step_early(number)
             self._launch_gathers([number])
@@ -265,15 +270,16 @@ class OptimizerPipeline:
         self.progress.check_is_on()
         active = self.plans.active
         if active is not None:
-            if active.reducer.steps_early:
+            if active.round.watched:
                 raise RuntimeError(
                     "zero_grad() was called between the backward of a step and its end, when part"
                     " of the parameters had been updated. Call it before backward."
                 )
             if self.progress.state is StepState.SENDING:
                 self.plans.complete_parameters("zero_grad")
-                active.reducer.reduce()
-            active.reducer.drop()
+                self.mean.finish_rounds(active)
+            active.round.drop()
+            active.collector.begin()
             self.stepper.clear_gradients()
         self.plans.trained.recorder.gradients.clear()
         self.mean.has_leftovers = False
@@ -284,7 +290,7 @@ class OptimizerPipeline:
         are_in_front = self._step_hooks.are_in_front
         if self.warns_of_hooks and (are_in_front or self._step_hooks.are_behind):
             self.warns_of_hooks = False
-            if self._uses_buckets:
+            if self._training.uses_buckets:
                 warn_of_hooks(self.optimizer)
         if are_in_front:
             self.abandon()
@@ -307,7 +313,7 @@ class OptimizerPipeline:
 
     def _prepare_step(self) -> ActivePlan:
         """Reduces, makes the plan at the first step, takes over what was written meanwhile."""
-        check_momentum(self.optimizer, self._options)
+        check_momentum(self.optimizer, self._training.options)
         self.mean.reduce()
         active = self.plans.present
         active.exchange.check()
@@ -321,7 +327,7 @@ class OptimizerPipeline:
 
     def _launch_gathers(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            if not self._options.is_of_gradients:
+            if not self._training.options.is_of_gradients:
                 self._instruments.record_step(number)
             with self.timer.leaving_out_codecs():
                 self.plans.present.gatherer.launch(number)
@@ -338,13 +344,18 @@ class OptimizerPipeline:
         self.stepper.clear_gradients()
         active = self.plans.present
         # First, since another thread may complete what is behind a gate at once.
-        active.reducer.end_step()
+        active.round.end_step()
+        active.collector.begin()
         active.gatherer.close_gates()
         self.progress.enter(StepState.EMPTY)
-        self.mean.has_leftovers = self._uses_buckets
+        self.mean.has_leftovers = self._training.uses_buckets
         self.num_steps += 1
         self.timer.step_ends()
-        self._training.on_step()
+        self._training.finish_buffers()
+        self._instruments.finish_step()
+        if self._training.is_in_forward:
+            # Manual optimisation: what no module waits for is read again in the same forward.
+            self.complete_entry()
         if self._step_hooks.are_behind:
             self.plans.complete_parameters("optimizer step hook")
 
@@ -408,13 +419,13 @@ class OptimizerPipeline:
         """
         active = self.plans.active
         is_idle = self.progress.state in _NOTHING_IS_SENT
-        has_begun = active is not None and active.reducer.has_begun
+        has_begun = active is not None and active.round.has_begun
         self.plans.use_codec(codec, is_idle=is_idle and not has_begun)
 
     @property
     def uses_configured_codec(self) -> bool:
         """Whether steps are encoded as was configured; not while a schedule says otherwise."""
-        return self.plans.codec in (None, self._options.codec)
+        return self.plans.codec in (None, self._training.options.codec)
 
     def encoding_figures(self) -> dict[str, Tensor | float]:
         """What encoding saves and what it leaves over; see `ActivePlan.encoding_figures`."""
@@ -430,14 +441,14 @@ class OptimizerPipeline:
 
         Those that were sharded are on the CPU, copies; or, `on_rank_0`, descriptions elsewhere.
         """
-        state, place = self.sharded_state_dict(), (self._collectives, self.stepper.device)
-        with uncounted(self._collectives):
+        state, place = self.sharded_state_dict(), (self._training.collectives, self.stepper.device)
+        with uncounted(self._training.collectives):
             return gathered(state, *place, on_rank_0=on_rank_0)
 
     def sharded_state_dict(self) -> ShardedState:
         """`optimizer.state_dict()`, tensors left where they are. Collective, blocks."""
         self.prepare_state()
-        state = sharded_state(self.stepper, self._collectives)
+        state = sharded_state(self.stepper, self._training.collectives)
         return self.plans.residuals.add_to_sharded(state)
 
     def inherit(self, others: Sequence[OptimizerPipeline]) -> None:

@@ -25,6 +25,7 @@ Gathering is no state of the step: it is each bucket's own, and overlaps the nex
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 
 
@@ -68,14 +69,14 @@ class StepProgress:
     """Keeps to the table above, whoever tells what happens.
 
     Args:
-        uses_buckets: Whether mean gradients are anywhere but in the user's `.grad`.
+        uses_buckets: Says whether mean gradients are anywhere but in the user's `.grad`.
 
     Attributes:
         state: Where the step is; to be assigned to when the training ends.
         is_due: Whether DDP would have averaged since the last step; to be assigned to.
     """
 
-    def __init__(self, *, uses_buckets: bool) -> None:
+    def __init__(self, uses_buckets: Callable[[], bool]) -> None:
         # The latter is where a step that raises has to go back to.
         self.state = self._interrupted = StepState.EMPTY
         self.is_due = False
@@ -94,7 +95,7 @@ class StepProgress:
     def enter(self, state: StepState) -> None:
         """Goes on to `state`, as the table says. Raises as `check_is_on`."""
         self.check_is_on()
-        if state in _MEANS_ARE_THERE and not self._uses_buckets:
+        if state in _MEANS_ARE_THERE and not self._uses_buckets():
             state = StepState.EMPTY
         self.is_due = state is StepState.SENDING or (self.is_due and state is not StepState.EMPTY)
         self.state = state

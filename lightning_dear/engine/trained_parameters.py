@@ -6,18 +6,21 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, zip_longest
+from operator import is_
 from typing import Any
 
 from torch import Tensor, strided
 from torch.nn import Module, Parameter
 from torch.optim import AdamW, Optimizer
 
+from lightning_dear import private_names
 from lightning_dear.bucket import storage_strides
 from lightning_dear.collectives.streams import Streams
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression.groups import unused_group
 from lightning_dear.engine.gate import owners, plain_parameters
 from lightning_dear.engine.hooks import GradientHooks, OnGradient
+from lightning_dear.engine.module_tree import ModuleTree, ignored_names
 from lightning_dear.engine.read_order import ForwardRecorder
 from lightning_dear.engine.shared_options import check_options, options_of
 from lightning_dear.exchange.options import ExchangeOptions
@@ -33,6 +36,7 @@ class TrainedParameters:
     Args:
         module: Whose parameters count.
         optimizer: Its groups are looked at, not mutated.
+        tree: The module's, which is looked at in front of each forward.
         streams: Those of the parameters' device.
 
     Attributes:
@@ -42,17 +46,21 @@ class TrainedParameters:
         hooks: Those that `watch` has put there.
     """
 
-    def __init__(self, module: Module, optimizer: Optimizer, streams: Streams) -> None:
+    def __init__(
+        self, module: Module, optimizer: Optimizer, tree: ModuleTree, streams: Streams
+    ) -> None:
         named = managed_parameters(module, optimizer)
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self._optimizer = optimizer
-        self._held = _held_by(optimizer)
+        held = [group["params"] for group in optimizer.param_groups]
+        # What stands in each group, in one list, and how much of it.
+        self._held, self._lengths = [*chain(*held)], [*map(len, held)]
         known = {id(parameter) for parameter in self.parameters}
-        groups = optimizer.param_groups
-        self._untrained = [p for group in groups for p in group["params"] if id(p) not in known]
+        self._untrained = [one for one in self._held if id(one) not in known]
         self._module = module
         self._homes = owners(module, self.parameters)
+        self._tree, self._version = tree, tree.version
         self._streams = streams
         self.recorder = self.new_recorder()
         self.hooks = GradientHooks((), lambda *_: None)
@@ -71,15 +79,16 @@ class TrainedParameters:
         self.hooks = GradientHooks(self.parameters, on_gradient)
 
     def have_changed(self, *, counts_thawed: bool = True) -> bool:
-        """Whether the optimizer holds other parameters than before.
+        """Whether the optimizer holds other parameters than when this object was made.
 
         Args:
             counts_thawed: Whether also if one that it held has begun to require gradients.
         """
-        return _held_by(self._optimizer) != self._held or (
-            counts_thawed
-            and any(parameter.requires_grad and parameter.numel() for parameter in self._untrained)
-        )
+        groups = self._optimizer.param_groups
+        held = [group["params"] for group in groups]
+        if [*map(len, held)] != self._lengths or not all(map(is_, chain(*held), self._held)):
+            return True
+        return counts_thawed and any(one.requires_grad and one.numel() for one in self._untrained)
 
     def check_unchanged(self, *, counts_thawed: bool = True) -> None:
         """Refuses a step if the optimizer holds other parameters than in its forward.
@@ -93,15 +102,21 @@ class TrainedParameters:
                 " others, since the forward of this step; change that before the forward."
             )
 
-    def have_moved(self, *, notes: bool) -> bool:
-        """Whether other modules hold them than when it was noted last, as it is now. Local.
+    @property
+    def may_have_moved(self) -> bool:
+        """Whether anything was exchanged in the module's tree since the last `note_homes`."""
+        return self._version != self._tree.version
+
+    def have_moved(self) -> bool:
+        """Whether other modules hold the parameters than at the last `note_homes`. Local.
 
         Users exchange modules for others with the same parameters, such as fused or scripted ones.
         """
-        before, present = self._homes, owners(self._module, self.parameters)
-        if notes:
-            self._homes = present
-        return present != before
+        return owners(self._module, self.parameters) != self._homes
+
+    def note_homes(self) -> None:
+        """Notes which modules hold the parameters now."""
+        self._homes, self._version = owners(self._module, self.parameters), self._tree.version
 
     def restore_replaced(self) -> None:
         """Puts the optimizer's parameters back where others stand, with the others' values.
@@ -121,7 +136,8 @@ class TrainedParameters:
             kinds = {(isinstance(one, Parameter), one.requires_grad) for one in (parameter, other)}
             if len(kinds) > 1 or any(other is known for known in self.parameters):
                 continue
-            held = set(chain(*_held_by(self._optimizer)))
+            groups = self._optimizer.param_groups
+            held = {id(one) for group in groups for one in group["params"]}
             if id(other) in held or id(parameter) not in held:
                 continue
             if other.shape != parameter.shape:
@@ -131,12 +147,7 @@ class TrainedParameters:
                     " the optimizer's parameter group, in place of the old one."
                 )
             parameter.data = other.data.to(parameter.dtype)
-            part._parameters[name] = parameter
-
-
-def _held_by(optimizer: Optimizer) -> list[list[int]]:
-    """Of each parameter group, which objects stand in it."""
-    return [list(map(id, group["params"])) for group in optimizer.param_groups]
+            private_names.PARAMETERS.of(part)[name] = parameter
 
 
 def managed_parameters(module: Module, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
@@ -150,11 +161,6 @@ def managed_parameters(module: Module, optimizer: Optimizer) -> list[tuple[str, 
         for name, parameter in module.named_parameters()
         if id(parameter) in trained and parameter.requires_grad and parameter.numel()
     ]
-
-
-def ignored_names(module: Module) -> set[str]:
-    """Parameters and buffers that are each rank's own, as torch's DDP is told of them."""
-    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def why_untrainable(module: Module, optimizer: Optimizer, world_size: int) -> str | None:
@@ -215,7 +221,7 @@ def check_layout(
     problems = [
         problem,
         *(_local_problem(module, one, options) for one in unknown),
-        *(why_untrainable(module, one, collectives.world_size) for one in unknown),
+        *(why_untrainable(module, one, collectives.world.size) for one in unknown),
     ]
     # What is frozen now may be trained later.
     named = module.named_parameters()

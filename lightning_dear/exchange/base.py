@@ -85,13 +85,13 @@ class Exchange:
     def expect_reduce(self, bucket: Bucket) -> None:
         """Lets others' gradients arrive from now on; `launch_reduce` must follow."""
         # An all-reduce has receives of its own.
-        if not bucket.is_all_reduced:
+        if not bucket.role.is_all_reduced:
             self.collectives.expect_reduce_scatter(bucket.received, self.number_of(bucket))
 
     def launch_reduce(self, bucket: Bucket) -> Work:
         """Starts summing the bucket's gradients; after `wait`, its `mean` is there."""
-        if bucket.is_all_reduced:
-            if bucket.has_master:
+        if bucket.role.is_all_reduced:
+            if bucket.role.has_master:
                 # Summed in fp32 as by a reduce-scatter; older gloos know no bf16.
                 bucket.mean.copy_(bucket.gradients)
             return self.collectives.launch_all_reduce(bucket.mean, self.number_of(bucket))
@@ -100,7 +100,7 @@ class Exchange:
 
     def expect_gather(self, bucket: Bucket) -> None:
         """Lets what is gathered arrive, where nobody may read it before `launch_gather`."""
-        if not bucket.is_all_reduced:
+        if not bucket.role.is_all_reduced:
             self.collectives.expect_all_gather(self._gathered(bucket), self.number_of(bucket))
 
     def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
@@ -113,12 +113,11 @@ class Exchange:
         return partial(self._gather, bucket)
 
     def _gather(self, bucket: Bucket) -> Work:
-        if bucket.is_all_reduced:
+        if bucket.role.is_all_reduced:
             return Work.done()
         number = self.number_of(bucket)
         work = self.collectives.launch_all_gather(self._gathered(bucket), number)
-        is_staged = bucket.is_staged and not self._is_of_gradients
-        return Work(work.wait, bucket.land) if is_staged else work
+        return work.then(bucket.land) if bucket.role.is_staged else work
 
     def _gathered(self, bucket: Bucket) -> Tensor:
         """What every rank's part is written into, in place."""
@@ -131,14 +130,14 @@ class Exchange:
 
     def launch_gather_gradients(self, bucket: Bucket) -> Work:
         """Starts filling the bucket's gradients from every rank's mean, in place."""
-        if bucket.is_all_reduced:
+        if bucket.role.is_all_reduced:
             return Work.done()
         number = self.number_of(bucket) + GRADIENT_NUMBERS
         return self.collectives.launch_all_gather(bucket.gradients, number)
 
     def sync(self, bucket: Bucket) -> None:
         """Gathers stepped shards that replicas are behind of, as they are. Collective, blocks."""
-        if bucket.lags:
+        if bucket.role.lags:
             Exchange.prepare_gather(self, bucket)().wait()
             bucket.note_published()
 
@@ -263,8 +262,7 @@ class CompressedExchange(Exchange, ABC):
         work = sending.launch()
         if sending.decode is None:
             return work
-        # Whoever waits for it decodes.
-        return Work(work.wait, partial(self._work, "decode", bucket, sending.decode))
+        return work.then(partial(self._work, "decode", bucket, sending.decode))
 
     def _work(self, lane: str, bucket: Bucket | None, work: Callable[..., T], *args: Any) -> T:
         """Encodes or decodes here and now; see `as_device_work`."""
@@ -296,7 +294,7 @@ class CompressedExchange(Exchange, ABC):
         Where the host would have to wait for that, what is decoded becomes nan instead.
         """
         is_host = found.is_cpu and self.collectives.streams.current() is None
-        if self.collectives.reads_flags_freely and is_host:
+        if self.collectives.wait_blocks_host and is_host:
             if not found:
                 return
             self._refusal = GradientsNotFinite(

@@ -64,7 +64,7 @@ class CodedExchange(CompressedExchange):
         """Encodes the bucket's gradients, each rank's part for itself."""
         coded = self.coded[bucket.number]
         flat = coded.own_gradients(bucket.gradients.float())
-        return self._encode_rows(coded, scale, flat.view(self.collectives.world_size, -1))
+        return self._encode_rows(coded, scale, flat.view(self.collectives.world.size, -1))
 
     def _encode_rows(self, coded: CodedBucket, scale: Tensor | None, rows: Tensor) -> Sending:
         coded.compensate(rows, scale)
@@ -90,7 +90,7 @@ class CodedExchange(CompressedExchange):
 
         work, end = reduction.launch_sums(coded.stream, encode)
         self._encoding.append(end)
-        return Work(work.wait, decode)
+        return work.then(decode)
 
     @override
     def add_earlier(self, bucket: Bucket, earlier: Tensor | None, *, is_empty: bool) -> None:
@@ -147,8 +147,7 @@ class CodedExchange(CompressedExchange):
         return partial(self._send_as_it_is, coded, super().prepare_gather(bucket))
 
     def _send_as_it_is(self, coded: CodedBucket, launch: Callable[[], Work]) -> Work:
-        # Never done at once, not even with one rank: whoever waits steps the bucket.
-        return Work(launch().wait, coded.bucket.note_published)
+        return launch().then(coded.bucket.note_published)
 
     @property
     @override

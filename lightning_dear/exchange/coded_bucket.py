@@ -42,7 +42,7 @@ class Reduction:
     """
 
     def __init__(self, codec: Codec, collectives: Collectives, outgoing: Tensor) -> None:
-        rank, world_size = collectives.rank, collectives.world_size
+        rank, world_size = collectives.world.rank, collectives.world.size
         self._collectives, self._adds_up = collectives, codec.is_summable
         if self._adds_up:
             self._outgoing = numbers = outgoing.view(torch.float32).view(-1)
@@ -147,14 +147,14 @@ class CodedBucket(CompressedBucket):
         has_momentum = codec.is_identity and options.codec.brings_momentum
         keeps = options.codec if has_momentum else codec
         device, numel = bucket.gradients.device, bucket.gradients.numel()
-        world_size = collectives.world_size
+        world_size = collectives.world.size
         owner = Memory(0, device)
         # In two hops a rank encodes the shards of those that have its place on their hosts.
         self._together, shard = options.ranks_together(collectives), numel // world_size
-        places = range(collectives.rank % self._together, world_size, self._together)
+        places = range(collectives.world.rank % self._together, world_size, self._together)
         encoded = [slice(place * shard, (place + 1) * shard) for place in places]
         worker = keeps.worker_memory(shard * len(places), device)
-        if options.encodes_both and not bucket.lags:
+        if options.encodes_both and not bucket.role.lags:
             # What differences of parameters have not brought is in the next ones.
             owner = codec.owner_memory(shard, device)
         # What a plan does not encode keeps what it has, as in a dense step.
@@ -235,7 +235,7 @@ class CodedBucket(CompressedBucket):
             look: Told what is encoded, and `most`, where there is one.
         """
         # Once the shard has been stepped, nobody needs the mean.
-        lags, mean = self.bucket.lags, self.bucket.mean
+        lags, mean = self.bucket.role.lags, self.bucket.mean
         mean = self.bucket.lag(mean) if lags else mean
         row = mean.view(1, -1).float()
         self.owner.compensate(row, None)
@@ -252,7 +252,7 @@ class CodedBucket(CompressedBucket):
                 largest.masked_fill_(is_nan, math.nan)
             row.add_(largest, alpha=0.0)
         row.view(-1).index_fill_(0, self._own_padding, 0.0)
-        own = self.outgoing[self._collectives.rank : self._collectives.rank + 1]
+        own = self.outgoing[self._collectives.world.rank : self._collectives.world.rank + 1]
         encoded = self._encode("gather", row, own)
         self.owner.note_sent(row, own, encoded, None)
         self.owner.keep(self._own_unused)
@@ -273,7 +273,7 @@ class CodedBucket(CompressedBucket):
         # In whatever context somebody reads a parameter.
         with plain_mode(self.bucket.parameters.device.type):
             dtype = encoded.codec.wire_dtype if saves_calls(wire.device) else None
-            if dtype is not None and self.bucket.lags and not unused:
+            if dtype is not None and self.bucket.role.lags and not unused:
                 # As they are: such codecs send nan, and zeros between parameters.
                 numel = self.bucket.parameters.numel() // len(wire)
                 self.bucket.follow(field(wire, dtype, 0, numel))
@@ -281,7 +281,7 @@ class CodedBucket(CompressedBucket):
             rows = self._decode(wire, slice(None), encoded)
             if is_nan is not None:
                 rows.masked_fill_(is_nan, math.nan)
-            if self.bucket.lags:
+            if self.bucket.role.lags:
                 # Codecs that send signs decode the zeros there to something else.
                 differences = rows.view(-1).index_fill_(0, self._padding, 0.0)
                 for part in unused:
@@ -320,7 +320,7 @@ class CodedBucket(CompressedBucket):
             # Of the count, so that a resumed run goes on.
             key = f"{half} {self.stream} {self.counts[half]}"
             is_private = codec.randomness == "private"
-            seed = self._seed_of(f"{key} {self._collectives.rank}" if is_private else key)
+            seed = self._seed_of(f"{key} {self._collectives.world.rank}" if is_private else key)
         encoded = Encoded(codec, seed)
         codec.encode(rows, wire, encoded.generator(rows.device))
         return encoded

@@ -67,7 +67,7 @@ class CompressedBucket(ABC):
         self.seed = NO_SEED
         self.factors: dict[int, Tensor] = {}
         # Who owns what nobody uses gives it back to those that have sent it, each its share.
-        self._num_owners = world_size if bucket.is_all_reduced else 1
+        self._num_owners = world_size if bucket.role.is_all_reduced else 1
         # By how much further on `worker` has what this rank owns.
         begins = accumulate((one.stop - one.start for one in self.encoded), initial=0)
         self._own_shift = next(

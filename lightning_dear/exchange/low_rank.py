@@ -87,7 +87,7 @@ class LowRankBucket(CompressedBucket):
     messages: Messages
 
     def __init__(self, bucket: Bucket, codec: PowerSGD, traffic: Traffic) -> None:
-        device, self._world_size = bucket.mean.device, traffic.collectives.world_size
+        device, self._world_size = bucket.mean.device, traffic.collectives.world.size
         used = Fp32() if bucket.number in traffic.uncompressed else codec
         worker = codec.worker_memory(bucket.mean.numel(), device)
         # Every rank has the whole mean: no owner encodes it, or has anything to keep of that.
@@ -219,7 +219,7 @@ class LowRankExchange(CompressedExchange):
         self.coded: Sequence[LowRankBucket] = [
             LowRankBucket(bucket, codec, traffic) for bucket in traffic.flat.buckets
         ]
-        if self.collectives.rank == 0 and not any(one.factors for one in self.coded):
+        if self.collectives.world.rank == 0 and not any(one.factors for one in self.coded):
             warnings.warn(
                 "compressor='powersgd' compresses nothing: no weight is a matrix of which"
                 f" rank={codec.rank} leaves 1/{codec.min_saving:g} or less (min_saving). Leave it"

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_dear.collectives.hosts import ranks_on_each_host
+import torch
+
+from lightning_dear.bucket import LOW_PRECISION, Role
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec, Compressor, SparseAllReduce
 from lightning_dear.compression.codec import Setting
 from lightning_dear.compression.groups import Groups, check_groups, codec_for
+from lightning_dear.planning.plan import BucketPlan
 
 GATHERS = ("parameters", "gradients")
 """Names of what an all-gather may carry."""
@@ -65,10 +68,6 @@ class ExchangeOptions(Setting):
             return None
         return codec_for(self.groups, self.codec, name, num_dimensions)
 
-    def uses_buckets(self, collectives: Collectives) -> bool:
-        """Whether gradients pass through buckets: they travel, or are encoded and decoded."""
-        return collectives.world_size > 1 or self.codec is not None
-
     def check(self, collectives: Collectives, num_optimizers: int) -> None:
         """Refuses what cannot be done with these collectives and optimizers.
 
@@ -77,7 +76,7 @@ class ExchangeOptions(Setting):
         """
         codec = self.codec
         looks_up_counts = isinstance(codec, SparseAllReduce) and not codec.is_static
-        if codec is not None and looks_up_counts and not collectives.reads_flags_freely:
+        if codec is not None and looks_up_counts and not collectives.has_variable_lengths:
             raise ValueError(
                 f"compressor={codec.name!r} works so with gloo only: how many numbers travel"
                 " depends on the gradients, which with NCCL the host would have to wait for. Use"
@@ -103,7 +102,7 @@ class ExchangeOptions(Setting):
         does not encode row by row.
         """
         is_summed = collectives.hops == 2 and self.encodes_row_by_row
-        return ranks_on_each_host(collectives.hosts) if is_summed else 1
+        return collectives.world.ranks_a_host if is_summed else 1
 
     @cached_property
     def encodes_row_by_row(self) -> bool:
@@ -111,10 +110,19 @@ class ExchangeOptions(Setting):
         codecs = [self.codec, *(codec for _, codec in self.groups)]
         return all(isinstance(one, Codec) and not one.votes for one in codecs)
 
-    def shards(self, collectives: Collectives) -> tuple[int, int]:
-        """(number of this rank's shard, number of shards); one shard where each rank has all."""
-        is_whole = self.all_reduces or self.is_scattered
-        return (0, 1) if is_whole else (collectives.rank, collectives.world_size)
+    def role_of(self, plan: BucketPlan, number: int, dtype: torch.dtype) -> Role:
+        """What ranks do with the plan's bucket `number`, whose parameters are of `dtype`."""
+        if self.is_scattered:
+            # Whole tensors are stepped, which 16 bits are too few for: there are no masters.
+            return Role.SCATTERED
+        has_masters = dtype in LOW_PRECISION
+        if self.all_reduces or number in plan.all_reduced:
+            return Role.REPLICATED_MASTERS if has_masters else Role.REPLICATED
+        if self.encodes_differences:
+            return Role.LAGGING_MASTERS if has_masters else Role.LAGGING
+        if number in plan.early and plan.world_size > 1:
+            return Role.EARLY_MASTERS if has_masters else Role.EARLY
+        return Role.SHARDED_MASTERS if has_masters else Role.SHARDED
 
 
 def default_gather(codec: Compressor | None, groups: Groups = ()) -> str:

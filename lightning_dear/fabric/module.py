@@ -17,9 +17,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dear import private_names
 from lightning_dear.callbacks.fusion_tuner import option_of
-from lightning_dear.engine.pipeline import REFUSALS, Pipeline
+from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
+from lightning_dear.engine.training import REFUSALS
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
 
 _PART = "_lightning_dear_part"
@@ -82,7 +84,7 @@ class DearModule(Module):
     def _refuse_compiling(self) -> None:
         # Fabric compiles what the strategy returns, and tells nobody.
         holders = (holder for holder in gc.get_referrers(self) if isinstance(holder, dict))
-        if any(holder.get("_orig_mod") is self for holder in holders):
+        if any(holder.get(private_names.ORIGINAL_MODULE.name) is self for holder in holders):
             raise RuntimeError(
                 "Fabric has put torch.compile around what strategy='dear' adds to the model, which"
                 " cannot be compiled. Compile the model in place: call model.compile() in place of"

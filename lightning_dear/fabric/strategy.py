@@ -16,16 +16,17 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.fabric.strategies import strategy as fabric_strategy
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from lightning.pytorch.overrides.distributed import _sync_module_states
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.fabric.strategies.launchers import multiprocessing
+from lightning.pytorch.overrides import distributed as overrides
+from lightning.pytorch.plugins.io import wrapper
 from torch import Tensor, device
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dear import private_names
 from lightning_dear.checkpoint.files import KEY, stamp
 from lightning_dear.compression import Compressor, NoCompression
 from lightning_dear.engine.pipeline import Pipeline
@@ -37,6 +38,10 @@ from lightning_dear.strategy import refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, PipelineStrategy
 from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
 from lightning_dear.strategy.connections import connect_scaler, unwrapped
+
+_MultiProcessingLauncher: Any = private_names.FABRIC_LAUNCHER.of(multiprocessing)
+_BackwardSyncControl: Any = private_names.BACKWARD_SYNC_CONTROL.of(fabric_strategy)
+_WrappingCheckpointIO: Any = private_names.WRAPPING_IO.of(wrapper)
 
 # Since Lightning 2.6 schedulers are set up as well.
 _SETS_UP_SCHEDULERS = (
@@ -377,7 +382,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         return [module for ref in self._setups if (module := ref()) is not None]
 
 
-class _DearBackwardSyncControl(_BackwardSyncControl):
+class _DearBackwardSyncControl(_BackwardSyncControl):  # type: ignore[misc]
     @override
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         if not enabled:
@@ -389,7 +394,7 @@ class _DearBackwardSyncControl(_BackwardSyncControl):
         return module.no_sync()
 
 
-class _FinishingLauncher(_MultiProcessingLauncher):
+class _FinishingLauncher(_MultiProcessingLauncher):  # type: ignore[misc]
     """For processes that end without what Python does at exit."""
 
     @override
@@ -397,7 +402,7 @@ class _FinishingLauncher(_MultiProcessingLauncher):
         return super().launch(partial(modules.finishing, function), *args, **kwargs)
 
 
-class _CheckingIO(_WrappingCheckpointIO):
+class _CheckingIO(_WrappingCheckpointIO):  # type: ignore[misc]
     """Loads as another does, and refuses what is damaged, or what a later version wrote."""
 
     checks_digests = True
@@ -415,4 +420,4 @@ def _plain(module: Module) -> Module:
 
 def _sync(module: Module, world_size: int) -> None:
     if world_size > 1:
-        _sync_module_states(module)
+        private_names.SYNC_MODULE_STATES.of(overrides)(module)

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dear import private_names
 from lightning_dear.bucket import Chunk, FlatBuffers, Piece, as_flat, cut_state, shard_pieces
 from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, differs, undo_casts
 from lightning_dear.torch_modes import saves_calls
@@ -34,10 +35,10 @@ MAX_RUN_NUMEL = 1 << 16
 MAX_RUN_NUMEL_OF_DEVICES = 1 << 23
 """The same on accelerators, which step some tens of elements in a nanosecond."""
 
-_PROFILED: Any = Optimizer.profile_hook_step(print)
+_PROFILED: Any = private_names.PROFILED_STEP.of(Optimizer)(print)
 """What torch makes of a class's `step`, by its code: it calls the hooks around it."""
 
-_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_STEP_HOOKS = (private_names.STEP_PRE_HOOKS.name, private_names.STEP_POST_HOOKS.name)
 
 
 def inner_step(optimizer: Optimizer, **arguments: Any) -> None:
@@ -203,7 +204,7 @@ class OptimizerShards:
             kept = self.shards.state.get(piece.parameter)
             piece.gradient = None
             # State is found by this tensor, which as a view would hold the whole flat buffer.
-            if not piece.has_master:
+            if not piece.role.has_master:
                 piece.parameter = torch.empty(0)
             if kept:
                 state[piece.parameter] = kept
@@ -216,7 +217,7 @@ class OptimizerShards:
         optimizers take a parameter that has any state for one that they have stepped.)
         """
         state: Mapping[str, Any] = self.shards.state.get(piece.parameter, {})
-        if piece.has_master and (state or piece.was_stepped):
+        if piece.role.has_master and (state or piece.was_stepped):
             return {**state, MASTER_KEY: piece.parameter}
         return state
 
@@ -383,7 +384,7 @@ class ShardedOptimizer(OptimizerShards):
             stepped = [piece for piece in pieces if piece.parameter.grad is not None]
             for piece in stepped:
                 piece.was_stepped = True
-            if self.shards.buffers.buckets[number].is_whole:
+            if self.shards.buffers.buckets[number].is_stepped_whole:
                 # No gather will tell autograd that what it saved of these is no longer there.
                 changed = [parameters[piece.tensor_index] for piece in stepped]
                 torch.autograd.graph.increment_version(changed)
@@ -412,7 +413,7 @@ class ShardedOptimizer(OptimizerShards):
                 for key, value in whole.get(parameter, {}).items()
             }
             master = own.pop(MASTER_KEY, None)
-            if master is not None and piece.has_master:
+            if master is not None and piece.role.has_master:
                 piece.parameter.copy_(master)
                 piece.was_stepped = brings_masters = True
             if own:
@@ -428,8 +429,8 @@ class ShardedOptimizer(OptimizerShards):
         for parameter, placement in zip(self.shards.parameters, buffers.placements, strict=True):
             home = buffers.buckets[placement.buckets[0]]
             master = whole.pop(parameter, {}).get(MASTER_KEY)
-            if not home.has_master or (was_loaded and not home.lags):
-                is_lost |= differs(master, parameter, is_rounded=home.has_master)
+            if not home.role.has_master or (was_loaded and not home.role.lags):
+                is_lost |= differs(master, parameter, is_rounded=home.role.has_master)
         return is_lost
 
     def _forget(self) -> None:
@@ -437,7 +438,7 @@ class ShardedOptimizer(OptimizerShards):
         self._was_loaded = False
         self.shards.state.clear()
         for piece in self.pieces:
-            if piece.has_master:
+            if piece.role.has_master:
                 parameter = self.shards.parameters[piece.tensor_index]
                 weights = cut_state(MASTER_KEY, parameter.detach(), parameter, piece)
                 piece.parameter.copy_(weights)

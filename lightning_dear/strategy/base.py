@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities import distributed
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_dear import private_names
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.store import attempt_store
@@ -48,7 +48,7 @@ class PipelineStrategy(ABC):
     """
 
     @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers "dear", "dear_spawn", "dear_fork" and "dear_notebook"."""
         register(strategy_registry, cls)
 
@@ -98,7 +98,8 @@ class PipelineStrategy(ABC):
         if (store := attempt_store(host._timeout or NO_TIMEOUT)) is not None:
             options = {"timeout": host._timeout, "store": store}
             options["device_id"] = device if device.type != "cpu" else None
-            _init_dist_connection(environment, host._get_process_group_backend(), **options)
+            join = private_names.INIT_DIST_CONNECTION.of(distributed)
+            join(environment, host._get_process_group_backend(), **options)
 
     def _new_collectives(self) -> Collectives:
         """What moves bytes, as the options want it. Collective, blocks."""
@@ -137,7 +138,7 @@ class PipelineStrategy(ABC):
             or_else=self._or_else,
         )
         for part in pipeline.parts:
-            part.warns_of_hooks = self._gradients_in_hooks and collectives.rank == 0
+            part.warns_of_hooks = self._gradients_in_hooks and collectives.world.rank == 0
         if pipeline.remark is not None:
             rank_zero_info(pipeline.remark)
         refusals.say_what_hosts_cost(pipeline)

@@ -21,8 +21,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric import wrappers
 from lightning.fabric.plugins import Precision as FabricPrecision
-from lightning.fabric.wrappers import _FabricOptimizer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -31,14 +31,19 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dear import private_names
 from lightning_dear.callbacks import CompressionSchedule, FusionTuner, TimelineCallback
-from lightning_dear.collectives.work import Collectives
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
+from lightning_dear.engine.training import Training
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
 from lightning_dear.strategy.failures import FailureBoard
+from lightning_dear.versions import is_inside
 
 log = logging.getLogger(__name__)
+
+_FabricOptimizer = private_names.FABRIC_OPTIMIZER.of(wrappers)
+_ASKS = is_inside(pl.__version__, "2.6", "1000")  # type: ignore[attr-defined]
 
 
 def append_callbacks(
@@ -128,9 +133,6 @@ def unwrapped(optimizer: Any) -> Optimizer:
     return found
 
 
-_QUESTION = "_broadcast_sigterm_tensor"
-_HANDLER = "_sigterm_notifier_fn"
-
 _CTRL_C = 128
 _MAX_RANK = _CTRL_C - 2
 
@@ -160,7 +162,9 @@ class StopRequest:
         self.heard = 0
         if before is not None and not before.heard:
             board.asked = before.asked
-        vars(trainer._signal_connector)[_HANDLER] = self._on_signal
+        private_names.STOP_HANDLER.replace_in(
+            private_names.SIGNAL_CONNECTOR.of(trainer), self._on_signal
+        )
 
     @property
     def asked(self) -> int:
@@ -182,12 +186,13 @@ class StopRequest:
         rank = min(self._board.rank, _MAX_RANK)
         self._board.asked = max(self.asked, 1 + rank + _CTRL_C * is_ctrl_c)
 
-    def ask_through(self, collectives: Collectives) -> None:
-        """Lets the wish travel with the flags of `collectives`, and answers the loop's question."""
-        collectives.signal.ask, collectives.signal.on_heard = lambda: self.asked, self._hear
+    def ask_through(self, training: Training) -> None:
+        """Lets the wish travel in each round of `training`, and answers the loop's question."""
+        signal, collectives = training.signal, training.collectives
+        signal.ask, signal.on_heard = lambda: self.asked, self._hear
 
         def answer() -> None:
-            heard, collectives.signal.heard = collectives.signal.heard, None
+            heard, signal.heard = signal.heard, None
             if heard is None:
                 try:
                     heard = max(collectives.all_gather_object(self.asked))
@@ -201,7 +206,9 @@ class StopRequest:
                 self._hear(heard)
                 raise SIGTERMException
 
-        vars(self.trainer.fit_loop.epoch_loop)[_QUESTION] = answer
+        # Lightning asks since version 2.6.
+        if _ASKS:
+            private_names.STOP_QUESTION.replace_in(self.trainer.fit_loop.epoch_loop, answer)
 
     def tell(self, asked: int) -> None:
         """Takes what was found on the board; in a step others are waited for, and told by flags."""
@@ -209,7 +216,7 @@ class StopRequest:
             self._hear(asked)
 
     def _hear(self, asked: int) -> None:
-        self.trainer._signal_connector.received_sigterm = True
+        private_names.SIGNAL_CONNECTOR.of(self.trainer).received_sigterm = True
         if not self.heard:
             self.heard = asked
             log.warning("%s: all ranks end.", self)
@@ -227,8 +234,8 @@ class StopRequest:
 
     def disconnect(self) -> None:
         """Undoes what was done to the trainer, and tells those that expect more of this rank."""
-        vars(self.trainer._signal_connector).pop(_HANDLER, None)
-        vars(self.trainer.fit_loop.epoch_loop).pop(_QUESTION, None)
+        private_names.STOP_HANDLER.restore_in(private_names.SIGNAL_CONNECTOR.of(self.trainer))
+        private_names.STOP_QUESTION.restore_in(self.trainer.fit_loop.epoch_loop)
         if self.trainer.state.fn == TrainerFn.FITTING and not self._board.has_failed:
             num_batches = self.trainer.fit_loop.total_batch_idx + 1
             self._board.leave(

@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.overrides import distributed as overrides
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -27,6 +27,7 @@ from torch import Tensor, device
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dear import private_names
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule
 from lightning_dear.callbacks.guards import CompletionGuard, gradient_readers
 from lightning_dear.checkpoint import folder
@@ -188,7 +189,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def configure_ddp(self) -> None:
         assert self.model is not None
         refusals.check_module_states(self.model)
-        _sync_module_states(self.model)
+        private_names.SYNC_MODULE_STATES.of(overrides)(self.model)
 
     def _start_pipeline(self, trainer: pl.Trainer) -> None:
         assert self.model is not None
@@ -210,7 +211,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._insert_guard(trainer)
         self._connect(trainer)
         if self._stop is not None:
-            self._stop.ask_through(collectives)
+            self._stop.ask_through(pipeline.training)
 
     def _connect(self, trainer: pl.Trainer) -> None:
         """Connects what asks for the pipeline's optimizers."""
@@ -253,7 +254,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @property
     def _shows_gradients(self) -> bool:
         """Whether hooks are shown mean gradients that would not be in `.grad` else."""
-        uses_buckets = self._options.uses_buckets(self.pipeline_of().collectives)
+        uses_buckets = self.pipeline_of().training.uses_buckets
         return uses_buckets and self._gradients_in_hooks
 
     def _expose_gradients(self, optimizer: Optimizer | None) -> None:

@@ -25,16 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.utilities import distributed
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.strategies.launchers import (
-    _MultiProcessingLauncher,
-    _SubprocessScriptLauncher,
-    subprocess_script,
-)
-from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
+from lightning.pytorch.strategies import launchers as lightning_launchers
+from lightning.pytorch.strategies.launchers import subprocess_script
+from lightning.pytorch.utilities import exceptions
 from typing_extensions import override
 
+from lightning_dear import private_names
 from lightning_dear.collectives.factory import leave_process_groups
 from lightning_dear.strategy import failures
 
@@ -42,6 +40,10 @@ if TYPE_CHECKING:
     from hydra.conf import HydraConf
 
 log = logging.getLogger(__name__)
+
+_MultiProcessingLauncher: Any = private_names.TRAINER_LAUNCHER.of(lightning_launchers)
+_SubprocessScriptLauncher: Any = private_names.SCRIPT_LAUNCHER.of(lightning_launchers)
+_TunerExitException: Any = private_names.TUNER_EXIT.of(exceptions)
 
 POLL_S = 0.2
 """Seconds between two looks at the child processes."""
@@ -119,7 +121,7 @@ def _part_jobs() -> None:
     # begins, whatever its strategy.
     holder.set_config = set_config
     # Children of other strategies must not repeat this sweep either: some of its jobs are over.
-    subprocess_script._hydra_subprocess_cmd = child_command  # type: ignore[attr-defined,assignment]
+    private_names.SUBPROCESS_COMMAND.replace_in(subprocess_script, child_command)
 
 
 def job_end() -> Callable[[], None]:
@@ -146,7 +148,7 @@ def job_end() -> Callable[[], None]:
     return end
 
 
-class JobLauncher(_SubprocessScriptLauncher):
+class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
     """Starts ranks 1, 2, ... of this host as child processes and ends all when one fails.
 
     Outside Hydra the children repeat the command line, as with Lightning's own launcher. None of
@@ -190,7 +192,7 @@ class JobLauncher(_SubprocessScriptLauncher):
             atexit.register(self._end_children)
             _launched.append(self)
         self._watch_children()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        private_names.SET_NUM_THREADS.of(distributed)(num_processes=self.num_processes)
         try:
             with call_if_unheard(self.has_heard_signal, BLOCKED_S, self._end_deaf_children):
                 return function(*args, **kwargs)
@@ -443,7 +445,7 @@ def _quoted(value: str) -> str:
     return f"'{escaped}'"
 
 
-class ReportingLauncher(_MultiProcessingLauncher):
+class ReportingLauncher(_MultiProcessingLauncher):  # type: ignore[misc]
     """Launches as Lightning does, with ranks that say who failed first.
 
     Lightning hands an exception to callbacks and strategy in the process that started the ranks,
@@ -470,7 +472,7 @@ def _reporting(
 ) -> Any:
     try:
         return function(*args, **kwargs)
-    except SIGTERMException as end:
+    except exceptions.SIGTERMException as end:
         report(end)
         # Raised in a rank, it would leave the process that started it waiting for a result.
         return SystemExit(end.code)

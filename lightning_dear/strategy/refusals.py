@@ -24,13 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_dear import private_names
 from lightning_dear.callbacks.fusion_tuner import option_of
-from lightning_dear.collectives.hosts import described, ranks_on_a_host
 from lightning_dear.collectives.store import from_all_ranks
-from lightning_dear.collectives.work import is_uneven
 from lightning_dear.compression import class_with
+from lightning_dear.engine.module_tree import ignored_names
 from lightning_dear.engine.pipeline import Pipeline
-from lightning_dear.engine.trained_parameters import ignored_names
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.names import is_meant
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
@@ -117,13 +116,13 @@ def check_optimizers(
     Raises:
         ValueError: Saying what to return from `configure_optimizers`.
     """
-    if not optimizers or type(optimizers[0]).__name__ == "_MockOptimizer":
+    if not optimizers or type(optimizers[0]).__name__ == private_names.MOCK_OPTIMIZER.name:
         raise ValueError(
             "strategy='dear' needs an optimizer, and configure_optimizers returned none."
         )
     has_scaler = getattr(precision, "scaler", None) is not None
     for optimizer in optimizers:
-        if has_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
+        if has_scaler and getattr(optimizer, private_names.AMP_SCALING.name, False):
             raise ValueError(
                 f"{type(optimizer).__name__}(fused=True) unscales gradients itself, on each rank"
                 " for its shard alone, so that an overflow on one rank would not be noticed on the"
@@ -143,15 +142,15 @@ def say_what_is_gathered(gather: str | None, options: ExchangeOptions) -> None:
 def say_what_hosts_cost(pipeline: Pipeline) -> None:
     """Tells people what travels between hosts of several ranks."""
     collectives, options = pipeline.collectives, pipeline.options
-    own, num_ranks = ranks_on_a_host(collectives.hosts), collectives.world_size
+    own, num_ranks = collectives.world.fewest_on_a_host, collectives.world.size
     if own == 1 or options.all_reduces:
         return
-    layout = described(collectives.hosts)
+    layout = collectives.world.description
     is_of_hosts = options.ranks_together(collectives) > 1 or options.codec is None
     if collectives.hops == 2 and is_of_hosts:
         rank_zero_info(f"{layout}: shards travel in two hops, within hosts and between them.")
         return
-    if is_uneven(collectives) and pipeline.all_reduce_refusal is None:
+    if collectives.favors_all_reduce and pipeline.training.all_reduce_refusal is None:
         rank_zero_info(
             f"strategy='dear' all-reduces every bucket, as 'ddp' does: {layout} would send more in"
             " two halves, and two hops are not possible, which need as many ranks on each host, one"

@@ -139,8 +139,8 @@ def half_times(
         name: In torch.distributed.
         nbytes: Of the whole buffer.
     """
-    shard = torch.zeros(max(nbytes // 4 // collectives.world_size, 1), device=device)
-    whole = torch.zeros(shard.numel() * collectives.world_size, device=device)
+    shard = torch.zeros(max(nbytes // 4 // collectives.world.size, 1), device=device)
+    whole = torch.zeros(shard.numel() * collectives.world.size, device=device)
     out_and_in = (whole, shard) if name == ALL_GATHER else (shard, whole)
 
     def exchange() -> None:
@@ -255,7 +255,7 @@ def sharding_seconds(
         )
         return None
     some, share = first_of(units, _MOST_NUMEL)
-    shards = [[-(-numel // collectives.world_size) for numel in unit] for unit in some]
+    shards = [[-(-numel // collectives.world.size) for numel in unit] for unit in some]
     plain, stepped, sharded = (_module_of(one, device) for one in (some, shards, some))
     for one in stepped.parameters():
         one.grad = torch.zeros_like(one)

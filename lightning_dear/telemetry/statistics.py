@@ -8,9 +8,12 @@ from typing import Any
 
 from torch.autograd import profiler
 
+from lightning_dear import private_names
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.telemetry.clock import Clock
 from lightning_dear.telemetry.timeline import Timeline
+
+_IS_PROFILING = private_names.IS_PROFILING.name
 
 
 class Instruments:
@@ -101,7 +104,7 @@ class Instruments:
 
 def _in_profiler(name: str) -> AbstractContextManager[object]:
     """A range of torch's profiler, where one records: without one it would cost some 15 us."""
-    if not profiler._is_profiler_enabled:
+    if not getattr(profiler, _IS_PROFILING):
         return nullcontext()
     return profiler.record_function(f"dear: {name}")
 

@@ -52,7 +52,7 @@ def measure_codecs(pipeline: Pipeline) -> CodecCosts:
     assert isinstance(codec, Codec)
     pipeline.complete_parameters("measuring the codec")
     numel = sum(tensor.numel for tensor in pipeline.parts[0].tensors)
-    unit = ALIGNMENT * collectives.world_size
+    unit = ALIGNMENT * collectives.world.size
     large = aligned(max(min(numel, _LARGE_NUMEL), 4 * unit), unit)
     sizes = aligned(min(_SMALL_NUMEL, large // 4), unit), large
     # Ranks begin together.
@@ -75,7 +75,7 @@ def _cost(
 ) -> CodecCost:
     """From the seconds of the four operations, of the smaller bucket and then of the larger."""
     options = pipeline.options
-    shards = [numel // pipeline.collectives.world_size for numel in sizes]
+    shards = [numel // pipeline.collectives.world.size for numel in sizes]
     # In two hops a rank encodes, and decodes, its part of what its host's ranks have together.
     together = options.ranks_together(pipeline.collectives)
     of_ranks = [[together * size for size in sizes]] * 2
@@ -111,7 +111,7 @@ class _Probe:
     @torch.no_grad()
     def __init__(self, pipeline: Pipeline, codec: Codec, numel: int) -> None:
         options, collectives = pipeline.options, pipeline.collectives
-        rank, world_size = collectives.rank, collectives.world_size
+        rank, world_size = collectives.world.rank, collectives.world.size
         like = pipeline.parts[0].parameters[0]
         device = like.device
         self._clock = clock_of(device)
@@ -120,10 +120,8 @@ class _Probe:
         self._noise = torch.randn(numel, device=device, generator=generator).to(like.dtype)
         tensor = TensorSpec(0, "probe", numel, like.element_size(), "probe", 0, 0)
         plan, parameters = NoFusion().plan([tensor], world_size), [Parameter(self._noise.clone())]
-        lags = options.encodes_differences
-        flat = allocate(
-            plan, parameters, rank, lambda _: 0, world_size, keeps_gradients=True, lags=lags
-        )
+        role_of = partial(options.role_of, plan)
+        flat = allocate(plan, parameters, role_of, rank, lambda _: 0, keeps_gradients=True)
         self._bucket = flat.buckets[0]
         self._nobody = _Nobody(collectives)
         nobody = cast(Collectives, self._nobody)
@@ -168,9 +166,8 @@ class _Nobody:
     """The part of `Collectives` that an exchange uses; what it sends comes back from every rank."""
 
     def __init__(self, collectives: Collectives) -> None:
-        self.rank, self.world_size = collectives.rank, collectives.world_size
-        self.scratch_numel = collectives.scratch_numel
-        self.reads_flags_freely, self.hops, self.showing = True, 1, None
+        self.world, self.scratch_numel = collectives.world, collectives.scratch_numel
+        self.wait_blocks_host, self.hops, self.showing = True, 1, None
         self._sent: list[tuple[Tensor, Tensor]] = []
 
     def launch_reduce_scatter(
@@ -179,7 +176,7 @@ class _Nobody:
         # No scratch: nothing is encoded, or the backend itself sums.
         if not received.numel():
             return Work(lambda: None)
-        own = shard_of(buffer, self.rank, self.world_size)
+        own = shard_of(buffer, self.world.rank, self.world.size)
         others = received.view(-1, own.numel())
         self._sent.append((own, others))
         return Work(lambda: None, partial(sum_in_source_order, [own, *others], out))
@@ -189,8 +186,8 @@ class _Nobody:
         return Work(lambda: None)
 
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
-        rows = buffer.view(self.world_size, -1)
-        self._sent.append((rows[self.rank].clone(), rows))
+        rows = buffer.view(self.world.size, -1)
+        self._sent.append((rows[self.world.rank].clone(), rows))
         return Work(lambda: None)
 
     def deliver(self) -> None:
@@ -217,7 +214,7 @@ def launch_seconds(pipeline: Pipeline) -> tuple[float, float]:
     if device.type != "cpu":
         return 0.0, 0.0
     rows, incoming = (
-        torch.zeros((collectives.world_size, _ROW_BYTES), dtype=torch.uint8) for _ in range(2)
+        torch.zeros((collectives.world.size, _ROW_BYTES), dtype=torch.uint8) for _ in range(2)
     )
 
     def started_s(

@@ -61,11 +61,11 @@ def measure_collectives(
     }
     halves, all_reduces = {}, {}
     for name, (count, nbytes) in planned.items():
-        numel = aligned(nbytes // 4, ALIGNMENT * collectives.world_size)
+        numel = aligned(nbytes // 4, ALIGNMENT * collectives.world.size)
         repeats = 1 if name == "long" else _NUM_REPEATS
         both_s = map(median, train_times(collectives, device, numel, count, repeats))
         half_s, whole_s = (max(collectives.all_gather_object(one_s)) for one_s in both_s)
-        sent = sent_bytes(4 * numel, collectives.world_size)
+        sent = sent_bytes(4 * numel, collectives.world.size)
         halves[name] = Train(count, sent, half_s)
         all_reduces[name] = Train(count, 2 * sent, whole_s)
     return replace(fitted(**halves), all_reduce=fitted(**all_reduces))
@@ -87,7 +87,7 @@ def train_times(
 
     def reduce_scatter(place: int) -> Work:
         buffer = buffers[place]
-        own = shard_of(buffer, collectives.rank, collectives.world_size)
+        own = shard_of(buffer, collectives.world.rank, collectives.world.size)
         number = STATE_NUMBERS + place
         return collectives.launch_reduce_scatter(buffer, received[place], own, number)
 

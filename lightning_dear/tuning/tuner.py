@@ -11,6 +11,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.planning import BucketPlan, PlanSearch, SearchingPlanner, TensorSpec, predict
@@ -50,7 +51,7 @@ class Tuning:
     ) -> None:
         self.plan: BucketPlan | None = None
         self.reason = ""
-        self._pipeline, self._collectives = pipeline, pipeline.collectives
+        self._pipeline = pipeline
         self._planner, self._say, self.found = planner, say, found
         self._search: PlanSearch | None = None
         self._has_ended = False
@@ -58,6 +59,10 @@ class Tuning:
         self._tensors: Sequence[TensorSpec] | None = None
         self._course = self._run()
         self._part.plans.find_plan = self._take_found_plan
+
+    @property
+    def _collectives(self) -> Collectives:
+        return self._pipeline.collectives
 
     @property
     def _part(self) -> OptimizerPipeline:
@@ -91,7 +96,7 @@ class Tuning:
         while self._part.plan is None:
             yield
         self._tensors = self._part.tensors
-        if self._collectives.world_size == 1 or self.plan is not None:
+        if self._collectives.world.size == 1 or self.plan is not None:
             return
         times = yield from self._profile()
         has_codec = self._pipeline.options.codec is not None
@@ -110,10 +115,10 @@ class Tuning:
                 seen_s = predict(start, self._tensors, times, link, codecs).step_s
                 codecs = replace(codecs, unseen_s=start_s - seen_s, fitted_to=start)
             costs = link, codecs
-        if self._collectives.rank == 0:
+        if self._collectives.world.rank == 0:
             # On rank 0 alone: a search may compute other bits on another kind of host.
             self._search = self._planner.search(
-                self._tensors, self._collectives.world_size, times, *costs
+                self._tensors, self._collectives.world.size, times, *costs
             )
         while (plan := self._next_plan()) is not None:
             self._use(plan)
@@ -141,7 +146,7 @@ class Tuning:
         one in between a training that resumes would not have the same bits.
         """
         self.plan = None
-        found, world_size = self.found, self._collectives.world_size
+        found, world_size = self.found, self._collectives.world.size
         if found is None or world_size == 1:
             return None
         self.found = None
@@ -169,8 +174,8 @@ class Tuning:
         everyones = self._collectives.all_gather_object(combined_times(own, median))
         return replace(
             combined_times(everyones, max),
-            allows_early=self._pipeline.early_refusal is None,
-            allows_all_reduce=self._pipeline.all_reduce_refusal is None,
+            allows_early=self._pipeline.training.early_refusal is None,
+            allows_all_reduce=self._pipeline.training.all_reduce_refusal is None,
             allows_cuts=not self._pipeline.options.is_of_gradients,
         )
 
@@ -189,9 +194,9 @@ class Tuning:
 
     def _allowed(self, plan: BucketPlan) -> BucketPlan:
         """`plan` without what is not done here."""
-        if self._pipeline.early_refusal is not None:
+        if self._pipeline.training.early_refusal is not None:
             plan = replace(plan, early=())
-        if self._pipeline.all_reduce_refusal is not None:
+        if self._pipeline.training.all_reduce_refusal is not None:
             plan = replace(plan, all_reduced=())
         return plan
 

@@ -41,7 +41,7 @@ class Exchanges:
         collectives = new_collectives(torch.device("cpu"))
         assert isinstance(collectives, PairwiseCollectives)
         self.ours = collectives
-        self.rank, self.world_size = collectives.rank, collectives.world_size
+        self.rank, self.world_size = collectives.world.rank, collectives.world.size
         self.number = number
         self.buffer = torch.empty(numel)
         self.received = torch.empty(numel)

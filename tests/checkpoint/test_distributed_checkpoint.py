@@ -213,14 +213,14 @@ def _sharded_state_gathers_nothing() -> None:
     train_steps(pipeline, model, range(2))
     pipeline.complete_parameters()
     part = pipeline.of(optimizer)
-    sent_before = part._collectives.ledger.total()
+    sent_before = part._training.collectives.ledger.total()
     own = {
         value.data_ptr()
         for piece in part.stepper.pieces
         for value in part.stepper.state_of(piece).values()
     }
-    state = sharded_state(part.stepper, part._collectives)
-    assert part._collectives.ledger.total() == sent_before
+    state = sharded_state(part.stepper, part._training.collectives)
+    assert part._training.collectives.ledger.total() == sent_before
     chunks = [chunk for _, chunks in state.chunks for chunk in chunks]
     assert len(chunks) > len(list(model.parameters()))
     assert {chunk.values.data_ptr() for chunk in chunks} <= own

@@ -107,7 +107,7 @@ class _Received:
 
     def __init__(self, part: OptimizerPipeline) -> None:
         self.nbytes = 0
-        collectives: Any = part._collectives
+        collectives: Any = part._training.collectives
         launch = type(collectives).launch_parts
 
         def counted(outgoing: Any, incoming: Any, number: int) -> Any:

@@ -17,6 +17,7 @@ from lightning_dear.collectives import factory
 from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.two_hops import NativeTwoHopCollectives
 from lightning_dear.collectives.work import Work
+from lightning_dear.collectives.world import World
 from lightning_dear.strategy.failures import is_consequence
 
 
@@ -41,7 +42,7 @@ def _recorded(lane: str, name: str, arrive: Callable[[], None]) -> Callable[[], 
 
 LAUNCHES: dict[str, Callable[[NativeCollectives, Tensor, Tensor], Work]] = {
     "reduce-scatter": lambda one, a, b: one.launch_reduce_scatter(
-        a, b[: one.scratch_numel(8)], b[-8 // one.world_size :], 0
+        a, b[: one.scratch_numel(8)], b[-8 // one.world.size :], 0
     ),
     "all-to-all": lambda one, a, b: one.launch_all_to_all(a, b, 0),
     "all-gather": lambda one, a, b: one.launch_all_gather(a, 0),
@@ -54,14 +55,15 @@ LAUNCHES: dict[str, Callable[[NativeCollectives, Tensor, Tensor], Work]] = {
 }
 
 
-IN_TWO_HOPS = NativeTwoHopCollectives(*[None] * 5, 0, 4, _Calls(), hosts=[0, 0, 2, 2])
+ON_HOSTS = World(0, 4, (0, 0, 2, 2))
+IN_TWO_HOPS = NativeTwoHopCollectives(*[None] * 5, ON_HOSTS, _Calls())
 
 
 @pytest.mark.parametrize(
     ("what", "hops"), [(what, 2) for what in LAUNCHES] + [(what, 1) for what in [*LAUNCHES][:-1]]
 )
 def test_what_a_collective_is_given_is_held_until_it_is_waited_for(what: str, hops: int) -> None:
-    one_hop = NativeCollectives(None, None, None, 0, 2, _Calls())
+    one_hop = NativeCollectives(None, None, None, World(0, 2), _Calls())
     collectives = one_hop if hops == 1 else IN_TWO_HOPS
     collectives.observer = _recorded
     sent, received = torch.zeros(8), torch.zeros(8)
@@ -97,7 +99,7 @@ class _Group:
 def test_two_hops_let_go_of_all_groups_when_training_ends() -> None:
     group = object()
     number = getrefcount(group)
-    collectives = NativeTwoHopCollectives(*[group] * 5, 0, 4, _Calls(), hosts=[0, 0, 2, 2])
+    collectives = NativeTwoHopCollectives(*[group] * 5, ON_HOSTS, _Calls())
     assert getrefcount(group) == number + 5
     collectives.forget_groups()
     assert getrefcount(group) == number
@@ -114,12 +116,9 @@ def test_after_an_abort_whatever_is_launched_or_waited_for_raises(
     both, world = groups[-2:], groups[0]
     collectives: NativeCollectives
     if hops == 1:
-        collectives = NativeCollectives(*both, None, 0, 2, _Calls(world))
+        collectives = NativeCollectives(*both, None, World(0, 2), _Calls(world))
     else:
-        of_hosts: dict[str, Any] = {"hosts": [0, 0, 2, 2]}
-        collectives = NativeTwoHopCollectives(
-            *groups[:2], *both, None, 0, 4, _Calls(world), **of_hosts
-        )
+        collectives = NativeTwoHopCollectives(*groups[:2], *both, None, ON_HOSTS, _Calls(world))
     work = collectives.launch_all_reduce(torch.zeros(2), 0)
     collectives.check()
     collectives.abort()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_dear.bucket import allocate
+from lightning_dear.collectives.world import World
 from lightning_dear.compression import PowerSGD
 from lightning_dear.exchange import Traffic
 from lightning_dear.exchange.low_rank import LowRankBucket
+from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning.plan import BucketPlan, BucketSpec, Slice, aligned
 from tests.compression.inputs import KINDS, LARGEST
 
@@ -50,8 +53,9 @@ class Channel:
         spec = BucketSpec("one", (Slice(0, 0, numel, 0),), aligned(numel), 4)
         weight = Parameter(torch.zeros(shape, device=device))
         plan = BucketPlan("one", 1, (spec,), (0,))
-        flat = allocate(plan, [weight], 0, lambda _: 0, 1, keeps_gradients=True, lags=False)
-        alone: Any = SimpleNamespace(world_size=1)
+        role_of = partial(ExchangeOptions("gradients", codec=codec).role_of, plan)
+        flat = allocate(plan, [weight], role_of, 0, lambda _: 0, keeps_gradients=True)
+        alone: Any = SimpleNamespace(world=World())
         traffic = Traffic(alone, 0, flat, is_of_gradients=True)
         self.bucket = LowRankBucket(flat.buckets[0], codec, traffic)
 

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import Queue
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import Parameter
 
 from lightning_dear.bucket import allocate
 from lightning_dear.collectives.work import Work
+from lightning_dear.collectives.world import World
 from lightning_dear.compression import GTopk, OkTopk, SparseAllReduce
 from lightning_dear.exchange import Traffic, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
@@ -54,11 +56,11 @@ class Room:
 class InRoom:
     """What a sparse exchange needs of `Collectives`, among threads; every launch blocks."""
 
-    reads_flags_freely = True
+    wait_blocks_host = True
     showing = None
 
     def __init__(self, room: Room, rank: int) -> None:
-        self._room, self.rank, self.world_size = room, rank, room.world_size
+        self._room, self.world = room, World(rank, room.world_size)
         self.ledger = Counter()
 
     def scratch_numel(self, numel: int) -> int:
@@ -74,29 +76,31 @@ class InRoom:
         num_notes: int = 1,
     ) -> Work:
         for target, message in messages.items():
-            if target != self.rank:
-                self._room.boxes[self.rank][target].put(message)
-        for source in {*sources} - {self.rank}:
-            message = self._room.boxes[source][self.rank].get(timeout=20.0)
+            if target != self.world.rank:
+                self._room.boxes[self.world.rank][target].put(message)
+        for source in {*sources} - {self.world.rank}:
+            message = self._room.boxes[source][self.world.rank].get(timeout=20.0)
             incoming[source, : len(message)] = message
         return Work.done()
 
     def launch_reduce_scatter(
         self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
     ) -> Work:
-        total = sum(self._room.swap(self.rank, buffer.clone()))
+        total = sum(self._room.swap(self.world.rank, buffer.clone()))
         assert isinstance(total, Tensor)
-        out.copy_(total.view(self.world_size, -1)[self.rank])
+        out.copy_(total.view(self.world.size, -1)[self.world.rank])
         return Work.done()
 
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
-        rows = buffer.view(self.world_size, -1)
-        for source, row in enumerate(self._room.swap(self.rank, rows[self.rank].clone())):
+        rows = buffer.view(self.world.size, -1)
+        for source, row in enumerate(
+            self._room.swap(self.world.rank, rows[self.world.rank].clone())
+        ):
             rows[source] = row
         return Work.done()
 
     def launch_all_reduce(self, buffer: Tensor, bucket: int) -> Work:
-        buffer.copy_(sum(self._room.swap(self.rank, buffer.clone())))  # type: ignore[arg-type]
+        buffer.copy_(sum(self._room.swap(self.world.rank, buffer.clone())))  # type: ignore[arg-type]
         return Work.done()
 
 
@@ -104,21 +108,13 @@ class Rank:
     """One rank's exchange of a bucket that is one vector."""
 
     def __init__(self, codec: SparseAllReduce, numel: int, collectives: Any) -> None:
-        padded_numel = aligned(numel, collectives.world_size)
+        padded_numel = aligned(numel, collectives.world.size)
         spec = BucketSpec("one", (Slice(0, 0, numel, 0),), padded_numel, 4)
-        plan = BucketPlan("one", collectives.world_size, (spec,), (0,))
+        plan = BucketPlan("one", collectives.world.size, (spec,), (0,))
         weight = Parameter(torch.zeros(numel))
         options = ExchangeOptions("gradients", codec=codec)
-        flat = allocate(
-            plan,
-            [weight],
-            0,
-            lambda _: 0,
-            1,
-            keeps_gradients=True,
-            lags=False,
-            is_scattered=options.is_scattered,
-        )
+        role_of = partial(options.role_of, plan)
+        flat = allocate(plan, [weight], role_of, 0, lambda _: 0, keeps_gradients=True)
         self._bucket = flat.buckets[0]
         self._numel = numel
         traffic = Traffic(collectives, 0, flat, options.is_of_gradients)
@@ -161,7 +157,7 @@ def sums_up(codec: SparseAllReduce, rows: Tensor) -> None:
 
     def run(collectives: InRoom) -> list[tuple[Tensor, Tensor]]:
         rank = Rank(codec, numel, collectives)
-        return [rank.step(one[collectives.rank]) for one in some]
+        return [rank.step(one[collectives.world.rank]) for one in some]
 
     of_ranks = in_ranks(world_size, run)
     k = codec.entries(numel)

@@ -164,7 +164,7 @@ def _change_whole_gradients(part: OptimizerPipeline, model: nn.Module, seen: lis
 def _again(part: OptimizerPipeline, model: nn.Module, seen: list[Tensor]) -> None:
     """Another round: one rank has another gradient for a bucket that is reduced already."""
     part.mean.reduce()
-    with part._training.backward():
+    with part.backward(synchronize=True):
         if dist.get_rank() == 1:
             (model.layers[0].weight.sum() * 0.25).backward()
 

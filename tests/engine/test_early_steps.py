@@ -100,9 +100,9 @@ def test_ranks_may_step_different_buckets_early() -> None:
     run.step(0)
     if dist.get_rank() == 1:
         # Notices nothing but the first arrival of each backward.
-        reducer = run.part.plans.active.reducer
-        arrived, first = reducer.has_arrived, run.part.plan.early[0]
-        reducer.has_arrived = lambda number: number == first and arrived(number)
+        bucket_round = run.part.plans.active.round
+        is_here, first = bucket_round.is_on_host, run.part.plan.early[0]
+        bucket_round.is_on_host = lambda number: number == first and is_here(number)
     for step in range(1, NUM_STEPS):
         run.step(step)
     run.pipeline.complete_parameters("comparing")

@@ -11,16 +11,17 @@ from typing import Any
 
 from torch import nn
 
-from lightning_dear.bucket import FlatBuffers
+from lightning_dear.bucket import FlatBuffers, Role
 from lightning_dear.collectives.streams import Streams
 from lightning_dear.collectives.work import Work
+from lightning_dear.collectives.world import World
 from lightning_dear.engine.parameter_gatherer import _NUM_EXPECTED_AHEAD, ParameterGatherer
 
 
 class _Exchange:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
-        self.collectives = SimpleNamespace(streams=Streams(), world_size=1)
+        self.collectives = SimpleNamespace(streams=Streams(), world=World())
         self.coded = ()
 
     def expect_gather(self, bucket: Any) -> None:
@@ -34,7 +35,8 @@ class _Exchange:
 def test_a_few_at_first_and_one_more_with_each_launch() -> None:
     count, exchange = 10, _Exchange()
     buckets: Any = [
-        SimpleNamespace(number=n, is_staged=n == 3, is_all_reduced=n == 1) for n in range(count)
+        SimpleNamespace(number=n, role={1: Role.REPLICATED, 3: Role.EARLY}.get(n, Role.SHARDED))
+        for n in range(count)
     ]
     gatherer = ParameterGatherer(
         nn.Module(),

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion
@@ -121,7 +120,7 @@ def test_a_backward_after_a_reduce_is_added() -> None:
     def reduce(part: OptimizerPipeline, model: nn.Module) -> None:
         part.mean.reduce()
         part.mean.reduce()
-        with pipeline_of(part).backward():
+        with part.backward(synchronize=True):
             _loss(model, 77, dist.get_rank()).backward()
 
     def add(model: nn.Module) -> None:
@@ -129,12 +128,6 @@ def test_a_backward_after_a_reduce_is_added() -> None:
             parameter.grad = parameter.grad + mean
 
     assert_close(_train([0], reduce), _reference([0], add))
-
-
-def pipeline_of(part: OptimizerPipeline) -> Pipeline:
-    """The pipeline that `part` belongs to."""
-    owner: Pipeline = part._training
-    return owner
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
@@ -260,7 +253,7 @@ def test_exposed_gradients_are_the_mean_and_survive_a_norm_and_a_clip() -> None:
 def test_a_backward_into_exposed_gradients_is_added() -> None:
     def expose(part: OptimizerPipeline, model: nn.Module) -> None:
         part.mean.expose()
-        with pipeline_of(part).backward():
+        with part.backward(synchronize=True):
             _loss(model, 77, dist.get_rank()).backward()
 
     def add(model: nn.Module) -> None:
@@ -276,7 +269,7 @@ def test_dropped_gradients_leave_nothing_behind(exposed: bool) -> None:
     def begin_anew(part: OptimizerPipeline, model: nn.Module) -> None:
         part.mean.expose() if exposed else part.mean.reduce()
         part.optimizer.zero_grad()
-        with pipeline_of(part).backward():
+        with part.backward(synchronize=True):
             _loss(model, 77, dist.get_rank()).backward()
 
     def replace(model: nn.Module) -> None:
@@ -432,7 +425,7 @@ def test_two_optimizers_send_in_one_order_where_collectives_must_keep_it() -> No
     halves = [list(model.weights[start::2]) for start in range(2)]
     optimizers = [torch.optim.SGD(half, lr=1.0) for half in halves]
     pipeline = new_pipeline(model, optimizers[0], NoFusion(), more=optimizers[1:])
-    pipeline.collectives.reads_flags_freely = False  # as on NCCL
+    pipeline.collectives.matches_by_tag = False  # as on NCCL
     pipeline.hold_back()
     launch, numbers = pipeline.collectives.launch_reduce_scatter, list[int]()
     pipeline.collectives.launch_reduce_scatter = lambda *given: (

@@ -152,7 +152,7 @@ def test_gradients_are_sent_in_backward_after_parameters_were_of_another_dtype()
 
     def look(_: int) -> None:
         active = pipeline.parts[0].plans.active
-        begun.append(active is not None and active.reducer.has_begun)
+        begun.append(active is not None and active.round.has_begun)
 
     train_steps(pipeline, model, range(2), between=look)
     model.double()

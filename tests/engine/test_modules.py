@@ -50,7 +50,8 @@ def test_what_torchscript_reads_is_complete_when_the_step_returns(
 def _assert_assigned_are_taken_over(pipeline: Pipeline, model: nn.Module) -> None:
     state = {name: torch.full_like(value, 0.25) for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
-    pipeline.parts[0].prepare_forward()
+    with pipeline.forward():
+        pass
     trained = {id(parameter) for parameter in pipeline.parts[0].parameters}
     assert all(id(p) in trained and bool((p == 0.25).all()) for p in model.parameters())
     pipeline.detach()
@@ -149,8 +150,8 @@ def test_lent_tensors_are_not_taken_for_new_parameters() -> None:
     fast = {name: parameter * 2 for name, parameter in model.named_parameters()}
     frozen = {name: nn.Parameter(fast[name].detach(), requires_grad=False) for name in fast}
     for lent in (fast, frozen):
-        with torch.nn.utils.stateless._reparametrize_module(model, lent):
-            pipeline.parts[0].prepare_forward()
+        with torch.nn.utils.stateless._reparametrize_module(model, lent), pipeline.forward():
+            pass
         assert all(map(torch.equal, weights(model), before))
     train_steps(pipeline, model, [1, 2])
     expected = train_reference("mlp", "sgd", 3, 2)[0]

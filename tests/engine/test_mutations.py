@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dear.engine import gradient_reducer, parameter_gatherer
+from lightning_dear.engine import parameter_gatherer
+from lightning_dear.engine.gradient_collector import GradientCollector
 from lightning_dear.optimizers import sharded
 from tests.distributed.harness import run_ranks
 from tests.training.delays import Delays
@@ -42,9 +43,9 @@ MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     "counting of gradients": (
         "reentrant",
         lambda: mock.patch.object(
-            gradient_reducer.GradientReducer,
+            GradientCollector,
             "on_gradient",
-            lambda self, index, *, launches: (self._collect(index), self._launch_ready()),
+            lambda self, index: self._collect(index),
         ),
     ),
     "scaling by 1/P": (

@@ -128,7 +128,7 @@ def test_a_second_gradient_that_nobody_could_know_of_names_the_remedy() -> None:
     model = build("mlp")
     pipeline = new_pipeline(model, optimizer_for("sgd", model))
     train_steps(pipeline, model, [0])
-    pipeline.collectives.reads_flags_freely = False  # as on NCCL
+    pipeline.collectives.wait_blocks_host = False  # as on NCCL
     with pipeline.forward():
         loss = loss_of(model, *batch("mlp", 1, dist.get_rank()))
     loss.backward(retain_graph=True)
@@ -245,7 +245,7 @@ def test_nothing_is_under_way_into_a_parameter_when_it_is_stepped() -> None:
     assert part.plans.active is not None
     gatherer = part.plans.active.gatherer
     assert not gatherer.is_idle
-    pipeline.on_reduce = lambda: seen.append(gatherer.is_idle)
+    pipeline.training.launch_buffers = lambda: seen.append(gatherer.is_idle)
     optimizer.step()
     assert seen == [True]
     pipeline.detach()

@@ -46,7 +46,7 @@ def new_training(
     """One rank, with buckets: what a codec needs."""
     optimizer = torch.optim.SGD(model.to(dtype).parameters(), lr=0.05)
     options = ExchangeOptions(default_gather(codec), codec=codec)
-    collectives = PairwiseCollectives(None, None, None, 0, 1)
+    collectives = PairwiseCollectives(None, None, None)
     return optimizer, Pipeline(model, [optimizer], collectives, FUSION, options=options)
 
 

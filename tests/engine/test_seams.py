@@ -57,7 +57,7 @@ def test_all_that_is_sent_goes_through_the_calls_that_are_handed_in() -> None:
     assert isinstance(plain, PairwiseCollectives)
     calls = _Noting()
     groups = plain.reduce_group, plain.gather_group, plain.object_group
-    collectives = PairwiseCollectives(*groups, plain.rank, plain.world_size, calls)
+    collectives = PairwiseCollectives(*groups, plain.world, calls)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pipeline = Pipeline(model, [optimizer], collectives, NoFusion())
@@ -74,7 +74,7 @@ def test_all_that_is_sent_goes_through_the_calls_that_are_handed_in() -> None:
 def test_times_are_those_of_the_clock_that_is_handed_in() -> None:
     model, clock = nn.Linear(3, 2), _Steady()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    alone = PairwiseCollectives(None, None, None, 0, 1)
+    alone = PairwiseCollectives(None, None, None)
     pipeline = Pipeline(model, [optimizer], alone, NoFusion(), clock=clock)
     _train(pipeline, model, 1)
     pipeline.measure_next_step()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_dear.collectives.world import World
 from lightning_dear.engine.shared_options import SharedOptions
 from tests.distributed.harness import distributed
 from tests.training.models import batch, build, loss_of, optimizer_for
@@ -86,7 +87,7 @@ def test_one_step_later_where_reading_flags_costs_a_wait() -> None:
     model = build("mlp")
     optimizer = optimizer_for("sgd", model)
     pipeline = new_pipeline(model, optimizer)
-    pipeline.collectives.reads_flags_freely = False  # as on NCCL
+    pipeline.collectives.wait_blocks_host = False  # as on NCCL
     train_steps(pipeline, model, [0])
     _set(1, "lr", 0.01 * (1 + dist.get_rank()))(optimizer)
     train_steps(pipeline, model, [1])
@@ -110,9 +111,9 @@ def test_a_number_in_a_tuple_is_seen_to_change_in_place() -> None:
     optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
     beta = torch.tensor(0.5)
     optimizer.param_groups[0]["betas"] = (beta, 0.9)
-    collectives: Any = SimpleNamespace(world_size=2)
-    shared, cpu = SharedOptions(optimizer, 0, collectives), torch.device("cpu")
-    before = shared.digest(cpu)
-    assert torch.equal(shared.digest(cpu), before)
+    training: Any = SimpleNamespace(world=World(0, 2))
+    shared, cpu = SharedOptions(training, optimizer, 0), torch.device("cpu")
+    before = shared.say(cpu)
+    assert torch.equal(shared.say(cpu), before)
     beta.mul_(0.5)
-    assert not torch.equal(shared.digest(cpu), before)
+    assert not torch.equal(shared.say(cpu), before)

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from torch import nn
 
 from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.collectives.world import World
 from lightning_dear.compression import Int8
 from lightning_dear.engine import step_state
 from lightning_dear.engine.pipeline import Pipeline
@@ -36,7 +37,7 @@ class Steps(RuleBasedStateMachine):
         self.pipeline = Pipeline(
             self.model,
             [self.optimizer],
-            PairwiseCollectives(None, None, None, RANK, WORLD_SIZE),
+            PairwiseCollectives(None, None, None, World(RANK, WORLD_SIZE)),
             NoFusion(),
             options=self.options,
         )

@@ -40,7 +40,7 @@ from tests.distributed.harness import distributed
 from tests.training.linear import SHAPES, Run, gradients_of
 from tests.training.models import weights
 
-ALONE = PairwiseCollectives(None, None, None, 0, 1)
+ALONE = PairwiseCollectives(None, None, None)
 NONE_FOR_VECTORS = groups_of({VECTORS: None})
 
 

@@ -138,7 +138,7 @@ def test_nan_from_a_hook_is_refused_on_all_ranks_and_changes_nothing() -> None:
 def test_nan_from_a_hook_shows_on_all_ranks_where_the_host_does_not_look() -> None:
     run = Run(ExchangeOptions("gradients", codec=Int8()))
     run.step()
-    run.pipeline.collectives.reads_flags_freely = False  # as on NCCL
+    run.pipeline.collectives.wait_blocks_host = False  # as on NCCL
     _make_nan_in_a_hook(run)
     run.optimizer.step()
     run.pipeline.complete_parameters()
@@ -198,7 +198,7 @@ def test_nothing_is_encoded_between_parameters() -> None:
         rows = coded.bucket.gradients.view(2, -1)
         coded.compensate(rows, None)
         assert not rows.view(-1)[places].any()
-    run.part.plans.active.reducer.drop()
+    run.part.plans.active.round.drop()
 
 
 @distributed(world_sizes=(2,))

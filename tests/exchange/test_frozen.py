@@ -58,7 +58,7 @@ def _nothing_dropped() -> Iterator[None]:
 def _error(run: Run) -> float:
     """Of the parameter that was frozen; collective."""
     masters = None
-    if not run.part._options.is_of_gradients:
+    if not run.pipeline.options.is_of_gradients:
         state = run.part.optimizer_state_dict()["state"]
         masters = [
             state.get(number, {}).get(MASTER_KEY, weight)

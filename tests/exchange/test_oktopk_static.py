@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_dear.collectives.world import World
 from lightning_dear.compression import Gaussiank, GTopk, OkTopk, TopkA, TopkDSA
 from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
@@ -43,7 +44,7 @@ def test_static_messages_are_always_as_long() -> None:
 def test_where_the_host_does_not_look_steps_with_nan_may_be_left_out() -> None:
     """Also where a hook that clips has spread the nan; otherwise bits are the usual ones."""
     run, other = (run_of(STATIC) for _ in range(2))
-    run.pipeline.collectives.reads_flags_freely = False  # as on NCCL
+    run.pipeline.collectives.wait_blocks_host = False  # as on NCCL
     for step in range(5):
         if step > 1:
             _reduce_nan_that_a_hook_spreads(run)
@@ -71,7 +72,7 @@ def _reduce_nan_that_a_hook_spreads(run: Run) -> None:
 class NativeLike:
     """As NCCL's, of which the host reads nothing."""
 
-    rank, world_size, reads_flags_freely = 0, 2, False
+    world, has_variable_lengths = World(0, 2), False
 
 
 def test_what_looks_up_counts_is_for_gloo_only() -> None:

@@ -236,16 +236,16 @@ def test_messages_may_be_shorter_than_the_memory_that_waits_for_them() -> None:
     for number, length in enumerate((1, 7, 50_000)):
         for lane in ("reduce_scatter", "all_gather"):
             incoming = torch.full((2, 100_000), -1, dtype=torch.int32)
-            if collectives.rank:
+            if collectives.world.rank:
                 collectives.expect_messages(lane, incoming, number)
-            message = torch.arange(length, dtype=torch.int32) + collectives.rank
+            message = torch.arange(length, dtype=torch.int32) + collectives.world.rank
             messages = {0: message, 1: message}
             work = collectives.launch_messages(lane, messages, (0, 1), incoming, number)
             work.wait()
-            other = 1 - collectives.rank
+            other = 1 - collectives.world.rank
             assert torch.equal(incoming[other, :length], torch.arange(length) + other)
             assert (incoming[other, length:] == -1).all()
-            assert (incoming[collectives.rank] == -1).all()
+            assert (incoming[collectives.world.rank] == -1).all()
     assert collectives.ledger["metadata"] == 4 * 6
     assert collectives.ledger["reduce_scatter"] == 4 * (6 + 49_999)
     assert collectives.ledger["all_gather"] == 4 * (6 + 49_999)

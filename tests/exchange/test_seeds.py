@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_dear.checkpoint.residuals import Rows, unpacked
+from lightning_dear.collectives.world import World
 from lightning_dear.compression import CODECS, Compressor, PowerSGD, RandomK
 from lightning_dear.exchange.coded_bucket import CodedBucket
 from lightning_dear.planning import NoFusion
@@ -168,5 +169,7 @@ def test_other_numbers_of_ranks_get_the_seed_too() -> None:
     counts = {"reduce": 1, "gather": 1}
     state = {"worker": {"residual": {0: torch.ones(2, 3)}}, "owner": {}, "counts": counts}
     for world_size in (1, 2, 3):
-        held = unpacked({**state, "seed": 5}, {0: Parameter(torch.zeros(3))}, Rows(0, world_size))
+        held = unpacked(
+            {**state, "seed": 5}, {0: Parameter(torch.zeros(3))}, Rows(World(0, world_size))
+        )
         assert held.seed == 5

@@ -86,7 +86,7 @@ def test_a_gradient_that_one_rank_lacks_is_refused_on_all(reads: bool) -> None:
     run = Run(ExchangeOptions("gradients", codec=SignSGD()))
     run.step()
     run.pipeline.complete_parameters()
-    run.pipeline.collectives.reads_flags_freely = reads
+    run.pipeline.collectives.wait_blocks_host = reads
     before = copy.deepcopy(weights(run.model))
     _backward_without(run, is_left_out=dist.get_rank() == 1)
     with pytest.raises(RuntimeError, match=rf"gradient for 'weights.{SOMETIMES}' and others"):

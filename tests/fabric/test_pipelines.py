@@ -93,11 +93,11 @@ def test_whether_buckets_may_be_all_reduced_depends_on_others_not_on_the_number(
     raw, other = build("mlp"), build("mlp")
     for _ in range(2):
         kept = fabric.setup(raw, optimizer_for("sgd", raw))
-        assert strategy.pipeline_of(kept[1]).all_reduce_refusal is None
+        assert strategy.pipeline_of(kept[1]).training.all_reduce_refusal is None
     # The others' number counts as little.
     strategy._num_optimizers = 128
     both = fabric.setup(other, optimizer_for("sgd", other))
-    refusal = strategy.pipeline_of(both[1]).all_reduce_refusal
+    refusal = strategy.pipeline_of(both[1]).training.all_reduce_refusal
     assert refusal is not None
     assert "another order" in refusal
 
@@ -107,7 +107,7 @@ def test_two_models_hold_their_gradients_back_where_collectives_must_keep_one_or
     fabric = new_fabric(dear())
     strategy: Any = fabric.strategy
     kept = []
-    with mock.patch.object(PairwiseCollectives, "reads_flags_freely", False):  # as on NCCL
+    with mock.patch.object(PairwiseCollectives, "matches_by_tag", False):  # as on NCCL
         for expected in ([SendTime.IN_BACKWARD], [SendTime.BEFORE_STEP] * 2):
             raw = build("mlp")
             kept.append(fabric.setup(raw, optimizer_for("sgd", raw)))

@@ -74,7 +74,7 @@ def _reduce_behind_a_long_kernel() -> tuple[float, float]:
     start_s = time.perf_counter()
     torch.cuda._sleep(LONG_CYCLES)
     buffer.fill_(1.0)
-    own = shard_of(buffer, collectives.rank, collectives.world_size)
+    own = shard_of(buffer, collectives.world.rank, collectives.world.size)
     work = collectives.launch_reduce_scatter(buffer, buffer[:0], own, 0)
     work.wait()
     launched_s = time.perf_counter() - start_s

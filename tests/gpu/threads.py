@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.streams import CudaStreams
+from lightning_dear.collectives.world import World
 from lightning_dear.compression import OkTopk, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
@@ -176,7 +177,7 @@ def train(network: Network, rank: int, case: Case, initial: nn.Module) -> list[T
     device = torch.device("cuda", 0)
     groups = (Group(network, name, rank) for name in ("reduce", "gather", "objects"))
     collectives = NativeCollectives(
-        *groups, rank, network.size, StreamCalls(), streams=CudaStreams(device)
+        *groups, World(rank, network.size), StreamCalls(), streams=CudaStreams(device)
     )
     name = case.get("name", "mlp")
     model = deepcopy(initial).to(device)

@@ -120,9 +120,9 @@ def poison_until_waited() -> Iterator[None]:
         work = launch(self, aside, bucket)
         if work.is_done:
             return work
-        for rank in range(self.world_size):
-            if rank != self.rank and buffer.is_floating_point():
-                shard_of(buffer, rank, self.world_size).fill_(float("nan"))
+        for rank in range(self.world.size):
+            if rank != self.world.rank and buffer.is_floating_point():
+                shard_of(buffer, rank, self.world.size).fill_(float("nan"))
         return Work(work.wait, lambda: put(buffer, aside))
 
     @torch.no_grad()

@@ -14,13 +14,7 @@ import torch.distributed as dist
 
 from lightning_dear.collectives import factory
 from lightning_dear.collectives.factory import new_collectives
-from lightning_dear.collectives.hosts import (
-    Place,
-    described,
-    hosts_of,
-    ranks_on_a_host,
-    ranks_on_each_host,
-)
+from lightning_dear.collectives.world import Place, World, hosts_of
 from lightning_dear.strategy import refusals
 from tests.distributed.harness import distributed
 from tests.distributed.rank import on_hosts
@@ -43,8 +37,9 @@ from tests.training.models import distance
     ],
 )
 def test_how_many_ranks_share_a_host(hosts: tuple[int, ...], fewest: int, each: int) -> None:
-    assert ranks_on_a_host(hosts) == fewest
-    assert ranks_on_each_host(hosts) == each
+    world = World(0, max(1, len(hosts)), hosts)
+    assert world.fewest_on_a_host == fewest
+    assert world.ranks_a_host == each
 
 
 def _places(machines: str, networks: str, *node_and_local: tuple[int, ...]) -> list[Place]:
@@ -95,7 +90,7 @@ NODES, LOCAL = (0, 0, 1, 1), (0, 1, 0, 1)
     ],
 )
 def test_which_ranks_share_a_host(places: list[Place], hosts: list[int], wrong: str) -> None:
-    assert hosts_of(places) == (hosts, wrong)
+    assert hosts_of(places) == (tuple(hosts), wrong)
 
 
 @distributed(world_sizes=(4,))
@@ -103,12 +98,12 @@ def test_node_ranks_count_and_wrong_ones_are_said() -> None:
     cpu, (node, local) = torch.device("cpu"), divmod(dist.get_rank(), 2)
     seen = ("machine", f"network of {dist.get_rank()}")
     with mock.patch.object(factory, "_host", return_value=seen):
-        assert new_collectives(cpu).hosts == (0, 1, 2, 3)
+        assert new_collectives(cpu).world.hosts == (0, 1, 2, 3)
         collectives = new_collectives(cpu, node=(node, local))
-        assert (collectives.hosts, collectives.hops) == ((0, 0, 2, 2), 2)
+        assert (collectives.world.hosts, collectives.hops) == ((0, 0, 2, 2), 2)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            assert new_collectives(cpu, node=(node, 0)).hosts == (0, 1, 2, 3)
+            assert new_collectives(cpu, node=(node, 0)).world.hosts == (0, 1, 2, 3)
         mine = [one for one in said if "not used: two ranks have the same" in str(one.message)]
         assert len(mine) == (dist.get_rank() == 0)
 
@@ -141,7 +136,7 @@ def test_ranks_of_one_host_have_one_name() -> None:
     ],
 )
 def test_hosts_are_described(hosts: list[int], words: str) -> None:
-    assert described(hosts) == words
+    assert World(0, len(hosts), tuple(hosts)).description == words
 
 
 def _fit(

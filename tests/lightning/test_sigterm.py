@@ -143,7 +143,7 @@ class _Hears(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx == 2 and dist.get_rank() == 1:
-            trainer.strategy._pipeline.collectives.signal.ask = lambda: 2
+            trainer.strategy._pipeline.training.signal.ask = lambda: 2
 
 
 @asks

@@ -166,7 +166,7 @@ CODEC_PLANS = [
     Mutation(
         "leaving scheduled steps out of what no cost shows",
         "OptimizerPipeline.uses_configured_codec",
-        "        return self.plans.codec in (None, self._options.codec)\n",
+        "        return self.plans.codec in (None, self._training.options.codec)\n",
         "        return True\n",
         (f"{PROBE}::test_who_plans_knows_whether_a_schedule_is_at_work",),
     ),

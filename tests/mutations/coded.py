@@ -22,14 +22,14 @@ RESUMED = f"{BITS}::test_a_resumed_run_has_the_same_bits"
 CODED = [
     Mutation(
         "keeping what is pending once the step is made",
-        "GradientReducer.end_step",
+        "BucketRound.end_step",
         "        self._exchange.commit()\n",
         "",
         (LAW,),
     ),
     Mutation(
         "forgetting what is pending once gradients are dropped",
-        "GradientReducer.drop",
+        "BucketRound.drop",
         "        self._exchange.discard()\n",
         "        self._exchange.commit()\n",
         (f"{ENGINE}::test_gradients_that_are_dropped_leave_residuals_alone",),
@@ -64,7 +64,7 @@ CODED = [
     ),
     Mutation(
         "looking at gradients once more after a hook",
-        "GradientReducer.conceal",
+        "WholeGradients.conceal",
         "        self._exchange.look_again()\n",
         "",
         (
@@ -95,15 +95,15 @@ CODED = [
     ),
     Mutation(
         "refusing votes of some ranks only",
-        "GradientReducer._hear",
-        "            if lacked and told[number] != UNUSED\n",
-        "            if False\n",
+        "BucketRound._refuse_votes",
+        "if is_absent and told[number]]\n",
+        "if False]\n",
         (f"{VOTES}::test_a_gradient_that_one_rank_lacks_is_refused_on_all",),
     ),
     Mutation(
         "hearing of them where all were used here",
-        "GradientReducer._hear",
-        " and not voted and ",
+        "BucketRound._hear",
+        " and not absent and ",
         " and ",
         (f"{VOTES}::test_a_gradient_that_one_rank_lacks_is_refused_on_all",),
     ),
@@ -116,15 +116,15 @@ CODED = [
     ),
     Mutation(
         "not counting the votes of a round without a gradient before others",
-        "GradientReducer._finish_round",
-        "has_sums, buckets = any(self._used), ",
-        "has_sums, buckets = True, ",
+        "BucketRound.set_means_aside",
+        "if self.has_means and any(self.used):\n",
+        "if self.has_means:\n",
         (f"{VOTES}::test_votes_without_a_gradient_do_not_count",),
     ),
     Mutation(
         "keeping what nobody will step",
-        "GradientReducer.reduce",
-        "        self._exchange.note_used(self._used, keeps=True)\n",
+        "MeanGradient.finish_rounds",
+        "        active.exchange.note_used(active.round.used, keeps=True)\n",
         "",
         (LAW,),
     ),
@@ -158,9 +158,9 @@ CODED = [
     ),
     Mutation(
         "telling all ranks of inf",
-        "GradientReducer._wait",
-        "                flags[-2], found = found, flags[-2]\n",
-        "                flags[-2] = False\n",
+        "BucketRound._flags",
+        "        flags[end] = found\n",
+        "        flags[end] = False\n",
         (f"{FAILURES}::test_a_step_with_inf_is_refused_on_all_ranks_and_changes_nothing",),
     ),
     Mutation(
@@ -217,7 +217,7 @@ CODED = [
         "the same places on all ranks for random-k",
         "CodedBucket._encode",
         '            seed = self._seed_of(f"turns {self.stream}") + turn\n',
-        "            seed = turn + self._collectives.rank\n",
+        "            seed = turn + self._collectives.world.rank\n",
         (f"{BITS}::test_every_codec_leaves_the_same_bits_on_all_ranks",),
     ),
     Mutation(

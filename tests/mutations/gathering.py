@@ -15,8 +15,8 @@ GATHERING = [
     Mutation(
         "a step that is done with before its gates close",
         "OptimizerPipeline._on_inner_step",
-        "        active.reducer.end_step()\n        active.gatherer.close_gates()\n",
-        "        active.gatherer.close_gates()\n        active.reducer.end_step()\n",
+        "        active.collector.begin()\n        active.gatherer.close_gates()\n",
+        "        active.gatherer.close_gates()\n        active.collector.begin()\n",
         (
             "tests/exchange/test_codec_changes.py::test_a_step_is_committed_before_another_thread_may_complete_it",
         ),
@@ -118,13 +118,13 @@ GATHERING = [
         for name, context in (
             ("inference mode", "torch.inference_mode(False)"),
             ("autocast", "torch.autocast(device_type, enabled=False)"),
-            ("torch.func", "temporarily_clear_interpreter_stack()"),
+            ("torch.func", "_cleared_transforms()"),
         )
     ),
     Mutation(
         "updating outside dispatch modes",
         "plain_mode",
-        "stack.enter_context(_disable_current_modes()):",
+        "stack.enter_context(_without_modes()):",
         "():",
         CONTEXTS,
     ),

@@ -98,8 +98,8 @@ KEPT = [
     ),
     Mutation(
         "agreeing on the gradients that a hook has left",
-        "GradientReducer.conceal",
-        "        self._collectives.launch_any(flags).wait()\n",
+        "WholeGradients.conceal",
+        "        collectives.launch_any(flags).wait()\n",
         "",
         (
             "tests/exchange/test_lagging_unused.py"
@@ -109,7 +109,7 @@ KEPT = [
     Mutation(
         "a checkpoint's state on rank 0 alone",
         "gathered",
-        "collectives.rank == 0 or not on_rank_0\n",
+        "collectives.world.rank == 0 or not on_rank_0\n",
         "True\n",
         (f"{MEMORY}::test_others_than_rank_0_keep_descriptions_of_what_a_checkpoint_takes",),
     ),

@@ -90,8 +90,8 @@ LOADING = [
     Mutation(
         "saying that masters of 16 bits are lost",
         "ShardedOptimizer._take_out",
-        "            if not home.has_master or (was_loaded and not home.lags):\n",
-        "            if not home.has_master:\n",
+        "            if not home.role.has_master or (was_loaded and not home.role.lags):\n",
+        "            if not home.role.has_master:\n",
         (
             f"{DROPPED}::"
             "test_masters_of_16_bits_that_weights_lag_behind_are_lost_where_nothing_lags",
@@ -114,7 +114,7 @@ LOADING = [
     Mutation(
         "saying that masters are dropped",
         "ShardedOptimizer._take_out",
-        "                is_lost |= differs(master, parameter, is_rounded=home.has_master)\n",
+        "                is_lost |= differs(master, parameter, is_rounded=home.role.has_master)\n",
         "                pass\n",
         (f"{DROPPED}::test_where_weights_lag_behind_them_rank_0_says_so_once",),
     ),

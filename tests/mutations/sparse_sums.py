@@ -126,7 +126,7 @@ SPARSE_SUMS = [
     Mutation(
         "the first of equal numbers",
         "largest_of_all",
-        " - told[:, : collectives.rank, 1].sum(1)\n",
+        " - told[:, : collectives.world.rank, 1].sum(1)\n",
         "\n",
         TO_THE_BIT,
     ),

@@ -26,7 +26,7 @@ SPEED = [
     Mutation(
         "checking the first plan",
         "PlanLifecycle.start",
-        "else found\n        self.recording.check(plan, self._collectives)\n",
+        "else found\n        self.recording.check(plan, collectives)\n",
         "else found\n",
         (f"{REPLAN}::test_a_first_plan_is_checked_too",),
     ),
@@ -43,9 +43,8 @@ SPEED = [
     Mutation(
         "a landing of its own for an early bucket",
         "bucket:_bucket",
-        "    shard = torch.empty_like(replica) if lags or is_staged else replica\n"
-        "    landing = torch.empty_like(parameters) if is_staged else parameters\n",
-        "    shard = torch.empty_like(replica) if lags else replica\n    landing = parameters\n",
+        "    landing = torch.empty_like(parameters) if role.is_staged else parameters\n",
+        "    landing = parameters\n",
         (f"{EARLY}::test_a_backward_in_progress_still_reads_the_old_weights",),
     ),
     Mutation(
@@ -64,8 +63,8 @@ SPEED = [
     ),
     Mutation(
         "refusing a gradient for what has been stepped",
-        "GradientReducer._finish_round",
-        "            self._check_none_came_after_its_step(said_by_any)\n",
+        "MeanGradient.finish_rounds",
+        "            self._check_none_came_after_its_step(active)\n",
         "            pass\n",
         (f"{EARLY}::test_a_second_backward_for_what_has_been_stepped_is_refused_on_all_ranks",),
     ),

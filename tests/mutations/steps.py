@@ -24,16 +24,16 @@ WAITS = [
     ),
     Mutation(
         "waiting for reduced buckets",
-        "GradientReducer._wait",
-        "                one.wait()\n",
+        "BucketRound.finish",
+        "                work.wait()\n",
         "                pass\n",
         (f"{DELAYS}::test_delays_change_nothing",),
     ),
     Mutation(
         "closing gates",
         "ParameterGatherer.close_gates",
-        "                close_gate(module, self, partial(",
-        "                (lambda *_: None)(module, self, partial(",
+        "                    self._gates[module] = close_gate(",
+        "                    self._gates[module] = (lambda *_: None)(",
         (f"{READING}::test_reads_between_steps_see_the_new_values",),
     ),
     Mutation(
@@ -52,8 +52,8 @@ WAITS = [
     ),
     Mutation(
         "waiting for it again after a step in mid-forward",
-        "Pipeline.on_step",
-        "        if self._is_in_forward:\n",
+        "OptimizerPipeline._on_inner_step",
+        "        if self._training.is_in_forward:\n",
         "        if False:\n",
         (f"{READING}::test_it_is_waited_for_again_after_a_step_in_mid_forward",),
     ),
@@ -114,7 +114,7 @@ GUARDS = [
     Mutation(
         "refusing a gradient of a pending parameter",
         "OptimizerPipeline._on_gradient",
-        "            active.reducer.check_was_complete(index)\n",
+        "            active.gatherer.check_was_complete(index, self.plans.trained.names[index])\n",
         "            pass\n",
         (f"{READING}::test_a_gradient_for_a_pending_parameter_names_it",),
     ),
@@ -127,50 +127,50 @@ GUARDS = [
     ),
     Mutation(
         "refusing what no rank could know of",
-        "GradientReducer._check_may_be_late",
-        "        if self._num_rounds or self._collectives.reads_flags_freely:\n",
+        "GradientCollector._check_may_be_late",
+        "        if self._round.has_means or self._collectives.wait_blocks_host:\n",
         "        if True:\n",
         (f"{READING}::test_a_second_gradient_that_nobody_could_know_of_names_the_remedy",),
     ),
     Mutation(
         "zeros for parameters without a gradient",
-        "GradientReducer._collect_rest",
+        "GradientCollector.collect_rest",
         "                placement.gradient.zero_()\n",
         "                pass\n",
         (f"{STATE}::test_parameters_unused_by_all_or_by_some_are_stepped_as_ddp_steps_them",),
     ),
     Mutation(
         "counting gradients before a launch",
-        "GradientReducer.on_gradient",
-        "        if round_.num_calls[index] < self._expected[index]:\n",
+        "GradientCollector.on_gradient",
+        "        if self._num_calls[index] < self._expected[index]:\n",
         "        if False:\n",
         (f"{STATE}::test_gradients_that_come_in_parts_are_sent_once",),
     ),
     Mutation(
         "copying what is held before more is added to it",
-        "GradientReducer._collect",
+        "GradientCollector._collect",
         "                self._copy_held(placement.buckets[0])\n",
         "",
         (f"{CALLS}::test_what_comes_again_before_a_bucket_is_full_is_added",),
     ),
     Mutation(
         "copying what is held of buckets that are never full",
-        "GradientReducer._collect_rest",
+        "GradientCollector.collect_rest",
         "            self._copy_held(number)\n",
         "            pass\n",
         (f"{STATE}::test_parameters_unused_by_all_or_by_some_are_stepped_as_ddp_steps_them",),
     ),
     Mutation(
         "copying at once what somebody else has, too",
-        "GradientReducer._collect",
+        "GradientCollector._collect",
         " and getrefcount(gradient) <= _OF_A_LOCAL",
         "",
         (f"{CALLS}::test_what_is_done_to_a_gradient_after_its_hooks_does_not_count",),
     ),
     Mutation(
         "leaving late gradients to another round",
-        "GradientReducer._finish_round",
-        "        return LATE in said_by_any\n",
+        "BucketRound.finish",
+        "        return bool(self.late)\n",
         "        return False\n",
         (f"{GRADIENTS}::test_gradients_that_come_after_the_launch_are_added",),
     ),
@@ -212,14 +212,14 @@ GUARDS = [
     Mutation(
         "a new plan for other parameters",
         "TrainedParameters.have_changed",
-        "        return _held_by(self._optimizer) != self._held or (\n",
-        "        return False or (\n",
+        "            return True\n",
+        "            return False\n",
         (f"{EXCHANGED}::test_other_parameters_in_a_group_are_trained",),
     ),
     Mutation(
         "comparing options in every step",
         "SharedOptions.hear",
-        "        check_options(what, self._collectives.all_gather_object(options))\n",
+        "        check_options(what, self._training.collectives.all_gather_object(options))\n",
         "        pass\n",
         ("tests/engine/test_shared_options.py::test_all_ranks_refuse_the_step",),
     ),
@@ -232,9 +232,11 @@ GUARDS = [
     ),
     Mutation(
         "module buffers behind the last reduce-scatters on all ranks",
-        "GradientReducer._finish_round",
-        "        self._launch_ready()\n        on_launched()\n",
-        "        on_launched()\n        self._launch_ready()\n",
+        "MeanGradient.finish_rounds",
+        "            active.round.launch_all()\n            if sends_buffers:\n"
+        "                self.training.launch_buffers()\n",
+        "            if sends_buffers:\n                self.training.launch_buffers()\n"
+        "            active.round.launch_all()\n",
         (
             "tests/engine/test_launch_order.py"
             "::test_a_rank_that_lacks_a_gradient_launches_in_the_order_of_the_others",
@@ -253,21 +255,22 @@ FLUSHES = [
     Mutation(
         "ending what was begun before gradients are dropped",
         "OptimizerPipeline.drop_gradients",
-        "                active.reducer.reduce()\n",
+        "                self.mean.finish_rounds(active)\n",
         "                pass\n",
         (f"{CONTRACT}::test_a_dropped_backward_may_leave_other_buckets_on_other_ranks",),
     ),
     Mutation(
         "forgetting dropped gradients",
         "OptimizerPipeline.drop_gradients",
-        "            active.reducer.drop()\n            self.stepper.clear_gradients()\n",
+        "            active.round.drop()\n            active.collector.begin()\n"
+        "            self.stepper.clear_gradients()\n",
         "            pass\n",
         (f"{GRADIENTS}::test_dropped_gradients_leave_nothing_behind",),
     ),
     Mutation(
         "taking exposed gradients back",
         "MeanGradient._conceal",
-        "        self.stepper.set_gradients(self.plans.present.reducer.conceal())\n",
+        "        active.whole_gradients.conceal()\n",
         "        pass\n",
         (f"{GRADIENTS}::test_what_is_done_to_exposed_gradients_counts",),
     ),
@@ -332,9 +335,9 @@ FLUSHES = [
     ),
     Mutation(
         "gradients given to what nobody used",
-        "GradientReducer.conceal",
-        "            self._used[index] = bool(used[index]) and",
-        "            self._used[index] &= bool(used[index]) and",
+        "WholeGradients.conceal",
+        "            self._round.used[index] = is_used\n",
+        "            self._round.used[index] &= is_used\n",
         (f"{GRADIENTS}::test_a_gradient_given_to_what_nobody_used_counts",),
     ),
     Mutation(
@@ -347,8 +350,8 @@ FLUSHES = [
     Mutation(
         "fp32 state beside fp32 masters",
         "cut_state",
-        " if piece.has_master and flat.is_floating_point() else None\n",
-        " if False else None\n",
+        "piece.role.has_master and flat.is_floating_point()\n",
+        "False\n",
         (
             "tests/fabric/test_checkpoints.py"
             "::test_what_ddp_has_kept_in_16_bits_is_fp32_beside_masters",

@@ -24,8 +24,8 @@ def lines_of(symbol: str, package: Path) -> list[Lines]:
     """The lines of `symbol`: more than one piece where a property has a setter.
 
     Args:
-        symbol: A qualified name, such as "GradientReducer._wait". Where several files have one of
-            that name, with a room or module in front: "engine:GradientReducer._wait". With nothing
+        symbol: A qualified name, such as "BucketRound.finish". Where several files have one of
+            that name, with a room or module in front: "engine:BucketRound.finish". With nothing
             behind the colon it is the whole module: "collectives.factory:".
         package: The package's folder. Its files are read once.
 

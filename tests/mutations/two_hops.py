@@ -27,15 +27,15 @@ TWO_HOPS = [
     Mutation(
         "summing a host's ranks in order",
         "TwoHopCollectives._reduce",
-        "addends = by_source((*within[host :: len(own)], (self.rank, shard)))",
+        "addends = by_source((*within[host :: len(own)], (self.world.rank, shard)))",
         "addends = [shard, *(one for _, one in within[host :: len(own)])]",
         (f"{TESTS}::test_three_ranks_of_a_host_are_summed_in_order",),
     ),
     Mutation(
         "summing hosts in order without hops",
         "PairwiseCollectives.launch_reduce_scatter",
-        "by_source((*rows, (self.rank, own))), out, self._size)",
-        "by_source((*rows, (self.rank, own))), out)",
+        "partial(sum_in_source_order, addends, out, size)\n",
+        "partial(sum_in_source_order, addends, out)\n",
         (BITS,),
     ),
     Mutation(

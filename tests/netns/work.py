@@ -138,7 +138,7 @@ def communication_alone(strategy: DearStrategy) -> Callable[[], None]:
     collectives = new_collectives(torch.device("cpu"))
     buffers = [torch.zeros(bucket.padded_numel) for bucket in strategy.plan.buckets]
     scratch = [torch.empty(collectives.scratch_numel(one.numel())) for one in buffers]
-    owns = [shard_of(one, collectives.rank, collectives.world_size) for one in buffers]
+    owns = [shard_of(one, collectives.world.rank, collectives.world.size) for one in buffers]
 
     def exchange() -> None:
         works = [

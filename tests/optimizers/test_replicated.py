@@ -392,7 +392,9 @@ def test_another_plan_keeps_state_and_cuts_no_tensor() -> None:
         _step(model, optimizer, pipeline, step)
         part = pipeline.parts[0]
         if step in (1, 3):
-            part.replan((NoFusion() if step == 1 else pipeline.fusion).plan(part.tensors, 2))
+            part.replan(
+                (NoFusion() if step == 1 else pipeline.training.fusion).plan(part.tensors, 2)
+            )
         plans.append(part.plan)
     pipeline.detach()
     assert plans[0] != plans[2]

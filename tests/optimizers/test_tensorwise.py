@@ -18,7 +18,7 @@ from lightning_dear.planning import NoFusion
 from tests.checkpoint.test_default_dtype import default_dtype
 from tests.training.whole_tensor import LARS
 
-ALONE = PairwiseCollectives(None, None, None, 0, 1)
+ALONE = PairwiseCollectives(None, None, None)
 
 
 class _Base(Optimizer):

@@ -37,6 +37,7 @@ from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.streams import Streams
 from lightning_dear.collectives.two_hops import NativeTwoHopCollectives
 from lightning_dear.collectives.work import Collectives
+from lightning_dear.collectives.world import World
 from lightning_dear.compression import CODECS, Compressor, OkTopk, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
@@ -216,13 +217,14 @@ class Case:
     def collectives(self) -> Collectives:
         """What sends."""
         if self.is_alone:
-            return PairwiseCollectives(None, None, None, 0, 1)
-        common = Calls(), LaterStreams()
+            return PairwiseCollectives(None, None, None, streams=LaterStreams(torch.device(NAME)))
+        common = Calls(), LaterStreams(torch.device(NAME))
         within, across = (dist.new_group(ranks) for ranks in ([0, 1], [0, 2]))
         if not self.has_hosts:
-            return NativeCollectives(within, within, within, 0, WORLD_SIZE, *common)
+            return NativeCollectives(within, within, within, World(0, WORLD_SIZE), *common)
         groups = [within, across, *[dist.group.WORLD] * 3]
-        return NativeTwoHopCollectives(*groups, 0, 2 * WORLD_SIZE, *common, hosts=[0, 0, 2, 2])
+        world = World(0, 2 * WORLD_SIZE, (0, 0, 2, 2))
+        return NativeTwoHopCollectives(*groups, world, *common)
 
     def run(self, device: FakeDevice) -> None:
         """Some steps. Raises where anybody asks for a number that is on `device`."""

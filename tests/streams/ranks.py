@@ -16,6 +16,7 @@ from lightning_dear import torch_modes
 from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.streams import CudaStreams
 from lightning_dear.collectives.two_hops import NativeTwoHopCollectives
+from lightning_dear.collectives.world import World
 from tests.streams.checker import Checker, host_reads_seen
 from tests.streams.communicators import Calls, Communicator, Hang, Network
 from tests.streams.device import DEVICE, Cuda, Device, use
@@ -50,7 +51,7 @@ class Rank:
         streams, own = CudaStreams(DEVICE, Cuda()), self.network.ranks_a_host
         common = {"calls": Calls(), "streams": streams, **options}
         if own == 1:
-            return kind(*groups, self.number, self.size, **common)
+            return kind(*groups, World(self.number, self.size), **common)
         first = self.number - self.number % own
         pair = (
             Communicator(self.network, "within", self.device, range(first, first + own)),
@@ -58,8 +59,8 @@ class Rank:
                 self.network, "across", self.device, range(self.number % own, self.size, own)
             ),
         )
-        common["hosts"] = [rank - rank % own for rank in range(self.size)]
-        return NativeTwoHopCollectives(*pair, *groups, self.number, self.size, **common)
+        world = World(self.number, self.size, tuple(rank - rank % own for rank in range(self.size)))
+        return NativeTwoHopCollectives(*pair, *groups, world, **common)
 
 
 @dataclass(frozen=True)

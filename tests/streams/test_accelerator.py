@@ -26,7 +26,7 @@ main()
 
 WAITS = dict.fromkeys(
     ("unused", "signsgd", "signum"),
-    ["engine/gradient_reducer.py:_flags", "engine/gradient_reducer.py:_hear"],
+    ["engine/bucket_round.py:_flags", "engine/bucket_round.py:_hear"],
 )
 """Where the host waits in every step: for what other ranks say of gradients and votes, and right
 before that, for a copy of what it says itself."""

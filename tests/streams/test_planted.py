@@ -21,8 +21,7 @@ CUDA: Any = Cuda()
 
 
 def _unawaited(work: Work) -> Work:
-    work.arrive = lambda: None
-    return work
+    return work.inside(lambda arrive: None)
 
 
 class _NoGatherWait(NativeCollectives):
@@ -70,12 +69,13 @@ class _GathersBeside(NativeCollectives):
 class _FreesEarly(NativeCollectives):
     @override
     def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
-        own = shard_of(buffer, self.rank, self.world_size).clone()
+        own = shard_of(buffer, self.world.rank, self.world.size).clone()
         # Without what is to be held.
         waits = [one[:2] for one in self.start(ALL_GATHER, self.gather_group, buffer, own)]
         work = self.new_work("all_gather", f"bucket {bucket}", waits)
         with CUDA.stream(CUDA.Stream()):
-            work.arrive()
+            for _, torchs_own in waits:
+                torchs_own.wait()
         return work
 
 
@@ -84,7 +84,7 @@ class _BroadcastsLate(NativeCollectives):
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
-        if self.rank == 0:
+        if self.world.rank == 0:
             return super().launch_broadcast(buffer, index)
         held = self.__dict__.setdefault("_held", {})
         held[index] = partial(super().launch_broadcast, buffer, index)

@@ -212,7 +212,7 @@ def test_the_host_of_one_rank_waits_for_nothing(options: ExchangeOptions) -> Non
     """Without a compressor the flags are what nothing but `test_accelerator.py` sees."""
 
     def body(rank: Rank) -> list[Tensor]:
-        collectives = PairwiseCollectives(None, None, None, 0, 1)
+        collectives = PairwiseCollectives(None, None, None)
         collectives.streams = CudaStreams(DEVICE, CUDA)
         return train(Training(optimizer="plain", options=options), rank, collectives)
 

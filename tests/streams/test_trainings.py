@@ -43,7 +43,7 @@ ROUNDED = {"clipping": 1e-6}
 
 CODED = (*CODECS, "powersgd", "oktopk")
 
-FLAGS = "engine/gradient_reducer.py:_hear"
+FLAGS = "engine/bucket_round.py:_hear"
 
 WAITS = {
     # What other ranks say of a parameter that has no gradient here, and of votes.
@@ -59,7 +59,7 @@ WAITS = {
 }
 """Where the host waits in every step; nowhere else but in `LONG_PAST`."""
 
-LONG_PAST = "engine/shared_options.py:said_before"
+LONG_PAST = "engine/bucket_round.py:hear"
 """Where it reads what was sent to it in the step before."""
 
 

@@ -65,7 +65,7 @@ def _wait(instruments: Instruments) -> None:
 def test_a_device_marks_waits_only_while_somebody_wants_to_know() -> None:
     cuda = _Cuda()
     instruments = Instruments(
-        StreamClock(torch.device("cuda"), cuda), PairwiseCollectives(None, None, None, 0, 1)
+        StreamClock(torch.device("cuda"), cuda), PairwiseCollectives(None, None, None)
     )
     before = cuda.num_events
     _wait(instruments)
@@ -82,14 +82,14 @@ def test_a_device_marks_waits_only_while_somebody_wants_to_know() -> None:
 def test_a_timeline_shows_waits_that_nobody_counts() -> None:
     cuda = _Cuda()
     clock, timeline = StreamClock(torch.device("cuda"), cuda), Timeline()
-    instruments = Instruments(clock, PairwiseCollectives(None, None, None, 0, 1))
+    instruments = Instruments(clock, PairwiseCollectives(None, None, None))
     instruments.record_in(timeline)
     _wait(instruments)
     assert [span.lane for span in timeline.spans] == ["wait"]
 
 
 def test_a_host_counts_waits_from_the_beginning() -> None:
-    instruments = Instruments(HostClock(), PairwiseCollectives(None, None, None, 0, 1))
+    instruments = Instruments(HostClock(), PairwiseCollectives(None, None, None))
     with instruments.waiting("all_gather", "read"):
         pass
     instruments.finish_step()

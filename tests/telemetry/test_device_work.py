@@ -66,13 +66,13 @@ def test_a_call_is_counted_and_says_what_it_returns(clocks: Clocks) -> None:
         clocks.work(seconds)
         return result
 
-    before_s, collectives = device_work_s(), PairwiseCollectives(None, None, None, 0, 1)
+    before_s, collectives = device_work_s(), PairwiseCollectives(None, None, None)
     assert as_device_work(collectives, "encode", 3, work, 0.01, "done") == "done"
     assert device_work_s() - before_s == pytest.approx(0.01)
 
 
 def test_it_is_shown_as_long_as_it_takes_in_whatever_thread() -> None:
-    collectives, timeline = PairwiseCollectives(None, None, None, 0, 1), Timeline()
+    collectives, timeline = PairwiseCollectives(None, None, None), Timeline()
     Instruments(timeline.clock, collectives).record_in(timeline)
 
     def work() -> None:
@@ -92,7 +92,7 @@ def test_it_is_shown_as_long_as_it_takes_in_whatever_thread() -> None:
 
 
 def test_nothing_is_shown_when_nothing_is_recorded() -> None:
-    collectives, timeline = PairwiseCollectives(None, None, None, 0, 1), Timeline()
+    collectives, timeline = PairwiseCollectives(None, None, None), Timeline()
     instruments = Instruments(timeline.clock, collectives)
     instruments.record_in(timeline)
     instruments.record_in(None)

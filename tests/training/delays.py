@@ -49,9 +49,9 @@ class DelayedCollectives(PairwiseCollectives):
 
     def __init__(self, own: PairwiseCollectives, delays: Delays) -> None:
         groups = own.reduce_group, own.gather_group, own.object_group
-        super().__init__(*groups, own.rank, own.world_size)
+        super().__init__(*groups, own.world)
         self._delays = delays
-        self._random = random.Random(own.rank)
+        self._random = random.Random(own.world.rank)
 
     def _expect(self, *args: Any) -> None:
         """Nothing is received before its time."""

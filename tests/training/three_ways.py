@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.nccl import NativeCollectives
+from lightning_dear.collectives.world import World
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers import sharded
@@ -51,7 +52,7 @@ def new_pipeline(
 def new_native(*_: Any, **__: Any) -> NativeCollectives:
     """What is used on NCCL, over gloo's groups. To be patched in for `new_collectives`."""
     groups = [dist.new_group() for _ in range(3)]
-    return NativeCollectives(*groups, dist.get_rank(), dist.get_world_size())
+    return NativeCollectives(*groups, World(dist.get_rank(), dist.get_world_size()))
 
 
 def train_steps(

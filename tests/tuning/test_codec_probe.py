@@ -180,7 +180,7 @@ def test_starting_is_timed_without_waiting_and_counts_as_no_steps_bytes() -> Non
     train_steps(pipeline, model, [0])
     pipeline.complete_parameters()
     collectives = pipeline.collectives
-    is_slow = collectives.rank == 1
+    is_slow = collectives.world.rank == 1
 
     def slowed(seconds: float, launch: Any) -> Any:
         def launched(*arguments: Any) -> Work:

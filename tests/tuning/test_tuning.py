@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lightning_dear.collectives.work import Work
+from lightning_dear.collectives.world import World
 from lightning_dear.compression import Int8
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import (
@@ -67,10 +68,8 @@ CLOCK = _Clock()
 class _Collectives:
     """Rank 0 of two; rank 1 is slower by a tenth."""
 
-    rank = 0
-
     def __init__(self, world_size: int = 2) -> None:
-        self.world_size = world_size
+        self.world = World(0, world_size)
         self.ledger = Counter()
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -117,8 +116,7 @@ class _Pipeline:
         self.collectives = _Collectives(world_size)
         self.parts = [_Part()]
         self.num_measured = 0
-        self.early_refusal: str | None = None
-        self.all_reduce_refusal: str | None = None
+        self.training = SimpleNamespace(early_refusal=None, all_reduce_refusal=None)
         self.options = ExchangeOptions()
 
     def complete_parameters(self, reason: str) -> None:
@@ -470,17 +468,17 @@ def test_early_gathers_are_planned_only_where_they_are_allowed() -> None:
     _train(tuner, pipeline, 100)
     assert tuner.plan.early
     again, pipeline, said = _tuning(AutoFusion(), found=tuner.found)
-    pipeline.early_refusal = "clipping"
+    pipeline.training.early_refusal = "clipping"
     _train(again, pipeline, 100)
     assert again.plan == replace(tuner.plan, early=())
     other, pipeline, said = _tuning(AutoFusion())
-    pipeline.early_refusal = "clipping"
+    pipeline.training.early_refusal = "clipping"
     _train(other, pipeline, 100)
     assert "gathered in backward" not in said[0]
     assert not any(plan.early for plan in pipeline.parts[0].used)
     planner = _Two()
     last, pipeline, _ = _tuning(planner)
-    pipeline.early_refusal = "clipping"
+    pipeline.training.early_refusal = "clipping"
     _train(last, pipeline, 100)
     assert not planner.times.allows_early
 
@@ -493,7 +491,7 @@ def test_all_reduces_are_planned_only_where_they_are_allowed() -> None:
     _train(tuner, pipeline, 100)
     assert tuner.plan == reducing
     other, pipeline, _ = _tuning(everything, found=found)
-    pipeline.all_reduce_refusal = "gathered"
+    pipeline.training.all_reduce_refusal = "gathered"
     _train(other, pipeline, 100)
     assert other.plan == replace(reducing, all_reduced=())
     for share in (0, 0.5):
@@ -503,7 +501,7 @@ def test_all_reduces_are_planned_only_where_they_are_allowed() -> None:
         assert f"100% of all elements, more than all_reduced_share={share}" in said[0]
         assert len(said) == 2
     last, pipeline, said = _tuning(everything)
-    pipeline.all_reduce_refusal = "gradients are gathered"
+    pipeline.training.all_reduce_refusal = "gradients are gathered"
     _train(last, pipeline, 100)
     assert not any(plan.all_reduced for plan in pipeline.parts[0].used)
 

@@ -30,7 +30,7 @@ from lightning_dear.apps.doctor.reachability import (
 )
 from lightning_dear.apps.train import report
 from lightning_dear.collectives.factory import new_collectives
-from lightning_dear.collectives.hosts import described
+from lightning_dear.collectives.world import World
 from lightning_dear.planning import LinkCost
 
 COMPUTE_TIMEOUT_S = 600.0
@@ -135,8 +135,8 @@ def _examine_all(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictCon
     everyones = meeting.exchange("pairs", own_pairs, patience_s)
     pairs = [Pair(*one) for some in everyones for one in some]
     backend = str(strategy.process_group_backend)  # type: ignore[attr-defined]
-    table += [("backend", backend), layout_row(collectives.hosts, collectives.hops)]
-    table += link_rows(cost, pairs, collectives.hosts)
+    table += [("backend", backend), layout_row(collectives.world, collectives.hops)]
+    table += link_rows(cost, pairs, collectives.world.hosts)
     said = verdict(meeting.world_size, slowest, cost, _accumulated(cfg))
     return Findings([], [*table, *compute_rows(slowest)], said)
 
@@ -219,11 +219,11 @@ def _accumulated(cfg: DictConfig) -> int:
 # --- what is printed ---------------------------------------------------------------------------
 
 
-def layout_row(hosts: Sequence[int], hops: int) -> tuple[str, str]:
+def layout_row(world: World, hops: int) -> tuple[str, str]:
     """Return a row for which ranks share a host, and whether `strategy=dear` sends in two hops."""
-    has_choice = 1 < len(set(hosts)) < len(hosts)
+    has_choice = 1 < len(set(world.hosts)) < world.size
     how = f": {'' if hops == 2 else 'no '}two hops" if has_choice else ""
-    return "layout", f"{described(hosts)}{how}"
+    return "layout", f"{world.description}{how}"
 
 
 def link_rows(cost: LinkCost, pairs: Sequence[Pair], hosts: Sequence[int]) -> Rows:
@@ -232,7 +232,7 @@ def link_rows(cost: LinkCost, pairs: Sequence[Pair], hosts: Sequence[int]) -> Ro
     Args:
         cost: Of the exchanges.
         pairs: All, or neighbours alone.
-        hosts: See `Collectives`.
+        hosts: See `World`.
     """
     within = [pair for pair in pairs if hosts[pair.low] == hosts[pair.high]]
     kinds = {"within hosts": within, "between hosts": [one for one in pairs if one not in within]}

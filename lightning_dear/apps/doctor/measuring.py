@@ -152,12 +152,12 @@ def measure_links(
     nbytes = min(max(int(_PAIR_S / cost.beta_s), least), most) if cost.beta_s else most
     message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     found = []
-    for low, high in pairs_to_measure(collectives.world_size):
+    for low, high in pairs_to_measure(collectives.world.size):
         dist.barrier()
-        if collectives.rank == low:
+        if collectives.world.rank == low:
             trips_s = _round_trips(message, high, dist.send, dist.recv)
             found.append(Pair(low, high, 2 * nbytes / median(trips_s)))
-        elif collectives.rank == high:
+        elif collectives.world.rank == high:
             _round_trips(message, low, dist.recv, dist.send)
     return cost, found
 

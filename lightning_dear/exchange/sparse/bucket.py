@@ -103,10 +103,10 @@ class SparseBucket(CompressedBucket):
         collectives = traffic.collectives
         used = Fp32() if bucket.number in traffic.uncompressed else codec
         worker, owner = new_unsent(codec, numel, device), Memory(0, device)
-        super().__init__(bucket, used, worker, owner, collectives.world_size)
+        super().__init__(bucket, used, worker, owner, collectives.world.size)
         self.sparse = codec
         self._collectives = collectives
-        self._rank, self._world_size = collectives.rank, collectives.world_size
+        self._rank, self._world_size = collectives.world.rank, collectives.world.size
         self.numel = self.spec.numel
         self.tally, self.is_filled = Tally(), False
         # Of what is under way, until it is known what of it has arrived.
@@ -239,7 +239,7 @@ class SparseBucket(CompressedBucket):
         """Starts summing the gradients; of the mean this rank gets its shard, and 0 elsewhere."""
         place = self.received, self.bucket.mean[self.region], number
         work = self._collectives.launch_reduce_scatter(self.bucket.gradients, *place)
-        return Work(work.wait, self.clear_others)
+        return work.then(self.clear_others)
 
     # --- what is kept of the sums -----------------------------------------------------------------
 

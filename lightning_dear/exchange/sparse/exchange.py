@@ -60,9 +60,9 @@ def check_buckets(codec: SparseAllReduce, traffic: Traffic) -> None:
             f" {longest:,}. Fuse less: fusion='threshold' with a smaller bucket_cap_mb."
         )
     # Of a single rank nothing travels in any case.
-    num_ranks = collectives.world_size
+    num_ranks = collectives.world.size
     is_sparse = any(codec.saves(one.spec.numel, num_ranks) for one in meant)
-    if meant and num_ranks > 1 and not is_sparse and collectives.rank == 0:
+    if meant and num_ranks > 1 and not is_sparse and collectives.world.rank == 0:
         warnings.warn(
             f"compressor={codec.name!r} compresses nothing: no bucket has {FEWEST_PER_RANK} numbers"
             f" to send for each of {num_ranks} ranks, and others to keep (density={codec.density:g}"
@@ -117,7 +117,7 @@ class WholeSparseExchange(CompressedExchange):
     @override
     def compression_ratio(self) -> float:
         """Words of dense all-reduces over those that usually travel."""
-        num_ranks, dense, sent = self.collectives.world_size, 0.0, 0.0
+        num_ranks, dense, sent = self.collectives.world.size, 0.0, 0.0
         for one in self.coded:
             # An all-reduce of two halves, the reduce-scatter and the all-gather, sends so much.
             own = 2 * one.numel * (num_ranks - 1) / num_ranks
@@ -194,7 +194,7 @@ class TreeExchange(WholeSparseExchange):
     def launch_reduce(self, bucket: Bucket) -> Work:
         work = super().launch_reduce(bucket)
         if self.coded[bucket.number].is_sparse:
-            work.arrive = partial(self._go_through, work.arrive)
+            return work.inside(self._go_through)
         return work
 
     def _go_through(self, rounds: Callable[[], None]) -> None:
@@ -286,7 +286,7 @@ class SparseExchange(WholeSparseExchange):
         if one.is_sparse:
             # Of equal regions: all of it arrives.
             one.take_sent().clear()
-            one.count_words(one.spec.padded_numel // self.collectives.world_size)
+            one.count_words(one.spec.padded_numel // self.collectives.world.size)
         return partial(self._send_as_it_is, one)
 
     def _pack(self, one: OwnedBucket) -> Sending:
@@ -297,8 +297,8 @@ class SparseExchange(WholeSparseExchange):
     def _send_as_it_is(self, one: OwnedBucket) -> Work:
         number = self.number_of(one.bucket)
         work = self.collectives.launch_all_gather(one.bucket.gradients, number)
-        # Never done at once, not even with one rank: whoever waits steps the bucket.
-        return Work(work.wait)
+        # Not done before its wait, not even with one rank: the thread that waits steps the bucket.
+        return work.then()
 
     @override
     def launch_gather_gradients(self, bucket: Bucket) -> Work:
@@ -314,7 +314,7 @@ class SparseExchange(WholeSparseExchange):
         work = one.spread(one.message(), gathered, number)
         # It is sent once more to be stepped.
         one.tally.words_sent = words_sent
-        return Work(work.wait, partial(one.write, gathered))
+        return work.then(partial(one.write, gathered))
 
     @override
     def look_again(self) -> None:

@@ -202,8 +202,8 @@ def are_filled(
 
 def _told(own: Sequence[tuple[int, int]], collectives: Collectives, first_number: int) -> Tensor:
     """[buckets, ranks, 2] int32: all ranks' pairs of counts. All ranks call; blocks."""
-    counts = torch.zeros((collectives.world_size, len(own), 2), dtype=torch.int32)
-    counts[collectives.rank] = torch.tensor(own)
+    counts = torch.zeros((collectives.world.size, len(own), 2), dtype=torch.int32)
+    counts[collectives.world.rank] = torch.tensor(own)
     number = SELECTION_NUMBERS + first_number
     collectives.launch_all_gather(counts.view(-1), number).wait()
     return counts.transpose(0, 1)
@@ -241,7 +241,7 @@ def largest_of_all(
         counts = [(int(one.count_nonzero()), int(other.count_nonzero())) for one, other in pairs]
         told = _told(counts, collectives, first_number)
     # The first ranks' equal sums come before this one's.
-    rooms = torch.tensor(ks) - told[:, :, 0].sum(1) - told[:, : collectives.rank, 1].sum(1)
+    rooms = torch.tensor(ks) - told[:, :, 0].sum(1) - told[:, : collectives.world.rank, 1].sum(1)
     kept = zip(sums, above, equal, rooms.tolist(), strict=True)
     return [
         own.at(true_places(is_above | (is_equal & (is_equal.cumsum(0) <= room))))

@@ -1,0 +1,84 @@
+"""Whole mean gradients in `.grad`, where DistributedDataParallel leaves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from lightning_dear.bucket import FlatBuffers
+from lightning_dear.engine.bucket_round import BucketRound
+from lightning_dear.exchange import Exchange
+
+
+class WholeGradients:
+    """Gathers reduced means into `.grad`, and takes them back with what was done to them.
+
+    Args:
+        flat: Where means and parameters lie.
+        bucket_round: Has reduced them.
+        exchange: What gathers them.
+        waiting: Entered around the wait for them.
+    """
+
+    def __init__(
+        self,
+        flat: FlatBuffers,
+        bucket_round: BucketRound,
+        exchange: Exchange,
+        waiting: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self._flat, self._round = flat, bucket_round
+        self._exchange, self._waiting = exchange, waiting
+
+    def expose(self) -> None:
+        """Puts the mean gradient into every used parameter's `.grad`. All ranks call; blocks.
+
+        Afterwards `.grad` counts: the next `conceal`, or the next round, takes what it holds.
+        """
+        buckets = self._flat.buckets
+        for bucket in buckets:
+            if bucket.role.has_master:
+                bucket.gradients[bucket.own].copy_(bucket.mean)
+        works = [self._exchange.launch_gather_gradients(bucket) for bucket in buckets]
+        with self._waiting("whole gradients"):
+            for work in works:
+                work.wait()
+        self.show()
+
+    def show(self) -> None:
+        """Puts views of the bucket's gradients, as they are, into `.grad`. Local."""
+        self._round.has_means = False
+        for used, placement in zip(self._round.used, self._flat.placements, strict=True):
+            if placement.gradient is not None:
+                placement.parameter.grad = placement.gradient.detach() if used else None
+
+    @torch.no_grad()
+    def conceal(self) -> None:
+        """Takes exposed gradients back, with whatever was done to them. All ranks call; blocks.
+
+        From then on a parameter counts as used if any rank has a `.grad` of it now.
+        """
+        self._round.has_means = True
+        collectives, placements = self._exchange.collectives, self._flat.placements
+        # Agreed on, since a hook may have cleared some on some ranks only.
+        own = torch.tensor([one.parameter.grad is not None for one in placements])
+        flags = own.to(collectives.flags_device, torch.uint8)
+        collectives.launch_any(flags).wait()
+        # A rank that has all of them, or is alone, need not wait for a device to know.
+        knows = bool(own.all()) or collectives.world.size == 1
+        used = (own if knows else flags).tolist()
+        for index, placement in enumerate(placements):
+            gradient, home = placement.parameter.grad, placement.gradient
+            is_used = bool(used[index]) and (home is not None or gradient is not None)
+            self._round.used[index] = is_used
+            if home is None:
+                continue
+            if gradient is not None and gradient.data_ptr() != home.data_ptr():
+                home.copy_(gradient)
+            placement.parameter.grad = None
+        for bucket in self._flat.buckets:
+            bucket.adopt_gradients()
+        self._exchange.look_again()
+        self._exchange.note_used(self._round.used, keeps=False)
