@@ -242,6 +242,19 @@ class FlatBuffers:
         """The parameters that stay behind what is stepped, see `Role.lags`."""
         return [one.parameter for one in self.placements if self.buckets[one.buckets[0]].role.lags]
 
+    @cached_property
+    def _addresses(self) -> tuple[list[Parameter], list[int]]:
+        return [one.parameter for one in self.placements], [one.data_ptr for one in self.placements]
+
+    @property
+    def replaced(self) -> list[Placement]:
+        """The placements whose parameters have other data in the place of the flat buffer's."""
+        parameters, addresses = self._addresses
+        # Usually none, which one pass of C calls tells.
+        if [*map(Tensor.data_ptr, parameters)] == addresses:
+            return []
+        return [one for one in self.placements if one.was_replaced()]
+
     @torch.no_grad()
     def adopt_writes(self, but: Collection[int] = ()) -> bool:
         """Takes over what was written from outside: to a parameter, or in place of its data.
@@ -252,7 +265,7 @@ class FlatBuffers:
         Returns:
             Whether a parameter had other data in its place.
         """
-        replaced = [placement for placement in self.placements if placement.was_replaced()]
+        replaced = self.replaced
         for placement in replaced:
             placement.view.copy_(placement.parameter.data)
             placement.parameter.data = placement.view

@@ -33,7 +33,7 @@ def _opening(name: str) -> Any:
 
 
 class ParameterGate(dict[str, Any]):
-    """Stands in for `module._parameters` until `remove_gate` has put `plain` back.
+    """Stands in for `module._parameters` while a `ModuleGate` of that module is closed.
 
     Holds the same items, so that C-level reads find the right tensors (though without a wait).
 
@@ -42,23 +42,17 @@ class ParameterGate(dict[str, Any]):
 
     Attributes:
         plain: See above.
-        openers: Owner's id -> what completes that owner's share of the parameters, and may block. A
-            gate has several owners if several optimizers train parameters of one module.
+        closed: The module's closed gates -> what opens each, and may block. There are several if
+            several optimizers train parameters of one module.
     """
 
     def __init__(self, plain: dict[str, Any]) -> None:
         super().__init__(plain)
         self.plain = plain
-        self.openers: dict[int, Callable[[], None]] = {}
-
-    def renewed(self) -> ParameterGate:
-        """Returns this gate with the items that `plain` has now; for a gate that is in no place."""
-        dict.clear(self)
-        dict.update(self, self.plain)
-        return self
+        self.closed: dict[ModuleGate, Callable[[], None]] = {}
 
     def _opened(self) -> dict[str, Any]:
-        for open_gate in tuple(self.openers.values()):
+        for open_gate in tuple(self.closed.values()):
             open_gate()
         return self.plain
 
@@ -102,37 +96,38 @@ def has_gate(module: Module) -> bool:
     return isinstance(private_names.PARAMETERS.of(module), dict)
 
 
-def close_gate(
-    module: Module,
-    owner: object,
-    open_gate: Callable[[], None],
-    spare: ParameterGate | None = None,
-) -> ParameterGate:
-    """Lets reads of the module's parameters call `open_gate`, until `owner` removes its gate.
+class ModuleGate:
+    """Makes reads of one module's parameters wait, while it is closed.
 
     Args:
         module: Must have a gate; see `has_gate`.
-        owner: The object whose gate it is.
-        open_gate: Completes the owner's share of the parameters, and removes the owner's gate.
-        spare: The gate that an earlier call has returned for this module, if there was one. It is
-            put there again, which takes half as long as making one.
-
-    Returns:
-        The gate in the place of the module's dict.
+        wait: Called by a read. Has to open the gate, and may block before.
     """
-    gate = module.__dict__[_PARAMETERS]
-    if type(gate) is not ParameterGate:
-        can_reuse = spare is not None and spare.plain is gate
-        gate = spare.renewed() if spare is not None and can_reuse else ParameterGate(gate)
-        module.__dict__[_PARAMETERS] = gate
-    gate.openers[id(owner)] = open_gate
-    return gate
 
+    __slots__ = ("_spare", "_vars", "_wait")
 
-def remove_gate(module: Module, owner: object) -> None:
-    """Takes `owner`'s gate away; after the last one the module has its own dict back."""
-    gate = module.__dict__.get(_PARAMETERS)
-    if type(gate) is ParameterGate:
-        gate.openers.pop(id(owner), None)
-        if not gate.openers:
-            module.__dict__[_PARAMETERS] = gate.plain
+    def __init__(self, module: Module, wait: Callable[[], None]) -> None:
+        self._vars, self._wait = module.__dict__, wait
+        # What stood in the place of the module's dict the last time. Putting it there again takes
+        # half as long as making another one.
+        self._spare: ParameterGate | None = None
+
+    def close(self) -> None:
+        """Lets reads and writes call `wait`. Idempotent."""
+        present, spare = self._vars[_PARAMETERS], self._spare
+        if type(present) is not ParameterGate:
+            if spare is not None and spare.plain is present:
+                dict.clear(spare)
+                dict.update(spare, present)
+            else:
+                spare = self._spare = ParameterGate(present)
+            self._vars[_PARAMETERS] = present = spare
+        present.closed[self] = self._wait
+
+    def open(self) -> None:
+        """Lets reads go on; after the last gate the module has its own dict back. Idempotent."""
+        present = self._vars.get(_PARAMETERS)
+        if type(present) is ParameterGate:
+            present.closed.pop(self, None)
+            if not present.closed:
+                self._vars[_PARAMETERS] = present.plain

@@ -67,8 +67,10 @@ class ModuleTree:
             yield from chain(one.children(), one.parameters(recurse=False))
 
     def buffers(self) -> Sequence[list[Tensor]]:
-        """The buffers that all ranks have alike, as they are now, by dtype. Local."""
-        self.look()
+        """The buffers that all ranks have alike, as they are now, by dtype. Local.
+
+        Of modules that were put into the tree since the last look none is among them.
+        """
         dicts = map(itemgetter(private_names.BUFFERS.name), self._dicts)
         own = chain.from_iterable(map(dict.values, dicts))
         scripted = chain.from_iterable(one.buffers(recurse=False) for one in self._scripted)

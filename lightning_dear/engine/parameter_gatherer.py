@@ -16,13 +16,7 @@ from torch.nn import Module
 from lightning_dear import private_names
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.work import Work
-from lightning_dear.engine.gate import (
-    ParameterGate,
-    close_gate,
-    has_gate,
-    owners,
-    remove_gate,
-)
+from lightning_dear.engine.gate import ModuleGate, has_gate, owners
 from lightning_dear.exchange import Exchange
 
 _NUM_EXPECTED_AHEAD = 4
@@ -99,17 +93,14 @@ class ParameterGatherer:
             if user is not None:
                 readers.setdefault(user, set()).update(self._buffers.placements[index].buckets)
         names = {part: name or type(part).__name__ for name, part in module.named_modules()}
-        self._hooks = {
-            reader: _WaitBeforeForward(self, tuple(sorted(numbers)), names.get(reader, "read"))
-            for reader, numbers in readers.items()
-        }
-        # Made once and used in every step.
-        self._gates: dict[Module, ParameterGate] = {}
-        self._gated = {reader for reader in readers if has_gate(reader)}
-        self._modules_of: list[list[Module]] = [[] for _ in self._buffers.buckets]
-        for reader, numbers in readers.items():
-            for number in numbers:
-                self._modules_of[number].append(reader)
+        self._readers = [
+            _Reader(self, part, tuple(sorted(numbers)), names.get(part, "read"))
+            for part, numbers in readers.items()
+        ]
+        self._readers_of: list[list[_Reader]] = [[] for _ in self._buffers.buckets]
+        for reader in self._readers:
+            for number in reader.numbers:
+                self._readers_of[number].append(reader)
 
     def follow(self, module: Module, ungated: Mapping[int, Module | None]) -> None:
         """Waits from now on where the parameters are read now. Nothing may be pending. Local."""
@@ -125,17 +116,8 @@ class ParameterGatherer:
         with self.arriving:
             self._stepping_thread = threading.current_thread()
             self._streams.readers.add(self._streams.current())
-            for module, hook in self._hooks.items():
-                # Not registered: TorchScript has no such method, and refuses to script hooks, so
-                # that they stand there no longer than something is waited for.
-                hooks: Any = getattr(module, _PRE_HOOKS)
-                hooks[id(self)] = hook
-                if len(hooks) > 1:
-                    hooks.move_to_end(id(self), last=False)
-
-    def _open(self, module: Module) -> None:
-        remove_gate(module, self)
-        getattr(module, _PRE_HOOKS).pop(id(self), None)
+            for reader in self._readers:
+                reader.watch()
 
     def end_step(self) -> None:
         """Lets other threads complete parameters again, also of a step that broke off."""
@@ -179,12 +161,11 @@ class ParameterGatherer:
         with self.arriving:
             self.pending.update(self._staged)
             self._staged.clear()
-            for module, hook in self._hooks.items():
-                if hook.is_free(self.pending):
-                    self._open(module)
-                elif module in self._gated:
-                    spare = self._gates.get(module)
-                    self._gates[module] = close_gate(module, self, hook.wait, spare)
+            for reader in self._readers:
+                if reader.is_free(self.pending):
+                    reader.open()
+                else:
+                    reader.close()
             self.end_step()
         self.complete(self.ungatable, "TorchScript")
 
@@ -232,9 +213,9 @@ class ParameterGatherer:
         # version bumped, autograd refuses to use it instead of returning a wrong gradient.
         torch.autograd.graph.increment_version(self._parameters_of[number])
         del self.pending[number]
-        for module in self._modules_of[number]:
-            if self._hooks[module].is_free(self.pending):
-                self._open(module)
+        for reader in self._readers_of[number]:
+            if reader.is_free(self.pending):
+                reader.open()
 
     def check_was_complete(self, index: int, name: str) -> None:
         """Refuses a gradient of parameter `index` if its new value has not arrived.
@@ -260,36 +241,65 @@ class ParameterGatherer:
     def detach(self) -> None:
         """Removes hooks and gates. Does not wait: complete first, or accept old values."""
         self.end_step()
-        for module in self._hooks:
-            self._open(module)
+        for reader in self._readers:
+            reader.open()
         # They hold this object, whose thread ends with it.
-        self._hooks.clear()
-        self._gates.clear()
-        self._modules_of = [[] for _ in self._modules_of]
+        self._readers.clear()
+        self._readers_of = [[] for _ in self._readers_of]
 
 
-class _WaitBeforeForward:
-    """Forward pre-hook that completes the buckets its module reads.
+class _Reader:
+    """A module that waits for the buckets that it reads: in front of its forward, and at its gate.
 
-    A copy of the module (an EMA's, a pickled one) is an ordinary module: there it waits for nothing
-    and takes no process group along.
+    It is itself the forward pre-hook. A copy of the module (an EMA's, a pickled one) is an ordinary
+    module: there it waits for nothing and takes no process group along.
+
+    Args:
+        gatherer: Completes the buckets.
+        module: The module.
+        numbers: Of the buckets that it reads.
+        name: Of the module, for the timeline.
 
     Attributes:
-        is_free: Says whether none of given numbers is one of the buckets that the module reads.
+        numbers: See above.
+        is_free: Says whether none of given numbers is among them.
     """
 
-    def __init__(self, gatherer: ParameterGatherer, numbers: tuple[int, ...], name: str) -> None:
-        self._gatherer = gatherer
-        self._numbers, self._name = numbers, name
+    def __init__(
+        self, gatherer: ParameterGatherer, module: Module, numbers: tuple[int, ...], name: str
+    ) -> None:
+        self._gatherer, self._module = gatherer, module
+        self.numbers, self._name = numbers, name
         self.is_free = frozenset(numbers).isdisjoint
+        self._gate = ModuleGate(module, self._wait) if has_gate(module) else None
+
+    def watch(self) -> None:
+        """Lets the module's forwards wait from now on."""
+        # Not registered: TorchScript has no such method, and refuses to script hooks, so that they
+        # stand there no longer than something is waited for.
+        hooks: Any = getattr(self._module, _PRE_HOOKS)
+        hooks[id(self)] = self
+        if len(hooks) > 1:
+            hooks.move_to_end(id(self), last=False)
+
+    def close(self) -> None:
+        """Lets reads of the module's parameters wait, too, where they can be made to."""
+        if self._gate is not None:
+            self._gate.close()
+
+    def open(self) -> None:
+        """Lets the module read and run without a wait."""
+        if self._gate is not None:
+            self._gate.open()
+        getattr(self._module, _PRE_HOOKS).pop(id(self), None)
 
     def __call__(self, module: Module, args: Any) -> None:
+        """In front of the module's forward."""
         if not self._gatherer.is_idle:
-            self.wait()
+            self._wait()
 
-    def wait(self) -> None:
-        """Completes the buckets that the module reads."""
-        self._gatherer.complete(self._numbers, self._name)
+    def _wait(self) -> None:
+        self._gatherer.complete(self.numbers, self._name)
 
     def __reduce__(self) -> Any:
         return partial, (_wait_for_nothing,)

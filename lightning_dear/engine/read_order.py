@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_dear import private_names
 from lightning_dear.collectives.streams import Streams
-from lightning_dear.engine.gate import close_gate, has_gate, owners, remove_gate
+from lightning_dear.engine.gate import ModuleGate, has_gate, owners
 
 _READ_NOTHING = """
 __hash__ __len__ __repr__ data_ptr dim element_size get_device is_complex is_contiguous
@@ -65,8 +64,7 @@ class ForwardRecorder:
             if not has_gate(module):
                 self.ungated.update(dict.fromkeys(own.values()))
             else:
-                close_gate(module, self, partial(self._open, module))
-                stack.callback(remove_gate, module, self)
+                stack.callback(self._gated_reads(module).open)
         stack.callback(all_modules.register_module_forward_pre_hook(self._enter).remove)
         leaving = all_modules.register_module_forward_hook(self._leave, always_call=True)
         stack.callback(leaving.remove)
@@ -77,9 +75,16 @@ class ForwardRecorder:
         """Counts an accumulation into parameter `index`'s gradient."""
         self.gradients[index] = self.gradients.pop(index, 0) + 1
 
-    def _open(self, module: Module) -> None:
-        remove_gate(module, self)
-        self._gated.update(map(id, private_names.PARAMETERS.of(module).values()))
+    def _gated_reads(self, module: Module) -> ModuleGate:
+        """Notes what is read through the module's dict, from its first read on."""
+
+        def note() -> None:
+            gate.open()
+            self._gated.update(map(id, private_names.PARAMETERS.of(module).values()))
+
+        gate = ModuleGate(module, note)
+        gate.close()
+        return gate
 
     def _enter(self, module: Module, args: Any) -> None:
         self._running.append(module)

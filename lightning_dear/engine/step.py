@@ -229,7 +229,7 @@ class OptimizerPipeline:
         """
         active.round.watch(active.plan.early)
         active.gatherer.expect(early=True)
-        if not any(place.was_replaced() for place in active.flat.placements):
+        if not active.flat.replaced:
             self._early = list(active.plan.early)
 
     @torch.no_grad()
@@ -345,8 +345,8 @@ class OptimizerPipeline:
         active = self.plans.present
         # First, since another thread may complete what is behind a gate at once.
         active.round.end_step()
-        active.collector.begin()
         active.gatherer.close_gates()
+        active.collector.begin()
         self.progress.enter(StepState.EMPTY)
         self.mean.has_leftovers = self._training.uses_buckets
         self.num_steps += 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.nn import Module, Parameter
 
-from lightning_dear.engine.gate import close_gate, has_gate, owners, remove_gate
+from lightning_dear.engine.gate import ModuleGate, has_gate, owners
 from lightning_dear.engine.read_order import has_compiled_region
 from lightning_dear.planning.measured import ModelTimes
 from lightning_dear.telemetry.clock import Clock
@@ -133,20 +133,20 @@ class StepTimer:
 
     @contextmanager
     def _watched(self, part: Module, indices: set[int]) -> Iterator[None]:
-        note: Callable[..., None] = partial(self._note_read, part, indices)
+        def note(*_: Any) -> None:
+            gate.open()
+            mark = self._clock.mark()
+            for index in indices:
+                self._first_uses.setdefault(index, mark)
+
+        gate = ModuleGate(part, note)
         hook = part.register_forward_pre_hook(note, prepend=True)
-        close_gate(part, self, note)
+        gate.close()
         try:
             yield
         finally:
-            remove_gate(part, self)
+            gate.open()
             hook.remove()
-
-    def _note_read(self, part: Module, indices: set[int], *_: Any) -> None:
-        remove_gate(part, self)
-        mark = self._clock.mark()
-        for index in indices:
-            self._first_uses.setdefault(index, mark)
 
     def _measured(self) -> ModelTimes | None:
         """None where forward or backward was not seen."""

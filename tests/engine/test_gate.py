@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dear.engine.gate import ParameterGate, close_gate, plain_parameters, remove_gate
+from lightning_dear.engine.gate import ModuleGate, ParameterGate, plain_parameters
 
 
 def _merge_more(module: nn.Linear) -> None:
@@ -45,9 +45,6 @@ TOUCHES: dict[str, Callable[[nn.Linear], object]] = {
 }
 
 
-OWNER = object()
-
-
 @pytest.mark.parametrize("touch", sorted(set(TOUCHES) - {"copy"}))
 def test_a_touch_opens_the_gate_and_acts_on_the_real_dict(touch: str) -> None:
     module, plain = nn.Linear(3, 2), nn.Linear(3, 2)
@@ -56,9 +53,10 @@ def test_a_touch_opens_the_gate_and_acts_on_the_real_dict(touch: str) -> None:
 
     def open_gate() -> None:
         opened.append(True)
-        remove_gate(module, OWNER)
+        gate.open()
 
-    close_gate(module, OWNER, open_gate)
+    gate = ModuleGate(module, open_gate)
+    gate.close()
     TOUCHES[touch](module)
     TOUCHES[touch](plain)
     assert opened == [True]
@@ -71,30 +69,50 @@ def test_a_touch_opens_the_gate_and_acts_on_the_real_dict(touch: str) -> None:
 )
 def test_a_look_that_reads_no_value_does_not_wait(look: Callable[[nn.Module], object]) -> None:
     module = nn.Linear(3, 2)
-    close_gate(module, OWNER, lambda: pytest.fail("waited"))
+    ModuleGate(module, lambda: pytest.fail("waited")).close()
     look(module)
 
 
 def test_closing_twice_keeps_the_modules_own_dict() -> None:
     module = nn.Linear(3, 2)
-    own = module._parameters
-    close_gate(module, OWNER, lambda: None)
-    close_gate(module, OWNER, lambda: None)
+    own, gate = module._parameters, ModuleGate(module, lambda: None)
+    gate.close()
+    gate.close()
     assert isinstance(module._parameters, ParameterGate)
     assert plain_parameters(module) is own
-    remove_gate(module, OWNER)
-    remove_gate(module, OWNER)
+    gate.open()
+    gate.open()
     assert module._parameters is own
 
 
-def test_two_owners_gates_open_one_after_the_other() -> None:
+def test_what_is_put_there_again_holds_what_the_modules_own_dict_holds() -> None:
+    module = nn.Linear(3, 2)
+    gate = ModuleGate(module, lambda: None)
+    gate.close()
+    first = module._parameters
+    gate.open()
+    module.extra = nn.Parameter(torch.zeros(1))
+    gate.close()
+    assert module._parameters is first
+    # As C code reads it, which does not wait.
+    assert [*dict.keys(first)] == ["weight", "bias", "extra"]
+    gate.open()
+    module._parameters = dict(module._parameters)
+    gate.close()
+    assert module._parameters is not first
+
+
+def test_two_gates_of_a_module_open_one_after_the_other() -> None:
     module = nn.Linear(3, 2)
     own, opened = module._parameters, []
-    for owner in ("first", "second"):
-        close_gate(module, owner, lambda owner=owner: opened.append(owner))
+    first, second = (
+        ModuleGate(module, lambda name=name: opened.append(name)) for name in ("first", "second")
+    )
+    first.close()
+    second.close()
     assert module.weight.shape == (2, 3)
     assert opened == ["first", "second"]
-    remove_gate(module, "first")
+    first.open()
     assert isinstance(module._parameters, ParameterGate)
-    remove_gate(module, "second")
+    second.open()
     assert module._parameters is own

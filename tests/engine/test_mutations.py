@@ -31,10 +31,13 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 MUTATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     # What is removed: a model that shows it, and how it is removed.
-    "gate": ("functional", lambda: mock.patch.object(parameter_gatherer, "close_gate", _nothing)),
+    "gate": (
+        "functional",
+        lambda: mock.patch.object(parameter_gatherer._Reader, "close", _nothing),
+    ),
     "pre-forward wait": (
         "held_list",
-        lambda: mock.patch.object(parameter_gatherer._WaitBeforeForward, "__call__", _nothing),
+        lambda: mock.patch.object(parameter_gatherer._Reader, "__call__", _nothing),
     ),
     "every wait": (
         "mlp",

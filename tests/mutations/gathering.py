@@ -15,8 +15,8 @@ GATHERING = [
     Mutation(
         "a step that is done with before its gates close",
         "OptimizerPipeline._on_inner_step",
-        "        active.collector.begin()\n        active.gatherer.close_gates()\n",
-        "        active.gatherer.close_gates()\n        active.collector.begin()\n",
+        "        active.round.end_step()\n        active.gatherer.close_gates()\n",
+        "        active.gatherer.close_gates()\n        active.round.end_step()\n",
         (
             "tests/exchange/test_codec_changes.py::test_a_step_is_committed_before_another_thread_may_complete_it",
         ),
