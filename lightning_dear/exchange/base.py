@@ -82,6 +82,14 @@ class Exchange:
 
     # --- the two halves ---------------------------------------------------------------------------
 
+    def reduce_calls(self, bucket: Bucket) -> Sequence[str]:
+        """Names of what is launched to reduce the bucket: in `launch_reduce`, then in its wait."""
+        return ["all_reduce" if bucket.role.is_all_reduced else "reduce_scatter"]
+
+    def calls_behind_sums(self) -> Sequence[str]:
+        """Names of what the last `note_used` has launched, of all buckets together."""
+        return []
+
     def expect_reduce(self, bucket: Bucket) -> None:
         """Lets others' gradients arrive from now on; `launch_reduce` must follow."""
         # An all-reduce has receives of its own.

@@ -36,6 +36,7 @@ class Reduction:
         outgoing: [world_size, nbytes] uint8, contiguous: row r is for rank r.
 
     Attributes:
+        call: Name of what is launched.
         wires: [n, nbytes] uint8: after `wait`, what is to be decoded; the sum of the n rows of
             numbers that come out is the sum over ranks.
         rows: Which n of a bucket's world_size rows to decode them into.
@@ -44,6 +45,7 @@ class Reduction:
     def __init__(self, codec: Codec, collectives: Collectives, outgoing: Tensor) -> None:
         rank, world_size = collectives.world.rank, collectives.world.size
         self._collectives, self._adds_up = collectives, codec.is_summable
+        self.call = "reduce_scatter" if self._adds_up else "all_to_all"
         if self._adds_up:
             self._outgoing = numbers = outgoing.view(torch.float32).view(-1)
             self._received = numbers.new_empty(collectives.scratch_numel(numbers.numel()))
@@ -90,6 +92,7 @@ class HostsReduction(Reduction):
 
     def __init__(self, collectives: Collectives, outgoing: Tensor, bucket: Bucket) -> None:
         self._collectives, self._outgoing, self._bucket = collectives, outgoing, bucket
+        self.call = "sums_of_host"
         self.wires = torch.empty_like(outgoing)
         self.rows = slice(0, len(outgoing))
 

@@ -231,6 +231,11 @@ class LowRankExchange(CompressedExchange):
         self._seconds: dict[int, Work] = {}
 
     @override
+    def reduce_calls(self, bucket: Bucket) -> Sequence[str]:
+        # Without a matrix there is no second message.
+        return ["all_reduce"] * (1 + bool(self.coded[bucket.number].messages.second.numel()))
+
+    @override
     def expect_reduce(self, bucket: Bucket) -> None:
         """An all-reduce has receives of its own."""
 

@@ -88,6 +88,13 @@ class WholeSparseExchange(CompressedExchange):
         self.coded = [kind(bucket, codec, traffic) for bucket in traffic.flat.buckets]
 
     @override
+    def reduce_calls(self, bucket: Bucket) -> Sequence[str]:
+        one = self.coded[bucket.number]
+        if one.is_sparse:
+            return ["all_to_all" if one.sparse.is_static else "messages"]
+        return ["reduce_scatter" if one.sparse.is_scattered else "all_reduce"]
+
+    @override
     def expect_reduce(self, bucket: Bucket) -> None:
         one, number = self.coded[bucket.number], self.number_of(bucket)
         if one.is_sparse:
@@ -230,6 +237,11 @@ class SparseExchange(WholeSparseExchange):
         # What a rank refuses, all do.
         if keeps and self._refusal is None:
             self._prepare(None, self._choose)().wait()
+
+    @override
+    def calls_behind_sums(self) -> Sequence[str]:
+        static = [one for one in self.coded if isinstance(one, StaticBucket) and one.is_sparse]
+        return ["all_reduce"] if any(one.are_regions_due for one in static) else []
 
     def _choose(self) -> Sending:
         """Leaves in means what owners keep, but for those of which they have to agree first."""

@@ -1,0 +1,150 @@
+"""What a step launches on the simulated device is what `launch_order.py` says."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_dear.collectives.work import Work
+from lightning_dear.engine.launch_order import Launch, launches_of_step
+from lightning_dear.engine.step import OptimizerPipeline
+from lightning_dear.planning.plan import MAX_BUCKETS
+from tests.streams.ranks import Rank, on_simulated_cuda
+from tests.streams.test_trainings import CODED, HOSTS, VARIANTS, coded
+from tests.streams.trainings import NUM_STEPS, OnDevice, Training
+
+GROUP_OF = {
+    "reduce_scatter": "reduce",
+    "all_to_all": "reduce",
+    "all_reduce": "reduce",
+    "sums_of_host": "reduce",
+    "any": "reduce",
+    "all_gather": "gather",
+    "broadcast": "gather",
+}
+OP_OF = {
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "all_reduce": "sum",
+    "any": "maximum",
+    "all_gather": "all-gather",
+    "broadcast": "broadcast",
+}
+"""Call -> what the simulated NCCL calls it, in one hop."""
+
+BUCKETS_OF_ONE = {"reduce_scatter", "all_to_all", "sums_of_host", "all_gather"}
+
+
+@contextmanager
+def noted(trained: OnDevice) -> Iterator[list[tuple[str, int]]]:
+    """(call, its last argument where that is a number) of all that is launched meanwhile."""
+    collectives: Any = trained.pipeline.collectives
+    found: list[tuple[str, int]] = []
+
+    def noting(call: str, launch: Any) -> Any:
+        def launched(*given: Any) -> Work:
+            found.append((call, given[-1] if isinstance(given[-1], int) else -1))
+            return launch(*given)
+
+        return launched
+
+    names = {call: f"launch_{call}" for call in GROUP_OF}
+    for call, name in names.items():
+        setattr(collectives, name, noting(call, getattr(collectives, name)))
+    yield found
+    for name in names.values():
+        delattr(collectives, name)
+
+
+def expected_of(part: OptimizerPipeline, training: Training, num_buffers: int) -> list[Launch]:
+    """One optimizer's launches, with those that the training's own calls bring."""
+    assert part.plans.active is not None
+    order = [*launches_of_step(part.plans.active, num_buffers)]
+    gathers = [one for one in order if one.group == "gather" and one.bucket is not None]
+    sums = order[: len(order) - len(gathers)]
+    scale = [Launch("reduce", "any")] * training.is_scaled
+    norm = [Launch("gather", "all_gather")] * (training.max_norm is not None)
+    return [*sums, *scale, *norm, *gathers]
+
+
+def as_launch(call: str, number: int, part: OptimizerPipeline) -> Launch:
+    first = part.plans.number * MAX_BUCKETS
+    assert part.plan is not None
+    is_of_bucket = call in {*BUCKETS_OF_ONE, "all_reduce"}
+    is_own = is_of_bucket and first <= number < first + len(part.plan.buckets)
+    return Launch(GROUP_OF[call], call, number - first if is_own else None)
+
+
+def check_steps(rank: Rank, training: Training) -> list[Launch]:
+    """Trains, comparing each step from the second on with what is expected; the last one's."""
+    trained = OnDevice(training, rank)
+    pipeline, device = trained.pipeline, rank.device
+    for step in range(NUM_STEPS):
+        if step == 2:
+            trained.between()
+        with noted(trained) as found:
+            begin = len(device.launches)
+            trained.step(step)
+            launched = device.launches[begin:]
+        if not step:
+            # Recorded: it exchanges objects, too.
+            continue
+        num_buffers = len(pipeline.training.tree.buffers())
+        expected: list[Launch] = []
+        seen: list[Launch] = []
+        for number, part in enumerate(pipeline.parts):
+            own = expected_of(part, training, 0 if number else num_buffers)
+            own_found = found[len(expected) : len(expected) + len(own)]
+            expected += own
+            seen += [as_launch(call, at, part) for call, at in own_found]
+        assert len(found) == len(expected)
+        assert seen == expected
+        if pipeline.collectives.hops == 1:
+            ops = [f"{OP_OF[one.call]} in '{one.group}'" for one in expected]
+            told = [f"{one.split(' of ')[0]} in {one.rsplit(' in ')[-1]}" for one in launched]
+            assert told == ops
+    trained.end()
+    return expected
+
+
+def launches(training: Training, size: int, ranks_a_host: int = 1) -> list[Launch]:
+    """Those of the last step, the same on all ranks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = on_simulated_cuda(
+            lambda rank: check_steps(rank, training),
+            size,
+            is_checked=False,
+            ranks_a_host=ranks_a_host,
+        )
+    first, *others = found.results
+    assert all(other == first for other in others)
+    assert found.other_order is None, found.other_order
+    return first
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("model", ["conv", "mlp"])
+def test_a_step_launches_in_the_order_that_is_written(variant: str, model: str) -> None:
+    order = launches(replace(VARIANTS[variant], model=model), 3)
+    count = Counter(one.call for one in order)
+    assert count["broadcast"] == (2 if model == "conv" else 0)
+    assert count["any"] == len(VARIANTS[variant].build()[1]) + VARIANTS[variant].is_scaled
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_a_step_that_encodes_launches_in_that_order(name: str) -> None:
+    launches(coded(name, "conv"), 2)
+
+
+@pytest.mark.parametrize(("size", "ranks_a_host"), HOSTS)
+@pytest.mark.parametrize("what", [*VARIANTS, *CODED])
+def test_in_two_hops_a_step_launches_in_that_order(what: str, size: int, ranks_a_host: int) -> None:
+    training = VARIANTS[what] if what in VARIANTS else coded(what, "mlp")
+    launches(training, size, ranks_a_host)
