@@ -111,22 +111,43 @@ _CONNECTOR = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConne
 STOP_HANDLER = PrivateName(_CONNECTOR, "_sigterm_notifier_fn")
 SIGNAL_CONNECTOR = PrivateName("lightning.pytorch:Trainer", "_signal_connector")
 # Replaced: what the children of a Hydra job are started with.
-_FABRIC = "lightning.fabric.strategies"
-SUBPROCESS_COMMAND = PrivateName(f"{_FABRIC}.launchers.subprocess_script", "_hydra_subprocess_cmd")
+_FABRIC, _LAUNCHERS = "lightning.fabric.strategies", "lightning.pytorch.strategies.launchers"
+SUBPROCESS_COMMAND = PrivateName(f"{_LAUNCHERS}.subprocess_script", "_hydra_subprocess_cmd")
+# Read and replaced, to start ranks in our way.
+_DDP, _FABRIC_DDP = "lightning.pytorch.strategies:DDPStrategy", f"{_FABRIC}:DDPStrategy"
+LAUNCHER = PrivateName(_DDP, "_launcher")
+LAUNCHED_STRATEGY = PrivateName(f"{_LAUNCHERS}:_MultiProcessingLauncher", "_strategy")
+START_METHOD = PrivateName(f"{_LAUNCHERS}:_MultiProcessingLauncher", "_start_method")
+FABRIC_LAUNCHER = PrivateName(_FABRIC_DDP, "_launcher")
+# Replaced, so that checkpoints are written atomically, and micro-batches are not exchanged.
+CHECKPOINT_IO = PrivateName(_DDP, "_checkpoint_io")
+FABRIC_CHECKPOINT_IO = PrivateName(_FABRIC_DDP, "_checkpoint_io")
+FABRIC_BACKWARD_SYNC = PrivateName(_FABRIC_DDP, "_backward_sync_control")
+# Read, to see whether a Trainer runs.
+MODULE_TRAINER = PrivateName("lightning.pytorch:LightningModule", "_trainer")
+# Inherited, and read as attributes of our own objects, which raises at once where one is gone.
+INHERITED = (
+    *(PrivateName(one, "_timeout") for one in (_DDP, _FABRIC_DDP)),
+    *(PrivateName(one, "_get_process_group_backend") for one in (_DDP, _FABRIC_DDP)),
+    PrivateName(_DDP, "_lightning_optimizers"),
+    PrivateName(_FABRIC_DDP, "_start_method"),
+    PrivateName(f"{_LAUNCHERS}:_SubprocessScriptLauncher", "_check_can_spawn_children"),
+)
 # Overridden by our strategies, to start ranks and to join restarts.
-CONFIGURE_LAUNCHER = PrivateName("lightning.pytorch.strategies:DDPStrategy", "_configure_launcher")
-FABRIC_CONFIGURE_LAUNCHER = PrivateName(f"{_FABRIC}:DDPStrategy", "_configure_launcher")
-FABRIC_SETUP_DISTRIBUTED = PrivateName(f"{_FABRIC}:DDPStrategy", "_setup_distributed")
+CONFIGURE_LAUNCHER = PrivateName(_DDP, "_configure_launcher")
+FABRIC_CONFIGURE_LAUNCHER = PrivateName(_FABRIC_DDP, "_configure_launcher")
+FABRIC_SETUP_DISTRIBUTED = PrivateName(_FABRIC_DDP, "_setup_distributed")
 # Called, to give all ranks rank 0's weights, to join restarts, and to share cores.
 _DISTRIBUTED = "lightning.fabric.utilities.distributed"
 SYNC_MODULE_STATES = PrivateName("lightning.pytorch.overrides.distributed", "_sync_module_states")
 INIT_DIST_CONNECTION = PrivateName(_DISTRIBUTED, "_init_dist_connection")
 SET_NUM_THREADS = PrivateName(_DISTRIBUTED, "_set_num_threads_if_needed")
 # Classes that ours derive from, or that ours tell apart.
-_LAUNCHERS = "lightning.pytorch.strategies.launchers"
 TRAINER_LAUNCHER = PrivateName(_LAUNCHERS, "_MultiProcessingLauncher")
 SCRIPT_LAUNCHER = PrivateName(_LAUNCHERS, "_SubprocessScriptLauncher")
-FABRIC_LAUNCHER = PrivateName(f"{_FABRIC}.launchers.multiprocessing", "_MultiProcessingLauncher")
+FABRIC_PROCESS_LAUNCHER = PrivateName(
+    f"{_FABRIC}.launchers.multiprocessing", "_MultiProcessingLauncher"
+)
 BACKWARD_SYNC_CONTROL = PrivateName(f"{_FABRIC}.strategy", "_BackwardSyncControl")
 WRAPPING_IO = PrivateName("lightning.pytorch.plugins.io.wrapper", "_WrappingCheckpointIO")
 FABRIC_OPTIMIZER = PrivateName("lightning.fabric.wrappers", "_FabricOptimizer")

@@ -39,7 +39,7 @@ from lightning_dear.strategy.base import DEFAULT_TIMEOUT, PipelineStrategy
 from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
 from lightning_dear.strategy.connections import connect_scaler, unwrapped
 
-_MultiProcessingLauncher: Any = private_names.FABRIC_LAUNCHER.of(multiprocessing)
+_MultiProcessingLauncher: Any = private_names.FABRIC_PROCESS_LAUNCHER.of(multiprocessing)
 _BackwardSyncControl: Any = private_names.BACKWARD_SYNC_CONTROL.of(fabric_strategy)
 _WrappingCheckpointIO: Any = private_names.WRAPPING_IO.of(wrapper)
 
@@ -107,7 +107,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self._backward_sync_control = _DearBackwardSyncControl()
+        private_names.FABRIC_BACKWARD_SYNC.replace_in(self, _DearBackwardSyncControl())
 
     # --- setting up -------------------------------------------------------------------------
 
@@ -115,11 +115,12 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         if self._start_method != "popen":
-            self._launcher = _FinishingLauncher(self, start_method=self._start_method)
+            launcher = _FinishingLauncher(self, start_method=self._start_method)
+            private_names.FABRIC_LAUNCHER.replace_in(self, launcher)
         elif self.num_processes * self.num_nodes == 1:
-            self._launcher = None
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
+            private_names.FABRIC_LAUNCHER.replace_in(self, None)
+        if private_names.FABRIC_CHECKPOINT_IO.of(self) is None:
+            private_names.FABRIC_CHECKPOINT_IO.replace_in(self, AtomicCheckpointIO())
 
     @override
     def setup_environment(self) -> None:

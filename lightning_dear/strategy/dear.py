@@ -151,8 +151,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         configure_launcher(self)
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
+        if private_names.CHECKPOINT_IO.of(self) is None:
+            private_names.CHECKPOINT_IO.replace_in(self, AtomicCheckpointIO())
 
     @override
     def setup_distributed(self) -> None:
@@ -167,7 +167,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         board = FailureBoard(self.broadcast(uuid4().hex), self.global_rank, self.world_size)
         self._failures = FailureWatch(board, self._timeout or NO_TIMEOUT)
         module = self.lightning_module
-        if module is not None and module._trainer is not None:
+        if module is not None and private_names.MODULE_TRAINER.of(module) is not None:
             # Before checkpoints are loaded: one may bring the plan that was found.
             connections.append_callbacks(module.trainer, self._fusion, self.compression_schedule)
             if self.world_size > 1:

@@ -85,19 +85,20 @@ def configure_launcher(strategy: Strategy) -> None:
     Args:
         strategy: A strategy that already knows its devices: one a Trainer was built with.
     """
-    launcher = strategy._launcher
+    launcher = private_names.LAUNCHER.of(strategy)
     if isinstance(launcher, _MultiProcessingLauncher) and hasattr(strategy, "report_failure"):
-        strategy._launcher = ReportingLauncher(launcher._strategy, launcher._start_method)
+        launched = private_names.LAUNCHED_STRATEGY.of(launcher)
+        started = ReportingLauncher(launched, private_names.START_METHOD.of(launcher))
+        private_names.LAUNCHER.replace_in(strategy, started)
     if not isinstance(launcher, _SubprocessScriptLauncher) or isinstance(launcher, JobLauncher):
         return
     if not launcher.cluster_environment.creates_processes_externally:
         _part_jobs()
     if launcher.num_processes * launcher.num_nodes == 1:
-        strategy._launcher = None
+        private_names.LAUNCHER.replace_in(strategy, None)
         return
-    strategy._launcher = JobLauncher(
-        launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
-    )
+    place = launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
+    private_names.LAUNCHER.replace_in(strategy, JobLauncher(*place))
 
 
 def _part_jobs() -> None:
@@ -459,7 +460,7 @@ class ReportingLauncher(_MultiProcessingLauncher):  # type: ignore[misc]
         Raises:
             SystemExit: Where all ranks have ended since one was asked to stop.
         """
-        strategy: Any = self._strategy
+        strategy = private_names.LAUNCHED_STRATEGY.of(self)
         reporting = partial(_reporting, strategy.report_failure, function)
         result = super().launch(reporting, *args, **kwargs)
         if isinstance(result, SystemExit):

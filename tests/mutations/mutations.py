@@ -14,6 +14,7 @@ from tests.mutations.kept import KEPT
 from tests.mutations.loading import LOADING
 from tests.mutations.low_rank import LOW_RANK
 from tests.mutations.mutation import Mutation, row
+from tests.mutations.rounds import ROUNDS
 from tests.mutations.seeds import SEEDS
 from tests.mutations.shares import SHARES
 from tests.mutations.sparse_sums import SPARSE_SUMS
@@ -137,6 +138,7 @@ MUTATIONS = [
     *LOADING,
     *CODEC_PLANS,
     *COMPARING,
+    *ROUNDS,
     *SEEDS,
     *STREAMS,
     *TWO_HOPS,

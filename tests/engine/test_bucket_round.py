@@ -1,0 +1,225 @@
+"""A round by itself: no autograd, no optimizer, some of a plan's buckets, any weights."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_dear.bucket import FlatBuffers, allocate
+from lightning_dear.collectives.factory import new_collectives
+from lightning_dear.collectives.work import Collectives
+from lightning_dear.compression import Fp32
+from lightning_dear.engine.bucket_round import LATE, UNUSED, USED, BucketRound, Notes, Weight
+from lightning_dear.exchange import Traffic, new_exchange
+from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.planning import NoFusion, TensorSpec
+from tests.distributed.harness import distributed
+
+NUMELS = (100, 30, 70, 5)
+ENCODED = ExchangeOptions("gradients", codec=Fp32())
+
+
+class Rounds:
+    """Four parameters, a bucket for each, and rounds over some of the buckets."""
+
+    def __init__(
+        self,
+        numbers: Sequence[int] = range(len(NUMELS)),
+        options: ExchangeOptions | None = None,
+        notes: Notes | None = None,
+    ) -> None:
+        options = options or ExchangeOptions()
+        self.collectives = new_collectives(torch.device("cpu"))
+        tensors = [TensorSpec(n, f"p{n}", numel, 4, "f", n, n) for n, numel in enumerate(NUMELS)]
+        plan = NoFusion().plan(tensors, self.collectives.world.size)
+        self.flat = self._allocated(options, plan, self.collectives)
+        traffic = Traffic(self.collectives, 0, self.flat, options.is_of_gradients)
+        exchange = new_exchange(options, [None] * len(NUMELS), traffic)
+        names = [tensor.name for tensor in tensors]
+        order = [number for number in plan.reduce_order if number in numbers]
+        waiting = lambda reason: nullcontext()  # noqa: E731
+        self.round = BucketRound(self.flat, order, exchange, names, notes, waiting)
+        self.numbers = order
+
+    def _allocated(
+        self, options: ExchangeOptions, plan: Any, collectives: Collectives
+    ) -> FlatBuffers:
+        parameters = [Parameter(torch.zeros(numel)) for numel in NUMELS]
+        place = partial(options.role_of, plan), collectives.world.rank, collectives.scratch_numel
+        return allocate(plan, parameters, *place, keeps_gradients=True)
+
+    def fill(self, numbers: Sequence[int], rank: int | None = None) -> None:
+        """Writes this rank's gradients into these buckets, multiplied as the round wants it."""
+        rank = self.collectives.world.rank if rank is None else rank
+        for number in numbers:
+            scaled = gradient(number, rank) * self.round.weight.scale
+            # What stands behind the last parameter fills the bucket up.
+            self.flat.buckets[number].gradients[: NUMELS[number]] = scaled
+            self.round.mark_full(number)
+
+    def mean(self, number: int) -> Tensor:
+        """All of a bucket's mean, from every rank's shard. Collective."""
+        shards = self.collectives.all_gather_object(self.flat.buckets[number].mean.clone())
+        return torch.cat(shards)[: NUMELS[number]]
+
+
+def gradient(number: int, rank: int) -> Tensor:
+    return torch.randn(NUMELS[number], generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def weighted(number: int, weights: Sequence[float]) -> Tensor:
+    """The mean over ranks in fp64."""
+    parts = [gradient(number, rank).double() * own for rank, own in enumerate(weights)]
+    return sum(parts[1:], parts[0]) / sum(weights)
+
+
+def says(numbers: Sequence[int]) -> list[int]:
+    return [USED if number in numbers else UNUSED for number in range(len(NUMELS))]
+
+
+@pytest.mark.parametrize("options", [None, ENCODED], ids=["dense", "encoded"])
+@distributed(world_sizes=(1, 2, 3))
+def test_some_buckets_are_reduced_and_others_are_left_alone(options: Any) -> None:
+    rounds = Rounds((0, 3), options)
+    world = rounds.collectives.world
+    others = [number for number in range(len(NUMELS)) if number not in rounds.numbers]
+    for number in others:
+        rounds.flat.buckets[number].gradients.fill_(7.0)
+    rounds.round.expect()
+    rounds.fill(rounds.numbers)
+    rounds.round.launch_full()
+    assert [*rounds.round.launched] == rounds.numbers
+    assert not rounds.round.finish(says(rounds.numbers))
+    assert rounds.round.used == [True, False, False, True]
+    for number in rounds.numbers:
+        expected = weighted(number, [1.0] * world.size)
+        torch.testing.assert_close(rounds.mean(number).double(), expected, rtol=1e-5, atol=1e-6)
+    assert all((rounds.flat.buckets[number].gradients == 7.0).all() for number in others)
+    rounds.round.end_step()
+
+
+@distributed(world_sizes=(2, 3))
+def test_a_rank_without_a_batch_counts_nothing_whatever_its_buckets_hold() -> None:
+    rounds = Rounds()
+    world = rounds.collectives.world
+    own = [3.0, 0.0, 5.0][: world.size]
+    rounds.round.weight = Weight(own[world.rank], sum(own))
+    if world.rank == 1:
+        for bucket in rounds.flat.buckets:
+            bucket.gradients.fill_(math.nan)
+    else:
+        rounds.fill(rounds.numbers)
+    rounds.round.launch_all()
+    rounds.round.finish(says(()) if world.rank == 1 else says(rounds.numbers))
+    assert rounds.round.used == [True] * len(NUMELS)
+    for number in rounds.numbers:
+        expected = weighted(number, own)
+        torch.testing.assert_close(rounds.mean(number).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_equal_weights_scale_as_ddp_does_whatever_they_are() -> None:
+    for size in range(1, 9):
+        for own in (1.0, 3.0, 48.0, 1e-3):
+            assert Weight(own, own * size).scale == 1.0 / size
+    assert Weight(0.0, 5.0).scale == 0.0
+    # Nobody has a batch.
+    assert Weight(0.0, 0.0).scale == 0.0
+
+
+@distributed(world_sizes=(2,))
+def test_a_bucket_is_launched_then_on_the_host_then_it_has_arrived() -> None:
+    rounds = Rounds()
+    bucket_round, (first, *others) = rounds.round, rounds.numbers
+    bucket_round.watch((first,))
+    assert not bucket_round.has_launched(first)
+    if rounds.collectives.world.rank == 0:
+        rounds.fill((first,))
+        bucket_round.launch_full()
+        assert bucket_round.has_launched(first)
+        # Rank 1 has sent nothing.
+        assert not bucket_round.is_on_host(first)
+    rounds.collectives.all_gather_object(None)
+    if rounds.collectives.world.rank == 1:
+        rounds.fill((first,))
+        bucket_round.launch_full()
+    end_s = time.monotonic() + 60
+    while not bucket_round.is_on_host(first) and time.monotonic() < end_s:
+        time.sleep(0.001)
+    assert bucket_round.is_on_host(first)
+    assert not bucket_round.has_arrived(first)
+    bucket_round.wait_for(first)
+    assert bucket_round.has_arrived(first)
+    assert not bucket_round.has_launched(others[0])
+    rounds.fill(others)
+    bucket_round.launch_all()
+    bucket_round.finish(says(rounds.numbers))
+    bucket_round.release()
+
+
+@distributed(world_sizes=(2, 3))
+def test_what_one_rank_has_late_is_added_by_another_round_of_all() -> None:
+    rounds = Rounds()
+    bucket_round, world = rounds.round, rounds.collectives.world
+    rounds.fill(rounds.numbers)
+    bucket_round.launch_all()
+    told = says(rounds.numbers)
+    if world.rank == 0:
+        told[2] = LATE
+    assert bucket_round.finish(told)
+    assert [*bucket_round.late] == [2]
+    first = rounds.mean(2)
+    bucket_round.set_means_aside()
+    for bucket in rounds.flat.buckets:
+        bucket.gradients.zero_()
+    if world.rank == 0:
+        rounds.fill((2,), rank=9)
+    bucket_round.launch_all()
+    assert not bucket_round.finish(says((2,) if world.rank == 0 else ()))
+    more = gradient(2, 9) / world.size
+    torch.testing.assert_close(rounds.mean(2), first + more)
+    assert bucket_round.used == [True] * len(NUMELS)
+
+
+class _Said:
+    """A note that keeps what it hears."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.heard: list[tuple[list[int], bool]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return 2
+
+    def say(self, device: torch.device) -> Tensor:
+        return torch.tensor([self.number, 255 - self.number], dtype=torch.uint8, device=device)
+
+    def hear(self, told: Sequence[int], *, is_late: bool) -> None:
+        self.heard.append(([*told], is_late))
+
+
+@pytest.mark.parametrize("blocks", [True, False], ids=["heard at once", "heard a round later"])
+@distributed(world_sizes=(3,))
+def test_all_hear_the_largest_that_any_says(blocks: bool) -> None:
+    note = _Said(dist.get_rank())
+    rounds = Rounds(notes=Notes([note]))
+    rounds.collectives.wait_blocks_host = blocks
+    for number in (0, 40):
+        note.number = number + dist.get_rank()
+        rounds.fill(rounds.numbers)
+        rounds.round.launch_all()
+        rounds.round.finish(says(rounds.numbers))
+        rounds.round.end_step()
+    said = [[2, 255], [42, 215]]
+    heard = said if blocks else [[0, 0], said[0]]
+    assert note.heard == [(one, not blocks) for one in heard]
