@@ -164,7 +164,7 @@ def test_source_and_tracebacks_are_the_originals() -> None:
         mirrored(static_graph=True)
     *_, calls, raises = traceback.extract_tb(caught.value.__traceback__)
     assert Path(calls.filename).name == "dear.py"
-    assert "check_options(" in (calls.line or "")
+    assert "checked_options(" in (calls.line or "")
     assert Path(raises.filename).name == "refusals.py"
     assert "raise ValueError(" in (raises.line or "")
 

@@ -39,7 +39,7 @@ def test_every_exchange_trains() -> None:
     for codec in CODECS:
         is_sparse = isinstance(codec, OkTopk | TopkA)
         fusion = SingleFusion() if is_sparse else SMALL_BUCKETS
-        run = Run(ExchangeOptions("gradients", codec=codec), fusion)
+        run = Run(ExchangeOptions("gradients", compressor=codec), fusion)
         for _ in range(NUM_STEPS):
             run.step()
         assert run.error() <= 1e-5, codec

@@ -133,6 +133,6 @@ class CompressionSchedule(Callback):
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
         pipeline: Pipeline = strategy.pipeline_of()
-        codec = pipeline.options.codec
+        codec = pipeline.options.compressor
         if codec is not None:
-            pipeline.use_codec(self.codec_at(codec, trainer.global_step))
+            pipeline.use_compressor(self.codec_at(codec, trainer.global_step))

@@ -70,7 +70,7 @@ class FusionTuner(Callback):
                 " fusion='threshold', with a bucket_cap_mb of your own."
             )
             return
-        finder = description_of(self._planner, pipeline.options.codec)
+        finder = description_of(self._planner, pipeline.options.compressor)
         if self._found is not None and self._found_by != finder:
             rank_zero_info(
                 "The plan found before is not used, another one is searched for: it was found with"

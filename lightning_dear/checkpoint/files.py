@@ -22,7 +22,7 @@ import torch
 
 from lightning_dear.optimizers.masters import MASTER_KEY
 
-KEY = "lightning_dear"
+CHECKPOINT_KEY = "lightning_dear"
 """Under which a checkpoint holds what only this package reads."""
 
 FORMAT = 1
@@ -43,17 +43,19 @@ class CheckpointError(ValueError):
 
 
 def stamp(checkpoint: dict[str, Any]) -> None:
-    """Writes the format number into `checkpoint`, beside what else stands under `KEY`."""
-    checkpoint[KEY] = {**checkpoint.get(KEY, {}), "format": FORMAT}
+    """Writes the format number into `checkpoint`, under `CHECKPOINT_KEY`."""
+    checkpoint[CHECKPOINT_KEY] = {**checkpoint.get(CHECKPOINT_KEY, {}), "format": FORMAT}
 
 
 def check_format(checkpoint: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint that this version cannot read; one without `KEY` is DDP's, and fine.
+    """Refuses a checkpoint that this version cannot read.
+
+    A checkpoint without `CHECKPOINT_KEY` is DDP's and can be read.
 
     Raises:
         ValueError: Naming the format number and what to do.
     """
-    own = checkpoint.get(KEY, {"format": FORMAT})
+    own = checkpoint.get(CHECKPOINT_KEY, {"format": FORMAT})
     number = own.get("format") if isinstance(own, Mapping) else None
     if number == FORMAT and not isinstance(number, bool):
         return
@@ -62,7 +64,7 @@ def check_format(checkpoint: Mapping[str, Any]) -> None:
         advice = "A newer lightning-dear wrote it: upgrade this one (pip install -U lightning-dear)"
     raise ValueError(
         f"The checkpoint has lightning_dear format {number!r}; this version reads {FORMAT}."
-        f" {advice}, or drop checkpoint['{KEY}'] to load it as DDP's own."
+        f" {advice}, or drop checkpoint['{CHECKPOINT_KEY}'] to load it as DDP's own."
     )
 
 

@@ -46,13 +46,13 @@ def save(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
             Nothing of it is left then.
     """
     # Here, because torch.distributed.checkpoint takes long to import and few write folders.
-    from lightning_dear.checkpoint.storage import Place, take_apart, write_tensors
+    from lightning_dear.checkpoint.storage import FilePlace, take_apart, write_tensors
 
     target = _local(path)
     skeleton, tensors = take_apart(checkpoint)
     folder = files.beside(target, "saving")
 
-    def finish(places: list[Place]) -> None:
+    def finish(places: list[FilePlace]) -> None:
         stand_ins = {name: stored.stand_in for name, stored in tensors.items()}
         file: dict[str, Any] = {"checkpoint": skeleton, "tensors": stand_ins, "places": places}
         files.stamp(file)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_dear.bucket import Chunk, as_flat
-from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
+from lightning_dear.collectives.work import STATE_TAGS, Collectives
 
 ROUND_BYTES = 1 << 22
 """Most that a rank sends at once, and most that it receives."""
@@ -172,7 +172,7 @@ def _exchange(
     incoming = torch.empty(sum(theirs), dtype=torch.uint8, device=meeting)
     parts = [of(one, items[one.item].have[one.have]).to(meeting) for one in sends]
     outgoing = torch.cat([incoming[:0], *(part.view(torch.uint8) for part in parts)])
-    collectives.launch_parts((outgoing, sizes), (incoming, theirs), STATE_NUMBERS).wait()
+    collectives.launch_parts((outgoing, sizes), (incoming, theirs), STATE_TAGS).wait()
     lengths = [one.nbytes for one in receives]
     for one, part in zip(receives, torch.split(incoming, lengths), strict=True):
         dtype, room = items[one.item].dtype, of(one, items[one.item].want[one.want])

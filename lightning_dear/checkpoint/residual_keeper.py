@@ -15,8 +15,14 @@ from torch.optim import Optimizer
 from lightning_dear.bucket import Chunk
 from lightning_dear.checkpoint import residuals
 from lightning_dear.checkpoint.optimizer_state import CLASS, ShardedState, check_class
-from lightning_dear.checkpoint.residuals import FACTORS, KEY, STEERING, Residuals, Rows
-from lightning_dear.collectives.work import STATE_NUMBERS, Collectives
+from lightning_dear.checkpoint.residuals import (
+    FACTORS,
+    RESIDUALS_KEY,
+    STEERING,
+    Residuals,
+    RowLayout,
+)
+from lightning_dear.collectives.work import STATE_TAGS, Collectives
 from lightning_dear.exchange import CompressedBucket
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning.plan import Slice
@@ -127,7 +133,9 @@ class ResidualKeeper:
             for name in one.owner.names:
                 one.owner.load(name, self._collected(one, ("owner", name), own)[one.own])
 
-    def _collected(self, one: CompressedBucket, kind: residuals.Kind, own: Residuals) -> Tensor:
+    def _collected(
+        self, one: CompressedBucket, kind: residuals.ResidualKind, own: Residuals
+    ) -> Tensor:
         """Flat, as the bucket is, at its rate; 0 where there is nothing of that kind."""
         device = self._parameters[0].device
         flat = torch.zeros(one.spec.padded_numel, dtype=torch.float32, device=device)
@@ -172,16 +180,16 @@ class ResidualKeeper:
         taken = self._common()
         taken.kept[FACTORS] = {one: own.clone() for one, own in taken.kept[FACTORS].items()}
         for one in self._coded:
-            whole: dict[residuals.Kind, Tensor] = {}
+            whole: dict[residuals.ResidualKind, Tensor] = {}
             for name, kept in one.worker.kept.items():
                 whole["worker", name] = flat = one.whole_of(kept)
                 if len(one.encoded) > 1:
                     # What this rank encodes may be another part of the next plan.
-                    collectives.launch_gather_of_host(flat, STATE_NUMBERS + one.number).wait()
+                    collectives.launch_gather_of_host(flat, STATE_TAGS + one.number).wait()
             for name, shard in one.owner.kept.items():
                 flat = whole["owner", name] = shard.new_zeros(one.spec.padded_numel)
                 flat[one.own] = shard
-                collectives.launch_all_gather(flat, STATE_NUMBERS + one.number).wait()
+                collectives.launch_all_gather(flat, STATE_TAGS + one.number).wait()
             for (kind, flat), part in product(whole.items(), one.spec.slices):
                 parameter, target = self._parameters[part.tensor], taken.kept.setdefault(kind, {})
                 if parameter not in target:
@@ -210,15 +218,15 @@ class ResidualKeeper:
         )
 
     @property
-    def _rows(self) -> Rows:
+    def _rows(self) -> RowLayout:
         collectives = self._present()
-        return Rows(collectives.world, self._options.ranks_together(collectives))
+        return RowLayout(collectives.world, self._options.ranks_together(collectives))
 
     def _first(self, one: CompressedBucket) -> Parameter:
         """The parameter that a bucket is known by."""
         return self._parameters[one.spec.slices[0].tensor]
 
-    def _parts(self) -> Iterator[residuals.Part]:
+    def _parts(self) -> Iterator[residuals.ResidualChunk]:
         """What lies in the buckets; every rank names the same, whatever it has of it."""
         for one in self._coded:
             for part in one.spec.slices:
@@ -246,7 +254,9 @@ class ResidualKeeper:
         held = self._held or Residuals()
         whole = self._common().joined(held.of(lambda one: one in numbers))
         own, chunks = residuals.sharded(self._parts(), whole, numbers, self._rows)
-        return ShardedState({**state, KEY: own}, (*state.chunks, *chunks), state.parameters)
+        return ShardedState(
+            {**state, RESIDUALS_KEY: own}, (*state.chunks, *chunks), state.parameters
+        )
 
     def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Pre-hook of `load_state_dict`: what was kept before belongs to other weights."""
@@ -257,9 +267,9 @@ class ResidualKeeper:
             # torch refuses that, and says so: nothing is loaded.
             return
         held = None
-        if KEY in state_dict:
+        if RESIDUALS_KEY in state_dict:
             parameter_of = dict(zip(chain(*saved), chain(*present), strict=True))
-            held = residuals.unpacked(state_dict[KEY], parameter_of, self._rows)
+            held = residuals.unpacked(state_dict[RESIDUALS_KEY], parameter_of, self._rows)
         if self._parameters:
             self._put_in(held or Residuals())
         else:

@@ -32,10 +32,10 @@ from lightning_dear.bucket import Chunk, as_flat, storage_strides
 from lightning_dear.collectives.world import World
 from lightning_dear.exchange import NO_SEED
 
-KEY = "residuals"
+RESIDUALS_KEY = "residuals"
 """In an optimizer's state dict."""
 
-Kind = tuple[str, str]
+ResidualKind = tuple[str, str]
 """("worker" or "owner", name of what is kept), `FACTORS` or `STEERING`."""
 
 FACTORS, STEERING = ("factors", ""), ("steering", "")
@@ -61,7 +61,7 @@ class Residuals:
         seed: `CompressedBucket.seed` of all of them; None: not known.
     """
 
-    kept: dict[Kind, dict[Tensor, Tensor]] = field(default_factory=dict)
+    kept: dict[ResidualKind, dict[Tensor, Tensor]] = field(default_factory=dict)
     rates: dict[Tensor, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     seed: int | None = None
@@ -71,7 +71,7 @@ class Residuals:
         """Tells whether no parameter has anything here."""
         return not any(own for kind, own in self.kept.items() if kind != STEERING)
 
-    def get(self, kind: Kind, parameter: Tensor) -> Tensor | None:
+    def get(self, kind: ResidualKind, parameter: Tensor) -> Tensor | None:
         """Returns what a parameter has of a kind, if anything."""
         return self.kept.get(kind, {}).get(parameter)
 
@@ -101,7 +101,7 @@ class Residuals:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowLayout:
     """Says who has which row in a state dict.
 
     Attributes:
@@ -113,18 +113,21 @@ class Rows:
     world: World
     together: int = 1
 
-    def of(self, kind: Kind) -> tuple[int, int]:
+    def of(self, kind: ResidualKind) -> tuple[int, int]:
         """Returns (number of this rank's row, number of rows)."""
         together = self.together if kind[0] == "worker" else 1
         return self.world.rank // together, self.world.size // together
 
 
-Part = tuple[Kind, Tensor, Chunk]
+ResidualChunk = tuple[ResidualKind, Tensor, Chunk]
 """Kind, parameter, and what lies here of it, perhaps nothing."""
 
 
 def sharded(
-    parts: Iterable[Part], whole: Residuals, number_of: Mapping[Tensor, int], rows: Rows
+    parts: Iterable[ResidualChunk],
+    whole: Residuals,
+    number_of: Mapping[Tensor, int],
+    rows: RowLayout,
 ) -> tuple[dict[str, Any], list[tuple[Tensor, list[Chunk]]]]:
     """Returns residuals as in a state dict, on the meta device, and this rank's chunks. Local.
 
@@ -134,7 +137,7 @@ def sharded(
         number_of: Parameter -> its number in the optimizer's state dict.
         rows: Which of them are this rank's.
     """
-    chunks: dict[Kind, dict[Tensor, list[Chunk]]] = {}
+    chunks: dict[ResidualKind, dict[Tensor, list[Chunk]]] = {}
     # Of what a host's ranks have alike, one of them says it.
     is_first = rows.world.rank % rows.together == 0
     others = (
@@ -165,7 +168,7 @@ def sharded(
 
 
 def _layout(
-    kind: Kind, parameter: Tensor, own: Tensor, rows: Rows
+    kind: ResidualKind, parameter: Tensor, own: Tensor, rows: RowLayout
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides in a state dict; with rows, where ranks have their own."""
     shape, strides = own.shape, own.stride()
@@ -177,7 +180,9 @@ def _layout(
     return (rows.of(kind)[1], *shape), (shape.numel(), *strides)
 
 
-def unpacked(state: Mapping[str, Any], parameter_of: Mapping[int, Tensor], rows: Rows) -> Residuals:
+def unpacked(
+    state: Mapping[str, Any], parameter_of: Mapping[int, Tensor], rows: RowLayout
+) -> Residuals:
     """Returns this rank's row of a state dict's entry, on the parameters' device. Local.
 
     With another number of rows than were saved, each is an equal share of all that workers kept.
@@ -196,7 +201,7 @@ def unpacked(state: Mapping[str, Any], parameter_of: Mapping[int, Tensor], rows:
     def by_parameter(saved: Mapping[int, T]) -> Iterator[tuple[Tensor, T]]:
         return ((parameter_of[number], one) for number, one in saved.items())
 
-    kept: dict[Kind, dict[Tensor, Tensor]] = {}
+    kept: dict[ResidualKind, dict[Tensor, Tensor]] = {}
     for name, saved in state["worker"].items():
         kept["worker", name] = {
             one: copied(one, own(all_own)) for one, all_own in by_parameter(saved)

@@ -34,7 +34,7 @@ _SMALL_BYTES = 1024
 
 _Path = tuple[str, ...]
 
-Place = tuple[str, int, str, int, int]
+FilePlace = tuple[str, int, str, int, int]
 """Name of a tensor and number of a chunk's first element; file, offset and length in bytes."""
 
 
@@ -152,7 +152,10 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def write_tensors(
-    folder: Path, tensors: Mapping[str, Stored], finish: Callable[[list[Place]], None], target: Path
+    folder: Path,
+    tensors: Mapping[str, Stored],
+    finish: Callable[[list[FilePlace]], None],
+    target: Path,
 ) -> None:
     """Writes every rank's part of `tensors` into `folder`. Collective, blocks.
 
@@ -181,7 +184,10 @@ def write_tensors(
 
 
 def read_tensors(
-    folder: Path, stand_ins: Mapping[str, Tensor], places: list[Place], check_digests: bool = True
+    folder: Path,
+    stand_ins: Mapping[str, Tensor],
+    places: list[FilePlace],
+    check_digests: bool = True,
 ) -> dict[str, Tensor]:
     """Returns name -> the whole tensor on the CPU, shaped like its stand-in. Local.
 
@@ -270,7 +276,9 @@ def _write_item(name: str, stand_in: Tensor, chunk: Chunk) -> dcp.planner.WriteI
 
 
 class _Writer(dcp.filesystem.FileSystemWriter):
-    def __init__(self, folder: Path, finish: Callable[[list[Place]], None], target: Path) -> None:
+    def __init__(
+        self, folder: Path, finish: Callable[[list[FilePlace]], None], target: Path
+    ) -> None:
         super().__init__(folder)
         self._folder, self._finish, self._target = folder, finish, target
 
@@ -314,6 +322,6 @@ class _Writer(dcp.filesystem.FileSystemWriter):
             self._finish(places)
 
 
-def _place_of(written: Any) -> Place:
+def _place_of(written: Any) -> FilePlace:
     index, info = written.index, written.storage_data
     return index.fqn, index.offset[0], info.relative_path, info.offset, info.length

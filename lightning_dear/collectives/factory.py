@@ -28,12 +28,12 @@ from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.streams import CudaStreams, Streams
 from lightning_dear.collectives.two_hops import NativeTwoHopCollectives, TwoHopCollectives
 from lightning_dear.collectives.work import Collectives, alive, reusable_groups
-from lightning_dear.collectives.world import Place, World, hosts_of
+from lightning_dear.collectives.world import RankPlace, World, hosts_of
 
 _NUM_GROUPS = 3
 """With NCCL, before those that two hops need."""
 
-_Said = tuple[bool, Place, int | None]
+_Said = tuple[bool, RankPlace, int | None]
 """What a rank says of itself: whether it sends rows, where it is, how many hops it wants."""
 
 
@@ -112,7 +112,7 @@ def _agreed_hops(wanted: Sequence[int | None], backend: str, world: World) -> in
     return 2 if has_two and (wanted[0] or (2 if backend == "gloo" else 1)) == 2 else 1
 
 
-def _agreed_world(places: Sequence[Place]) -> World:
+def _agreed_world(places: Sequence[RankPlace]) -> World:
     """Returns the ranks of the default group, on their hosts. Warns if node ranks do not count."""
     hosts, wrong = hosts_of(places)
     world = World(dist.get_rank(), dist.get_world_size(), hosts)
@@ -258,7 +258,7 @@ def _connect(collectives: Collectives, device: torch.device, *, sends_rows: bool
     if sends_rows:
         rows = torch.zeros((2, collectives.world.size, 1), dtype=torch.uint8, device=device)
         collectives.launch_all_to_all(rows[0], rows[1], 0).wait()
-    collectives.launch_any(torch.zeros(1, dtype=torch.uint8, device=device)).wait()
+    collectives.launch_max(torch.zeros(1, dtype=torch.uint8, device=device)).wait()
     collectives.launch_all_gather(torch.zeros(collectives.world.size, device=device), 0).wait()
     if collectives.hops == 2:
         # Else the all-gather has used another group.

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_dear.collectives.work import (
     Collectives,
-    Parts,
+    SplitTensor,
     Waits,
     Work,
     shard_of,
@@ -25,16 +25,16 @@ from lightning_dear.collectives.work import (
 _FLAGS_TAG = 1 << 29
 _BUFFERS_TAG = 1 << 30
 
-Rows = Sequence[tuple[int, Tensor]]
+RankRows = Sequence[tuple[int, Tensor]]
 """(rank, what is sent to it, or comes from it)."""
 
 
-def nbytes_of(rows: Rows) -> int:
+def nbytes_of(rows: RankRows) -> int:
     """Bytes of all rows together."""
     return sum(row.nbytes for _, row in rows)
 
 
-def by_source(rows: Rows) -> list[Tensor]:
+def by_source(rows: RankRows) -> list[Tensor]:
     """The rows in the order of their ranks."""
     return [row for _, row in sorted(rows, key=itemgetter(0))]
 
@@ -82,35 +82,35 @@ class PairwiseCollectives(Collectives):
 
     @override
     def launch_reduce_scatter(
-        self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
+        self, buffer: Tensor, received: Tensor, out: Tensor, tag: int
     ) -> Work:
         own = shard_of(buffer, self.world.rank, self.world.size)
         rows = self._reduce_rows(received)
         outgoing = [(peer, shard_of(buffer, peer, self.world.size)) for peer in self._peers()]
-        waits = self._exchange("reduce_scatter", received, rows, outgoing, bucket)
+        waits = self._exchange("reduce_scatter", received, rows, outgoing, tag)
         self.ledger["reduce_scatter"] += nbytes_of(outgoing)
         # In rank order, not that of arrival or of peers, so that all runs have the same bits.
         addends, size = by_source((*rows, (self.world.rank, own))), self.world.ranks_a_host
         finish = partial(sum_in_source_order, addends, out, size)
-        return self.new_work("reduce_scatter", f"bucket {bucket}", waits, finish)
+        return self.new_work("reduce_scatter", f"bucket {tag}", waits, finish)
 
     @override
-    def launch_all_to_all(self, rows: Tensor, incoming: Tensor, bucket: int) -> Work:
+    def launch_all_to_all(self, rows: Tensor, incoming: Tensor, tag: int) -> Work:
         incoming[self.world.rank].copy_(rows[self.world.rank])
         outgoing = [(peer, rows[peer]) for peer in self._peers()]
-        waits = self._exchange("reduce_scatter", incoming, self._rows(incoming), outgoing, bucket)
+        waits = self._exchange("reduce_scatter", incoming, self._rows(incoming), outgoing, tag)
         self.ledger["reduce_scatter"] += nbytes_of(outgoing)
-        return self.new_work("reduce_scatter", f"bucket {bucket}", waits)
+        return self.new_work("reduce_scatter", f"bucket {tag}", waits)
 
     @override
-    def launch_parts(self, outgoing: Parts, incoming: Parts, number: int) -> Work:
+    def launch_parts(self, outgoing: SplitTensor, incoming: SplitTensor, tag: int) -> Work:
         sent, rows = (
             [(rank, part) for rank, part in enumerate(torch.split(flat, sizes)) if len(part)]
             for flat, sizes in (outgoing, incoming)
         )
-        waits = self._exchange("all_gather", incoming[0], rows, sent, number)
+        waits = self._exchange("all_gather", incoming[0], rows, sent, tag)
         self.ledger["all_gather"] += nbytes_of(sent)
-        return self.new_work("all_gather", f"bucket {number}", waits)
+        return self.new_work("all_gather", f"bucket {tag}", waits)
 
     @override
     def launch_messages(
@@ -119,29 +119,29 @@ class PairwiseCollectives(Collectives):
         messages: Mapping[int, Tensor],
         sources: Collection[int],
         incoming: Tensor,
-        bucket: int,
+        tag: int,
         num_notes: int = 1,
     ) -> Work:
         # gloo lets a message be shorter than the memory that waits for it.
         outgoing = [(peer, messages[peer]) for peer in self._peers() if peer in messages]
         rows = [(source, incoming[source]) for source in self._sources() if source in sources]
-        waits = self._exchange(lane, incoming, rows, outgoing, bucket)
+        waits = self._exchange(lane, incoming, rows, outgoing, tag)
         noted_bytes = sum(num_notes * one.element_size() for _, one in outgoing)
         self.ledger["metadata"] += noted_bytes
         self.ledger[lane] += nbytes_of(outgoing) - noted_bytes
-        return self.new_work(lane, f"bucket {bucket}", waits)
+        return self.new_work(lane, f"bucket {tag}", waits)
 
     @override
-    def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
+    def launch_all_gather(self, buffer: Tensor, tag: int) -> Work:
         own = shard_of(buffer, self.world.rank, self.world.size)
         rows = self._rows(buffer.tensor_split(self.world.size))
         outgoing = [(peer, own) for peer in self._peers()]
-        waits = self._exchange("all_gather", buffer, rows, outgoing, bucket)
+        waits = self._exchange("all_gather", buffer, rows, outgoing, tag)
         self.ledger["all_gather"] += nbytes_of(outgoing)
-        return self.new_work("all_gather", f"bucket {bucket}", waits)
+        return self.new_work("all_gather", f"bucket {tag}", waits)
 
     @override
-    def launch_any(self, flags: Tensor) -> Work:
+    def launch_max(self, flags: Tensor) -> Work:
         rows = [(source, torch.empty_like(flags)) for source in self._sources()]
         own = flags.clone()
         outgoing = [(peer, own) for peer in self._peers()]
@@ -159,48 +159,50 @@ class PairwiseCollectives(Collectives):
         return self.new_work("other", "module buffers", waits)
 
     @override
-    def expect_reduce_scatter(self, received: Tensor, bucket: int) -> None:
-        self._expect("reduce_scatter", received, self._reduce_rows(received), bucket)
+    def expect_reduce_scatter(self, received: Tensor, tag: int) -> None:
+        self._expect("reduce_scatter", received, self._reduce_rows(received), tag)
 
     @override
-    def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
-        self._expect("all_gather", buffer, self._rows(buffer.tensor_split(self.world.size)), bucket)
+    def expect_all_gather(self, buffer: Tensor, tag: int) -> None:
+        self._expect("all_gather", buffer, self._rows(buffer.tensor_split(self.world.size)), tag)
 
     @override
-    def expect_messages(self, lane: str, incoming: Tensor, bucket: int) -> None:
-        self._expect(lane, incoming, self._rows(incoming), bucket)
+    def expect_messages(self, lane: str, incoming: Tensor, tag: int) -> None:
+        self._expect(lane, incoming, self._rows(incoming), tag)
 
-    def _reduce_rows(self, received: Tensor) -> Rows:
+    def _reduce_rows(self, received: Tensor) -> RankRows:
         return [
             (source, shard_of(received, place, self.world.size - 1))
             for place, source in enumerate(self._sources())
         ]
 
-    def _rows(self, incoming: Tensor | Sequence[Tensor]) -> Rows:
+    def _rows(self, incoming: Tensor | Sequence[Tensor]) -> RankRows:
         return [(source, incoming[source]) for source in self._sources()]
 
-    def _expect(self, lane: str, buffer: Tensor, rows: Rows, tag: int) -> None:
+    def _expect(self, lane: str, buffer: Tensor, rows: RankRows, tag: int) -> None:
         if (lane, tag) not in self._expected:
             self._expected[lane, tag] = buffer.data_ptr(), self._receive(lane, rows, tag)
 
-    def _exchange(self, lane: str, buffer: Tensor, rows: Rows, outgoing: Rows, tag: int) -> Waits:
+    def _exchange(
+        self, lane: str, buffer: Tensor, rows: RankRows, outgoing: RankRows, tag: int
+    ) -> Waits:
         """Receives `rows`, parts of `buffer`, if they are not expected already, and sends."""
         # Before the sends: a send that finds no receive posted costs 1.7x.
         receives = self._receives(lane, buffer, rows, tag)
         return [*receives, *self._sends(lane, outgoing, tag)]
 
-    def _receives(self, lane: str, buffer: Tensor, rows: Rows, tag: int) -> Waits:
+    def _receives(self, lane: str, buffer: Tensor, rows: RankRows, tag: int) -> Waits:
         data_ptr, receives = self._expected.pop((lane, tag), (0, None))
         # A posted receive writes where it was told to, whatever this launch wants.
         if receives is not None and data_ptr != buffer.data_ptr():
             raise RuntimeError(f"bucket {tag} is expected in another buffer: {lane}")
         return self._receive(lane, rows, tag) if receives is None else receives
 
-    def _sends(self, lane: str, outgoing: Rows, tag: int) -> Waits:
+    def _sends(self, lane: str, outgoing: RankRows, tag: int) -> Waits:
         place = self._place(lane, tag)
         return [(peer, self.calls.isend(row, dst=peer, **place)) for peer, row in outgoing]
 
-    def _receive(self, lane: str, rows: Rows, tag: int) -> Waits:
+    def _receive(self, lane: str, rows: RankRows, tag: int) -> Waits:
         place = self._place(lane, tag)
         return [(source, self.calls.irecv(row, src=source, **place)) for source, row in rows]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear import private_names
-from lightning_dear.collectives.work import Collectives, Parts, Work, shard_of
+from lightning_dear.collectives.work import Collectives, SplitTensor, Work, shard_of
 
 # torch 2.13 renamed both; the old names warn there and are the only ones before it.
 _IS_RENAMED = hasattr(dist, "reduce_scatter_single")
@@ -54,36 +54,36 @@ class NativeCollectives(Collectives):
 
     @override
     def launch_reduce_scatter(
-        self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
+        self, buffer: Tensor, received: Tensor, out: Tensor, tag: int
     ) -> Work:
         own = shard_of(buffer, self.world.rank, self.world.size)
         waits = self.start(REDUCE_SCATTER, self.reduce_group, own, buffer)
         self.ledger["reduce_scatter"] += self.ring_bytes(buffer)
         finish = None if out.dtype == own.dtype else partial(out.copy_, own)
-        return self.new_work("reduce_scatter", f"bucket {bucket}", waits, finish)
+        return self.new_work("reduce_scatter", f"bucket {tag}", waits, finish)
 
     @override
-    def launch_all_to_all(self, rows: Tensor, incoming: Tensor, bucket: int) -> Work:
+    def launch_all_to_all(self, rows: Tensor, incoming: Tensor, tag: int) -> Work:
         waits = self.start("all_to_all_single", self.reduce_group, incoming, rows)
         self.ledger["reduce_scatter"] += self.ring_bytes(rows)
-        return self.new_work("reduce_scatter", f"bucket {bucket}", waits)
+        return self.new_work("reduce_scatter", f"bucket {tag}", waits)
 
     @override
-    def launch_parts(self, outgoing: Parts, incoming: Parts, number: int) -> Work:
+    def launch_parts(self, outgoing: SplitTensor, incoming: SplitTensor, tag: int) -> Work:
         both = incoming[0], outgoing[0], incoming[1], outgoing[1]
         waits = self.start("all_to_all_single", self.gather_group, *both)
         self.ledger["all_gather"] += outgoing[0].nbytes
-        return self.new_work("all_gather", f"bucket {number}", waits)
+        return self.new_work("all_gather", f"bucket {tag}", waits)
 
     @override
-    def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
+    def launch_all_gather(self, buffer: Tensor, tag: int) -> Work:
         own = shard_of(buffer, self.world.rank, self.world.size)
         waits = self.start(ALL_GATHER, self.gather_group, buffer, own)
         self.ledger["all_gather"] += self.ring_bytes(buffer)
-        return self.new_work("all_gather", f"bucket {bucket}", waits)
+        return self.new_work("all_gather", f"bucket {tag}", waits)
 
     @override
-    def launch_any(self, flags: Tensor) -> Work:
+    def launch_max(self, flags: Tensor) -> Work:
         waits = self.start("all_reduce", self.reduce_group, flags, dist.ReduceOp.MAX)
         self.ledger["other"] += 2 * self.ring_bytes(flags)
         return self.new_work("other", "used parameters", waits)

@@ -24,10 +24,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.collectives.background import Background
-from lightning_dear.collectives.gloo import PairwiseCollectives, Rows, by_source, nbytes_of
+from lightning_dear.collectives.gloo import PairwiseCollectives, RankRows, by_source, nbytes_of
 from lightning_dear.collectives.nccl import ALL_GATHER, REDUCE_SCATTER, NativeCollectives
 from lightning_dear.collectives.work import (
-    NUMBERS_OF_ONE,
+    TAGS_OF_ONE_OPTIMIZER,
     Begun,
     Encode,
     Waits,
@@ -72,23 +72,23 @@ class TwoHopCollectives(PairwiseCollectives):
         hops = range(self.world.ranks_a_host, self.world.size, self.world.ranks_a_host)
         return [(self.world.rank + way * hop) % self.world.size for hop in hops]
 
-    def _columns(self, buffer: Tensor, ranks: Iterable[int]) -> Rows:
+    def _columns(self, buffer: Tensor, ranks: Iterable[int]) -> RankRows:
         return [(rank, shard) for rank in ranks for shard in self._column(buffer, rank)]
 
     @override
     def launch_reduce_scatter(
-        self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
+        self, buffer: Tensor, received: Tensor, out: Tensor, tag: int
     ) -> Work:
         own, (_, across) = self._column(buffer), self._received(received)
-        receives = self._receives("reduce_scatter", received, across, bucket + _SECOND_HOP)
+        receives = self._receives("reduce_scatter", received, across, tag + _SECOND_HOP)
         self.ledger["reduce_scatter"] += own[0].nbytes * len(self._across(1))
-        work, _ = self._reduce(buffer, received, own, lambda: own, receives, bucket)
+        work, _ = self._reduce(buffer, received, own, lambda: own, receives, tag)
         of_hosts = by_source((*across, (self.world.rank, own[self.world.host])))
         return work.then(partial(sum_in_source_order, of_hosts, out))
 
     @override
     def launch_sums_of_host(
-        self, buffer: Tensor, received: Tensor, encode: Encode, incoming: Tensor, bucket: int
+        self, buffer: Tensor, received: Tensor, encode: Encode, incoming: Tensor, tag: int
     ) -> Begun:
         own, across = self.world.host, self._incoming(incoming)
         sums = buffer.view(self.world.size, -1)[: len(incoming)]
@@ -100,9 +100,9 @@ class TwoHopCollectives(PairwiseCollectives):
             incoming[own].copy_(rows[own])
             return rows
 
-        receives = self._receives("reduce_scatter", incoming, across, bucket + _SECOND_HOP)
+        receives = self._receives("reduce_scatter", incoming, across, tag + _SECOND_HOP)
         self.ledger["reduce_scatter"] += incoming[own].nbytes * len(across)
-        return self._reduce(buffer, received, list(sums), encoded, receives, bucket)
+        return self._reduce(buffer, received, list(sums), encoded, receives, tag)
 
     def _reduce(
         self,
@@ -111,7 +111,7 @@ class TwoHopCollectives(PairwiseCollectives):
         sums: Sequence[Tensor],
         encode: Callable[[], Sequence[Tensor] | Tensor],
         receives: Waits,
-        bucket: int,
+        tag: int,
     ) -> Begun:
         """Sums within the host into `sums`, then sends each host its row of what `encode` returns.
 
@@ -120,10 +120,10 @@ class TwoHopCollectives(PairwiseCollectives):
         """
         lane, within = "reduce_scatter", self._received(received)[0]
         outgoing = self._columns(buffer, self._within(1))
-        first = self._exchange(lane, received, within, outgoing, bucket)
+        first = self._exchange(lane, received, within, outgoing, tag)
         own = self._column(buffer)
 
-        def pass_on() -> Rows:
+        def pass_on() -> RankRows:
             for host, shard in enumerate(own):
                 addends = by_source((*within[host :: len(own)], (self.world.rank, shard)))
                 sum_in_source_order(addends, sums[host])
@@ -131,47 +131,47 @@ class TwoHopCollectives(PairwiseCollectives):
             return [(peer, rows[peer // self.world.ranks_a_host]) for peer in self._across(1)]
 
         self.ledger["reduce_scatter"] += nbytes_of(outgoing)
-        return self._two_hops(lane, bucket, first, pass_on, receives)
+        return self._two_hops(lane, tag, first, pass_on, receives)
 
     @override
-    def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
+    def launch_all_gather(self, buffer: Tensor, tag: int) -> Work:
         lane, across, within = "all_gather", *self._gathered(buffer)
         own = shard_of(buffer, self.world.rank, self.world.size)
         outgoing = [(peer, own) for peer in self._across(1)]
         passed_on = [(peer, row) for peer in self._within(1) for row in self._column(buffer)]
-        first = self._exchange(lane, buffer, across, outgoing, bucket)
+        first = self._exchange(lane, buffer, across, outgoing, tag)
         self.ledger["all_gather"] += nbytes_of(outgoing) + nbytes_of(passed_on)
-        receives = self._receives(lane, buffer, within, bucket + _SECOND_HOP)
-        return self._two_hops(lane, bucket, first, lambda: passed_on, receives)[0]
+        receives = self._receives(lane, buffer, within, tag + _SECOND_HOP)
+        return self._two_hops(lane, tag, first, lambda: passed_on, receives)[0]
 
     @override
-    def launch_gather_of_host(self, buffer: Tensor, bucket: int) -> Work:
+    def launch_gather_of_host(self, buffer: Tensor, tag: int) -> Work:
         lane, own = "all_gather", self._column(buffer)
         outgoing = [(peer, row) for peer in self._within(1) for row in own]
         rows = self._columns(buffer, self._within(-1))
         self.ledger["all_gather"] += nbytes_of(outgoing)
-        waits = self._exchange(lane, buffer, rows, outgoing, bucket)
-        return self.new_work(lane, f"bucket {bucket} within the host", waits)
+        waits = self._exchange(lane, buffer, rows, outgoing, tag)
+        return self.new_work(lane, f"bucket {tag} within the host", waits)
 
     @override
-    def expect_reduce_scatter(self, received: Tensor, bucket: int) -> None:
+    def expect_reduce_scatter(self, received: Tensor, tag: int) -> None:
         within, across = self._received(received)
-        self._expect("reduce_scatter", received, within, bucket)
-        self._expect("reduce_scatter", received, across, bucket + _SECOND_HOP)
+        self._expect("reduce_scatter", received, within, tag)
+        self._expect("reduce_scatter", received, across, tag + _SECOND_HOP)
 
     @override
-    def expect_sums_of_host(self, received: Tensor, incoming: Tensor, bucket: int) -> None:
-        self._expect("reduce_scatter", received, self._received(received)[0], bucket)
+    def expect_sums_of_host(self, received: Tensor, incoming: Tensor, tag: int) -> None:
+        self._expect("reduce_scatter", received, self._received(received)[0], tag)
         across = self._incoming(incoming)
-        self._expect("reduce_scatter", incoming, across, bucket + _SECOND_HOP)
+        self._expect("reduce_scatter", incoming, across, tag + _SECOND_HOP)
 
     @override
-    def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
+    def expect_all_gather(self, buffer: Tensor, tag: int) -> None:
         across, within = self._gathered(buffer)
-        self._expect("all_gather", buffer, across, bucket)
-        self._expect("all_gather", buffer, within, bucket + _SECOND_HOP)
+        self._expect("all_gather", buffer, across, tag)
+        self._expect("all_gather", buffer, within, tag + _SECOND_HOP)
 
-    def _received(self, received: Tensor) -> tuple[Rows, Rows]:
+    def _received(self, received: Tensor) -> tuple[RankRows, RankRows]:
         """Where a reduce-scatter receives: of ranks of this host N shards each, of others one."""
         sources = [source for source in self._within(-1) for _ in self._column(received, 0)]
         rows = [
@@ -180,32 +180,32 @@ class TwoHopCollectives(PairwiseCollectives):
         ]
         return rows[: len(sources)], rows[len(sources) :]
 
-    def _incoming(self, incoming: Tensor) -> Rows:
+    def _incoming(self, incoming: Tensor) -> RankRows:
         return [
             (source, incoming[source // self.world.ranks_a_host]) for source in self._across(-1)
         ]
 
-    def _gathered(self, buffer: Tensor) -> tuple[Rows, Rows]:
+    def _gathered(self, buffer: Tensor) -> tuple[RankRows, RankRows]:
         """Where an all-gather receives: of other hosts a shard, of ranks of this one N."""
         shards = buffer.tensor_split(self.world.size)
         across = [(source, shards[source]) for source in self._across(-1)]
         return across, self._columns(buffer, self._within(-1))
 
     def _two_hops(
-        self, lane: str, bucket: int, first: Waits, pass_on: Callable[[], Rows], receives: Waits
+        self, lane: str, tag: int, first: Waits, pass_on: Callable[[], RankRows], receives: Waits
     ) -> Begun:
         """A work that ends with the second hop, and what blocks until that has begun.
 
         Args:
             lane: The half.
-            bucket: Its number.
+            tag: See `launch_reduce_scatter`.
             first: What the first hop waits for.
             pass_on: Called by the thread when the first hop has ended; says what is sent then.
             receives: What the second hop receives.
         """
         hops = "within the host", "between hosts"
         hops = hops if lane == "reduce_scatter" else hops[::-1]
-        names = [f"bucket {bucket} {one}" for one in hops]
+        names = [f"bucket {tag} {one}" for one in hops]
         await_first = self.arriving(lane, names[0], first)
 
         def send() -> Callable[[], None]:
@@ -213,18 +213,18 @@ class TwoHopCollectives(PairwiseCollectives):
             outgoing = pass_on()
             if self.reduce_group is None:
                 raise RuntimeError("The training has ended, and its process groups with it.")
-            sends = self._sends(lane, outgoing, bucket + _SECOND_HOP)
+            sends = self._sends(lane, outgoing, tag + _SECOND_HOP)
             # Who is named may have waited in vain itself.
             name = f"{names[1]}, where a rank waits for others of its host"
             return self.arriving(lane, name, [*receives, *sends])
 
-        key = lane, bucket // NUMBERS_OF_ONE
+        key = lane, tag // TAGS_OF_ONE_OPTIMIZER
         thread = self._threads.setdefault(key, Background(f"dear {lane}, second hops {key[1]}"))
         sent = thread.submit(send)
         if self.observer is not None:
             # Nobody waits for this recording: another half's hop may stand before it.
             self.observer("first_hop", names[0], partial(_until_done, sent))
-        arrive = self.observed(lane, f"bucket {bucket}", lambda: sent.result()())
+        arrive = self.observed(lane, f"bucket {tag}", lambda: sent.result()())
         return Work(arrive), sent.result
 
 
@@ -279,11 +279,11 @@ class NativeTwoHopCollectives(NativeCollectives):
         return waits
 
     def _two_hops(
-        self, lane: str, bucket: int, first: Waits, launch_second: Callable[[], Waits]
+        self, lane: str, tag: int, first: Waits, launch_second: Callable[[], Waits]
     ) -> Waits:
         """What waits for the second hop, which begins when the first has ended."""
         hops = "within the host", "between hosts"
-        name = f"bucket {bucket} {hops[lane == 'all_gather']}"
+        name = f"bucket {tag} {hops[lane == 'all_gather']}"
         await_first = self.arriving(lane, name, first)
         if self.observer is not None:
             await_first = self.observer("first_hop", name, await_first)
@@ -309,22 +309,22 @@ class NativeTwoHopCollectives(NativeCollectives):
 
     @override
     def launch_reduce_scatter(
-        self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
+        self, buffer: Tensor, received: Tensor, out: Tensor, tag: int
     ) -> Work:
         lane, own = "reduce_scatter", self._column(buffer)
         of_hosts = list(received.chunk(len(own)))
         both = self._but_own(of_hosts), self._but_own(own)
         second = partial(self.start, "all_to_all", self._across, *both)
-        waits = self._two_hops(lane, bucket, self._start_within(REDUCE_SCATTER, buffer), second)
+        waits = self._two_hops(lane, tag, self._start_within(REDUCE_SCATTER, buffer), second)
         of_hosts[self.world.host] = shard_of(buffer, self.world.rank, self.world.size)
         self._count(lane, buffer, own[0])
         return self.new_work(
-            lane, f"bucket {bucket}", waits, partial(sum_in_source_order, of_hosts, out)
+            lane, f"bucket {tag}", waits, partial(sum_in_source_order, of_hosts, out)
         )
 
     @override
     def launch_sums_of_host(
-        self, buffer: Tensor, received: Tensor, encode: Encode, incoming: Tensor, bucket: int
+        self, buffer: Tensor, received: Tensor, encode: Encode, incoming: Tensor, tag: int
     ) -> Begun:
         lane, own = "reduce_scatter", self._column(buffer)
         sums = received.view(len(own), -1)
@@ -334,23 +334,23 @@ class NativeTwoHopCollectives(NativeCollectives):
             return self.start("all_to_all_single", self._across, incoming, rows)
 
         first = self._start_within(REDUCE_SCATTER, buffer)
-        waits = self._two_hops(lane, bucket, first, launch_second)
+        waits = self._two_hops(lane, tag, first, launch_second)
         self._count(lane, buffer, incoming[0])
-        return self.new_work(lane, f"bucket {bucket}", waits), self.streams.follow_beside
+        return self.new_work(lane, f"bucket {tag}", waits), self.streams.follow_beside
 
     @override
-    def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
+    def launch_all_gather(self, buffer: Tensor, tag: int) -> Work:
         lane, rows = "all_gather", self._but_own(self._column(buffer))
         own = shard_of(buffer, self.world.rank, self.world.size)
         outgoing = self._but_own([own] * len(rows))
         first = self.start("all_to_all", self._across, rows, outgoing)
         second = partial(self._start_within, ALL_GATHER, buffer)
-        waits = self._two_hops(lane, bucket, first, second)
+        waits = self._two_hops(lane, tag, first, second)
         self._count(lane, buffer, own)
-        return self.new_work(lane, f"bucket {bucket}", waits)
+        return self.new_work(lane, f"bucket {tag}", waits)
 
     @override
-    def launch_gather_of_host(self, buffer: Tensor, bucket: int) -> Work:
+    def launch_gather_of_host(self, buffer: Tensor, tag: int) -> Work:
         lane, waits = "all_gather", self._start_within(ALL_GATHER, buffer)
         self._count(lane, buffer, buffer[:0])
-        return self.new_work(lane, f"bucket {bucket} within the host", waits)
+        return self.new_work(lane, f"bucket {tag} within the host", waits)

@@ -24,18 +24,18 @@ from lightning_dear.collectives.world import World
 
 T = TypeVar("T")
 
-Parts = tuple[Tensor, list[int]]
+SplitTensor = tuple[Tensor, list[int]]
 """A flat tensor, and how many of its elements are for, or from, each rank, by rank."""
 
 Encode = Callable[[Tensor], Tensor]
 """Makes of a host's sums, [hosts, elements] fp32, what is sent to each host, a row for each."""
 
-NUMBERS_OF_ONE = 1 << 12
+TAGS_OF_ONE_OPTIMIZER = 1 << 12
 """Of the buckets of one optimizer; what it exchanges besides begins at multiples of it."""
 
-GRADIENT_NUMBERS = 1 << 22
-STATE_NUMBERS = 1 << 23
-SELECTION_NUMBERS = 3 << 22
+GRADIENT_TAGS = 1 << 22
+STATE_TAGS = 1 << 23
+SELECTION_TAGS = 3 << 22
 """Added to a bucket's number for exchanges that may be made while the bucket's own is under way, or
 is expected after a step that was broken off: of whole gradients, of saved state, and of what owners
 select."""
@@ -218,7 +218,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def launch_reduce_scatter(
-        self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
+        self, buffer: Tensor, received: Tensor, out: Tensor, tag: int
     ) -> Work:
         """Sums `buffer` over ranks; after `wait`, `out` holds this rank's shard of the sum.
 
@@ -228,15 +228,15 @@ class Collectives(ABC):
             received: Flat scratch of `scratch_numel(buffer.numel())` elements.
             out: One shard: `buffer`'s own shard itself, or elsewhere in fp32. gloo sums in rank
                 order, and 16-bit values in fp32.
-            bucket: Number of the bucket, equal on all ranks.
+            tag: Of the message, equal on all ranks; see `Exchange.tag_of`.
         """
 
     @abstractmethod
-    def launch_all_gather(self, buffer: Tensor, bucket: int) -> Work:
+    def launch_all_gather(self, buffer: Tensor, tag: int) -> Work:
         """Fills `buffer` (flat, `world_size` shards) in place from every rank's own shard."""
 
     @abstractmethod
-    def launch_all_to_all(self, rows: Tensor, incoming: Tensor, bucket: int) -> Work:
+    def launch_all_to_all(self, rows: Tensor, incoming: Tensor, tag: int) -> Work:
         """Sends row r to rank r; after `wait`, row s of `incoming` is what rank s has sent here.
 
         In the place of a reduce-scatter, for bytes that have to be decoded before they are summed.
@@ -244,11 +244,11 @@ class Collectives(ABC):
         Args:
             rows: [world_size, n]; not to be mutated before `wait`.
             incoming: [world_size, n] of the same dtype; overwritten.
-            bucket: Number of the bucket, equal on all ranks.
+            tag: Of the message, equal on all ranks; see `Exchange.tag_of`.
         """
 
     @abstractmethod
-    def launch_parts(self, outgoing: Parts, incoming: Parts, number: int) -> Work:
+    def launch_parts(self, outgoing: SplitTensor, incoming: SplitTensor, tag: int) -> Work:
         """Sends each rank its part; after `wait`, `incoming` holds what they have sent here.
 
         On the all-gather group.
@@ -256,10 +256,10 @@ class Collectives(ABC):
         Args:
             outgoing: Not to be mutated before `wait`; nothing for this rank itself.
             incoming: Of the same dtype; overwritten.
-            number: As a bucket's, equal on all ranks.
+            tag: See `launch_reduce_scatter`.
         """
 
-    def expect_reduce_scatter(self, received: Tensor, bucket: int) -> None:
+    def expect_reduce_scatter(self, received: Tensor, tag: int) -> None:
         """Lets others' parts of the bucket arrive in `received` from now on. Idempotent.
 
         The next `launch_reduce_scatter` of the bucket must come, with the same `received`. A gloo
@@ -267,7 +267,7 @@ class Collectives(ABC):
         message queues behind whatever its host is sending. NCCL has nothing to do here.
         """
 
-    def expect_all_gather(self, buffer: Tensor, bucket: int) -> None:
+    def expect_all_gather(self, buffer: Tensor, tag: int) -> None:
         """Lets others' shards arrive in `buffer` from now on; as `expect_reduce_scatter`."""
 
     def launch_messages(
@@ -276,7 +276,7 @@ class Collectives(ABC):
         messages: Mapping[int, Tensor],
         sources: Collection[int],
         incoming: Tensor,
-        bucket: int,
+        tag: int,
         num_notes: int = 1,
     ) -> Work:
         """Sends `messages[r]` to rank r; after `wait`, row s of `incoming` begins with rank s's.
@@ -290,7 +290,7 @@ class Collectives(ABC):
                 element of which says how long it is; not to be mutated before `wait`.
             sources: Ranks that send something here.
             incoming: [world_size, most elements] of the same dtype; overwritten.
-            bucket: Number of the bucket, equal on all ranks.
+            tag: Of the message, equal on all ranks; see `Exchange.tag_of`.
             num_notes: How many elements each message begins with that are no payload.
 
         Raises:
@@ -298,20 +298,20 @@ class Collectives(ABC):
         """
         raise RuntimeError("Messages of unknown length need gloo.")
 
-    def expect_messages(self, lane: str, incoming: Tensor, bucket: int) -> None:
+    def expect_messages(self, lane: str, incoming: Tensor, tag: int) -> None:
         """Lets rows, or messages, of all others arrive from now on; as `expect_reduce_scatter`."""
 
-    def launch_all_reduce(self, buffer: Tensor, bucket: int) -> Work:
+    def launch_all_reduce(self, buffer: Tensor, tag: int) -> Work:
         """Sums the flat `buffer`, in place on all ranks alike, in the reduce-scatter group."""
         if self.world.size == 1:
             return Work.done()
         waits = self.start("all_reduce", self.reduce_group, buffer)
         self.ledger["all_reduce"] += 2 * self.ring_bytes(buffer)
         # In this lane since it takes the reduce-scatters' place in backward.
-        return self.new_work("reduce_scatter", f"bucket {bucket}", waits)
+        return self.new_work("reduce_scatter", f"bucket {tag}", waits)
 
     def launch_sums_of_host(
-        self, buffer: Tensor, received: Tensor, encode: Encode, incoming: Tensor, bucket: int
+        self, buffer: Tensor, received: Tensor, encode: Encode, incoming: Tensor, tag: int
     ) -> Begun:
         """Sums `buffer` within each host, and sends what `encode` makes of that between hosts.
 
@@ -326,7 +326,7 @@ class Collectives(ABC):
                 this one's place on their hosts, [N, elements of a shard] fp32, which it may mutate.
                 Returns [N, n], a row for each.
             incoming: [N, n] of the same dtype; overwritten.
-            bucket: Number of the bucket, equal on all ranks.
+            tag: Of the message, equal on all ranks; see `Exchange.tag_of`.
 
         Returns:
             The work, and what blocks the host (gloo) or the current stream (NCCL) until all that
@@ -334,10 +334,10 @@ class Collectives(ABC):
         """
         raise RuntimeError("There is one hop.")
 
-    def expect_sums_of_host(self, received: Tensor, incoming: Tensor, bucket: int) -> None:
+    def expect_sums_of_host(self, received: Tensor, incoming: Tensor, tag: int) -> None:
         """Lets others' parts arrive from now on; as `expect_reduce_scatter`."""
 
-    def launch_gather_of_host(self, buffer: Tensor, bucket: int) -> Work:
+    def launch_gather_of_host(self, buffer: Tensor, tag: int) -> Work:
         """Fills `buffer`, as long as `launch_sums_of_host`'s, with what ranks of this host sum.
 
         Each has, in place, the shards of its place's ranks. Where `hops` is 1, nothing is done.
@@ -345,7 +345,7 @@ class Collectives(ABC):
         return Work.done()
 
     @abstractmethod
-    def launch_any(self, flags: Tensor) -> Work:
+    def launch_max(self, flags: Tensor) -> Work:
         """Combines uint8 `flags` over ranks by maximum, in place, on the reduce-scatter group."""
 
     @abstractmethod

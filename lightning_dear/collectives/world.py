@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-Place = tuple[tuple[str, str], tuple[int, int]]
+RankPlace = tuple[tuple[str, str], tuple[int, int]]
 """What a rank knows of its place: (machine, network) as it sees them, and (node rank, local rank)
 as its launcher says. All processes on one kernel see the same machine name. Both numbers are 0
 unless a launcher sets them.
@@ -80,7 +80,7 @@ class World:
         return f"{len(counts)} hosts with {each}"
 
 
-def hosts_of(places: Sequence[Place]) -> tuple[tuple[int, ...], str]:
+def hosts_of(places: Sequence[RankPlace]) -> tuple[tuple[int, ...], str]:
     """Finds out which ranks share a host.
 
     Usually by node ranks, so that the containers of one node count as one host. Where node ranks

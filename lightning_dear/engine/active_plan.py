@@ -132,7 +132,7 @@ class ActivePlan:
         overflow = torch.zeros(1, dtype=torch.uint8, device=like.device)
         if gradients := shards.gradients:
             overflow.copy_(~torch.isfinite(_norms(gradients, math.inf)).all())
-        self.exchange.collectives.launch_any(overflow).wait()
+        self.exchange.collectives.launch_max(overflow).wait()
         # The scaler looks at gradients only, and at least at one: this one brings it the vote.
         vote = torch.zeros(1, dtype=like.dtype, device=like.device)
         vote.grad = torch.where(overflow.bool(), math.inf, 0.0).to(like.dtype)
@@ -226,12 +226,12 @@ class Recording:
                 f"The plan '{plan.name}' is broken, or for another model: {error}"
             ) from None
         for number in plan.uncompressed:
-            codec = self.codecs[plan.buckets[number].slices[0].tensor]
-            if codec is not None and codec.votes:
+            compressor = self.codecs[plan.buckets[number].slices[0].tensor]
+            if compressor is not None and compressor.votes:
                 raise ValueError(
-                    f"The plan '{plan.name}' leaves buckets uncompressed, and {codec.name} makes"
-                    " votes of the others: signs would be stepped with the same learning rate as"
-                    " gradients. Plan anew, such as with fusion='threshold'."
+                    f"The plan '{plan.name}' leaves buckets uncompressed, and {compressor.name}"
+                    " makes votes of the others: signs would be stepped with the same learning rate"
+                    " as gradients. Plan anew, such as with fusion='threshold'."
                 )
 
 

@@ -305,7 +305,7 @@ class BucketRound:
         absent = self._absent_votes(says)
         with self._waiting("gradients"):
             flags, found = self._flags([*says, *absent.values()])
-            for work in (*self.launched.values(), self._collectives.launch_any(flags)):
+            for work in (*self.launched.values(), self._collectives.launch_max(flags)):
                 work.wait()
         told = self._hear(says, absent, flags, found)
         self._add_earlier(is_empty=not any(told))

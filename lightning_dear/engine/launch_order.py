@@ -55,7 +55,7 @@ def launches_of_step(active: ActivePlan, num_buffers: int) -> Iterator[Launch]:
     calls = {number: active.exchange.reduce_calls(buckets[number]) for number in order}
     yield from (Launch("reduce", calls[number][0], number) for number in order)
     yield from [Launch("gather", "broadcast")] * num_buffers
-    yield Launch("reduce", "any")
+    yield Launch("reduce", "max")
     yield from (Launch("reduce", call, number) for number in order for call in calls[number][1:])
     yield from (Launch("reduce", call) for call in active.exchange.calls_behind_sums())
     for number in active.plan.gather_order:

@@ -195,7 +195,7 @@ class Pipeline:
     def _first_refusal(self) -> str | None:
         if self.options.is_of_gradients:
             return "gradients are gathered, and stepped in forward"
-        if self.options.codec is not None:
+        if self.options.compressor is not None:
             return "encoded gradients are used once all ranks' are known to be finite"
         if not self.collectives.matches_by_tag:
             return "the backend's collectives must keep one order on all ranks"
@@ -220,10 +220,10 @@ class Pipeline:
         for part in self.parts:
             part.measure_next_step()
 
-    def use_codec(self, codec: Compressor) -> None:
-        """Another codec of the same kind, or none; see `OptimizerPipeline.use_codec`."""
+    def use_compressor(self, compressor: Compressor) -> None:
+        """Another codec of the same kind, or none; see `OptimizerPipeline.use_compressor`."""
         for part in self.parts:
-            part.use_codec(codec)
+            part.use_compressor(compressor)
 
     # --- the phases ---------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class PlanLifecycle:
         trained: What the optimizer trains.
         looks_again: Whether the next forward is recorded beside the plan at work.
         number: Of the optimizer among all whose pipelines share process groups.
-        codec: What encodes in place of the configured codec; None for that one.
+        compressor: What encodes in place of the configured codec; None for that one.
         residuals: What encoding has left to be sent.
         loss_scale: See `Traffic`; to be assigned to by whoever scales losses.
         find_plan: Asked for the plan of what was recorded, before the planner is, which makes one
@@ -79,7 +79,7 @@ class PlanLifecycle:
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
         self.number, self._stepper = number, stepper
         self._on_gradient, self._on_arrival = on_gradient, on_arrival
-        self.codec: Compressor | None = None
+        self.compressor: Compressor | None = None
         self.is_moving = False
         self._lagging_at_end: dict[Parameter, int] = {}
         self._start_recording()
@@ -122,8 +122,8 @@ class PlanLifecycle:
             plan = with_whole_tensors(plan, self.recording.tensors)
         self.plan = plan
         self.active = self._build(plan, self.recording)
-        if self.codec is not None:
-            self.active.exchange.use(self.codec)
+        if self.compressor is not None:
+            self.active.exchange.use(self.compressor)
         left = self._stepper.left
         self._stepper.attach(self.active.flat, self.trained.parameters)
         # What was written to 16-bit weights while there was no plan: there the bits tell.
@@ -138,7 +138,7 @@ class PlanLifecycle:
         """Makes all that `plan` needs; the parameters move, and keep their values. Local."""
         training, collectives = self._training, self._training.collectives
         options = training.options
-        sends_bytes = options.codec is not None and options.ranks_together(collectives) == 1
+        sends_bytes = options.compressor is not None and options.ranks_together(collectives) == 1
         # Any stream may still read where parameters have been.
         collectives.streams.synchronize()
         flat = allocate(
@@ -230,22 +230,26 @@ class PlanLifecycle:
 
     # --- codecs and writes between two steps ----------------------------------------------------
 
-    def use_codec(self, codec: Compressor, *, is_idle: bool) -> None:
-        """See `OptimizerPipeline.use_codec`; `is_idle`: no gradient was sent since the last step.
+    def use_compressor(self, compressor: Compressor, *, is_idle: bool) -> None:
+        """See `OptimizerPipeline.use_compressor`.
+
+        Args:
+            compressor: See there.
+            is_idle: Whether no gradient has been sent since the last step.
 
         Raises:
             ValueError: Without a compressor, and for one that keeps something else between steps,
                 or that would have been refused instead of the configured one.
         """
-        check_replaces(codec, self._training.options.codec)
-        if not codec.is_identity and codec != self.codec:
+        check_replaces(compressor, self._training.options.compressor)
+        if not compressor.is_identity and compressor != self.compressor:
             # Raises as the constructor does.
-            _ = replace(self._training.options, codec=codec)
-        self.codec = codec
+            _ = replace(self._training.options, compressor=compressor)
+        self.compressor = compressor
         if self.active is not None:
             # Another thread that reads parameters may complete them just now.
             with self.active.gatherer.arriving:
-                self.active.exchange.use(codec, is_idle=is_idle)
+                self.active.exchange.use(compressor, is_idle=is_idle)
 
     def take_over(self, but: Collection[int] = ()) -> None:
         """What was written to parameters, and given as state, since the last step; writes win.

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from lightning_dear.engine.training import Training
 
-Options = Mapping[tuple[int, str], Any]
+OptionValues = Mapping[tuple[int, str], Any]
 """(number of a parameter group, key) -> value."""
 
 _KINDS = (bool, int, float, str, tuple, type(None), Tensor)
 
 
-def options_of(optimizer: Optimizer) -> Options:
+def options_of(optimizer: Optimizer) -> OptionValues:
     """What is set in the parameter groups; single numbers in tensors, too, as they are now.
 
     Not those on a device, for which the host would have to wait.
@@ -42,7 +42,7 @@ def _as_plain(value: Any) -> Any:
     return value
 
 
-def check_options(what: str, reports: Sequence[Options]) -> None:
+def check_options(what: str, reports: Sequence[OptionValues]) -> None:
     """Refuses options that are others on some rank than on rank 0.
 
     Args:
@@ -80,8 +80,8 @@ class SharedOptions:
     def __init__(self, training: Training, optimizer: Optimizer, number: int) -> None:
         self._training, self._optimizer, self._number = training, optimizer, number
         # Of this step, and of the one before.
-        self._options: Options = {}
-        self._before: Options = {}
+        self._options: OptionValues = {}
+        self._before: OptionValues = {}
         self._seen: Sequence[Any] = ()
         self._digest: Tensor | None = None
 

@@ -146,13 +146,17 @@ class OptimizerPipeline:
     @contextmanager
     def backward(self, *, synchronize: bool | None) -> Iterator[None]:
         """Around a backward; see `Pipeline.backward`."""
-        codec = self._training.options.codec
-        if self.progress.state in _WERE_CHANGED and codec is not None and codec.encodes_once:
+        compressor = self._training.options.compressor
+        if (
+            self.progress.state in _WERE_CHANGED
+            and compressor is not None
+            and compressor.encodes_once
+        ):
             raise RuntimeError(
                 "Another backward would add to mean gradients that a hook was shown, that"
                 " whole_gradients() has shown or that were clipped, which"
-                f" compressor={codec.name!r} would encode once more. Run all backwards of a step"
-                " before that, or, if only hooks see them, pass"
+                f" compressor={compressor.name!r} would encode once more. Run all backwards of a"
+                " step before that, or, if only hooks see them, pass"
                 " DearStrategy(gradients_in_hooks=False)."
             )
         self.plans.trained.hooks.stay_last()
@@ -408,24 +412,24 @@ class OptimizerPipeline:
             )
         self.plans.replan(plan)
 
-    def use_codec(self, codec: Compressor) -> None:
+    def use_compressor(self, compressor: Compressor) -> None:
         """Encodes with `codec` from the next step on. All ranks call, after the same step. Local.
 
         Blocks while another thread waits for parameters. Gradients that have been sent, or whose
         sending has begun, go on as they have begun.
 
         Raises:
-            ValueError: See `PlanLifecycle.use_codec`.
+            ValueError: See `PlanLifecycle.use_compressor`.
         """
         active = self.plans.active
         is_idle = self.progress.state in _NOTHING_IS_SENT
         has_begun = active is not None and active.round.has_begun
-        self.plans.use_codec(codec, is_idle=is_idle and not has_begun)
+        self.plans.use_compressor(compressor, is_idle=is_idle and not has_begun)
 
     @property
-    def uses_configured_codec(self) -> bool:
+    def uses_configured_compressor(self) -> bool:
         """Whether steps are encoded as was configured; not while a schedule says otherwise."""
-        return self.plans.codec in (None, self._training.options.codec)
+        return self.plans.compressor in (None, self._training.options.compressor)
 
     def encoding_figures(self) -> dict[str, Tensor | float]:
         """What encoding saves and what it leaves over; see `ActivePlan.encoding_figures`."""

@@ -17,7 +17,7 @@ from lightning_dear.telemetry.device_work import device_work_s
 
 _NOTHING = nullcontext()
 
-Span = tuple[Any, Any]
+MarkPair = tuple[Any, Any]
 """The marks of a beginning and of an end."""
 
 
@@ -58,9 +58,9 @@ class StepTimer:
         self._first_uses: dict[int, Any] = {}
         self._gradients: dict[int, Any] = {}
         # Of "forward", "backward" and "step".
-        self._spans: dict[str, Span] = {}
-        self._late_steps: list[Span] = []
-        self._left_out: list[Span] = []
+        self._spans: dict[str, MarkPair] = {}
+        self._late_steps: list[MarkPair] = []
+        self._left_out: list[MarkPair] = []
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -104,17 +104,17 @@ class StepTimer:
         """
         before_s = device_work_s()
 
-        def note(span: Span) -> None:
+        def note(span: MarkPair) -> None:
             if device_work_s() > before_s:
                 self._left_out.append(span)
 
         return self._marked(note)
 
-    def _marked(self, note: Callable[[Span], object]) -> AbstractContextManager[None]:
+    def _marked(self, note: Callable[[MarkPair], object]) -> AbstractContextManager[None]:
         return self._marking(note) if self.is_on else _NOTHING
 
     @contextmanager
-    def _marking(self, note: Callable[[Span], object]) -> Iterator[None]:
+    def _marking(self, note: Callable[[MarkPair], object]) -> Iterator[None]:
         start = self._clock.mark()
         yield
         note((start, self._clock.mark()))

@@ -257,7 +257,7 @@ def check_layout(
 
 def _how(options: ExchangeOptions, collectives: Collectives) -> str:
     """What all ranks must have alike to exchange; where they draw alike, that is their device."""
-    codecs = [options.codec, *(codec for _, codec in options.groups)]
+    codecs = [options.compressor, *(compressor for _, compressor in options.groups)]
     draws = any(getattr(one, "randomness", None) == "shared" for one in codecs)
     return f"{options!r}, which draws on {collectives.streams.model}" if draws else repr(options)
 
@@ -312,11 +312,12 @@ def _local_problem(module: Module, optimizer: Optimizer, options: ExchangeOption
     if len(devices) > 1:
         return f"Trained parameters lie on several devices ({', '.join(sorted(devices))}); use one."
     others = [(name, one.dtype) for name, one in managed if not one.is_floating_point()]
-    if others and options.codec is not None:
+    if others and options.compressor is not None:
         name, dtype = others[0]
         return (
-            f"compressor={options.codec.name!r} encodes real numbers, and '{name}' is of {dtype}."
-            " Keep its real and imaginary part as two parameters, or use compressor='none'."
+            f"compressor={options.compressor.name!r} encodes real numbers, and '{name}' is of"
+            f" {dtype}. Keep its real and imaginary part as two parameters, or use"
+            " compressor='none'."
         )
     return None
 
@@ -329,25 +330,26 @@ def check_momentum(optimizer: Optimizer, options: ExchangeOptions) -> None:
     Raises:
         ValueError: Naming the parameter group and what to use.
     """
-    codec = options.codec
-    if codec is None or not codec.brings_momentum:
+    compressor = options.compressor
+    if compressor is None or not compressor.brings_momentum:
         return
     for number, group in enumerate(optimizer.param_groups):
+        what = f"{type(optimizer).__name__}'s parameter group {number}"
         if group.get("momentum") or group.get("beta1") or any(group.get("betas", ())[:1]):
             raise ValueError(
-                f"compressor={codec.name!r} keeps momentum itself, and {type(optimizer).__name__}'s"
-                f" parameter group {number} has momentum, too: gradients would be averaged twice."
-                " Use an optimizer without momentum, such as SGD(momentum=0), and schedules that"
-                " leave it so (OneCycleLR(cycle_momentum=False)), or another compressor."
+                f"compressor={compressor.name!r} keeps momentum itself, and {what} has momentum,"
+                " too. Use an optimizer without momentum, such as SGD(momentum=0), and schedules"
+                " that leave it so (OneCycleLR(cycle_momentum=False)), or another compressor:"
+                " gradients would be averaged twice."
             )
         is_decoupled = isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay")
-        if group.get("weight_decay") and not (codec.takes_weight_decay or is_decoupled):
+        if group.get("weight_decay") and not (compressor.takes_weight_decay or is_decoupled):
             raise ValueError(
-                f"compressor={codec.name!r} keeps momentum itself, and {type(optimizer).__name__}'s"
-                f" parameter group {number} has weight_decay={group['weight_decay']:g}, which would"
-                " stay outside of it, and do less, by 1 - momentum, than beside an SGD with"
-                " momentum. Set weight_decay=0 and add that decay to the loss, whose gradient is"
-                " momentum's too: weight_decay / 2 * sum(p.square().sum() for p in parameters)."
+                f"compressor={compressor.name!r} keeps momentum itself, and {what} has"
+                f" weight_decay={group['weight_decay']:g}. Set weight_decay=0 and add that decay to"
+                " the loss, whose gradient is momentum's too: weight_decay / 2 *"
+                " sum(p.square().sum() for p in parameters). Outside of momentum it would do less,"
+                " by 1 - momentum, than beside an SGD with momentum."
             )
 
 

@@ -70,7 +70,7 @@ class Training:
     @property
     def uses_buckets(self) -> bool:
         """Whether gradients pass through buckets: they travel, or are encoded and decoded."""
-        return self.world.size > 1 or self.options.codec is not None
+        return self.world.size > 1 or self.options.compressor is not None
 
     def launch_buffers(self) -> None:
         """Launches the module's buffers, once a forward, behind the last reduce-scatters.

@@ -65,7 +65,7 @@ class WholeGradients:
         # Agreed on, since a hook may have cleared some on some ranks only.
         own = torch.tensor([one.parameter.grad is not None for one in placements])
         flags = own.to(collectives.flags_device, torch.uint8)
-        collectives.launch_any(flags).wait()
+        collectives.launch_max(flags).wait()
         # A rank that has all of them, or is alone, need not wait for a device to know.
         knows = bool(own.all()) or collectives.world.size == 1
         used = (own if knows else flags).tolist()

@@ -27,17 +27,17 @@ def new_exchange(
         codecs: What the tensors of each bucket are configured to be encoded by, row by row.
         traffic: What is moved.
     """
-    codec = options.codec
-    if codec is None:
+    compressor = options.compressor
+    if compressor is None:
         return Exchange(traffic)
-    if isinstance(codec, Codec):
+    if isinstance(compressor, Codec):
         return CodedExchange(traffic, options, codecs)
-    if isinstance(codec, SparseAllReduce):
-        whole = TreeExchange if codec.is_tree else WholeSparseExchange
-        kind = whole if codec.all_reduces else SparseExchange
-        return kind(traffic, codec)
-    assert isinstance(codec, PowerSGD)
-    return LowRankExchange(traffic, codec)
+    if isinstance(compressor, SparseAllReduce):
+        whole = TreeExchange if compressor.is_tree else WholeSparseExchange
+        kind = whole if compressor.all_reduces else SparseExchange
+        return kind(traffic, compressor)
+    assert isinstance(compressor, PowerSGD)
+    return LowRankExchange(traffic, compressor)
 
 
 __all__ = ["NO_SEED", "CompressedBucket", "Exchange", "LossScale", "Traffic", "new_exchange"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket, FlatBuffers
-from lightning_dear.collectives.work import GRADIENT_NUMBERS, Collectives, T, Work
+from lightning_dear.collectives.work import GRADIENT_TAGS, Collectives, T, Work
 from lightning_dear.compression import Compressor
 from lightning_dear.exchange.compressed_bucket import CompressedBucket
 from lightning_dear.telemetry.device_work import as_device_work
@@ -38,7 +38,7 @@ class Traffic:
 
     Attributes:
         collectives: What moves the bytes.
-        first_number: The number that bucket 0 has among all that travel at once, those of several
+        first_tag: The number that bucket 0 has among all that travel at once, those of several
             optimizers included.
         flat: All of the plan's buckets.
         is_of_gradients: Whether mean gradients are gathered instead of parameters (the paper).
@@ -47,7 +47,7 @@ class Traffic:
     """
 
     collectives: Collectives
-    first_number: int
+    first_tag: int
     flat: FlatBuffers
     is_of_gradients: bool
     uncompressed: Collection[int] = ()
@@ -66,19 +66,19 @@ class Exchange:
 
     Attributes:
         collectives: See `Traffic`.
-        first_number: See `Traffic`.
+        first_tag: See `Traffic`.
         coded: What encoding keeps of each bucket, in the order of the buckets; of none if nothing
             is encoded.
     """
 
     def __init__(self, traffic: Traffic) -> None:
-        self.collectives, self.first_number = traffic.collectives, traffic.first_number
+        self.collectives, self.first_tag = traffic.collectives, traffic.first_tag
         self._is_of_gradients = traffic.is_of_gradients
         self.coded: Sequence[CompressedBucket] = ()
 
-    def number_of(self, bucket: Bucket) -> int:
+    def tag_of(self, bucket: Bucket) -> int:
         """The bucket's among all that travel at once."""
-        return self.first_number + bucket.number
+        return self.first_tag + bucket.number
 
     # --- the two halves ---------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class Exchange:
         """Lets others' gradients arrive from now on; `launch_reduce` must follow."""
         # An all-reduce has receives of its own.
         if not bucket.role.is_all_reduced:
-            self.collectives.expect_reduce_scatter(bucket.received, self.number_of(bucket))
+            self.collectives.expect_reduce_scatter(bucket.received, self.tag_of(bucket))
 
     def launch_reduce(self, bucket: Bucket) -> Work:
         """Starts summing the bucket's gradients; after `wait`, its `mean` is there."""
@@ -102,14 +102,14 @@ class Exchange:
             if bucket.role.has_master:
                 # Summed in fp32 as by a reduce-scatter; older gloos know no bf16.
                 bucket.mean.copy_(bucket.gradients)
-            return self.collectives.launch_all_reduce(bucket.mean, self.number_of(bucket))
+            return self.collectives.launch_all_reduce(bucket.mean, self.tag_of(bucket))
         buffers = bucket.gradients, bucket.received, bucket.mean
-        return self.collectives.launch_reduce_scatter(*buffers, self.number_of(bucket))
+        return self.collectives.launch_reduce_scatter(*buffers, self.tag_of(bucket))
 
     def expect_gather(self, bucket: Bucket) -> None:
         """Lets what is gathered arrive, where nobody may read it before `launch_gather`."""
         if not bucket.role.is_all_reduced:
-            self.collectives.expect_all_gather(self._gathered(bucket), self.number_of(bucket))
+            self.collectives.expect_all_gather(self._gathered(bucket), self.tag_of(bucket))
 
     def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
         """Does what has to be done here and now; what is returned starts the gather, later.
@@ -123,8 +123,8 @@ class Exchange:
     def _gather(self, bucket: Bucket) -> Work:
         if bucket.role.is_all_reduced:
             return Work.done()
-        number = self.number_of(bucket)
-        work = self.collectives.launch_all_gather(self._gathered(bucket), number)
+        tag = self.tag_of(bucket)
+        work = self.collectives.launch_all_gather(self._gathered(bucket), tag)
         return work.then(bucket.land) if bucket.role.is_staged else work
 
     def _gathered(self, bucket: Bucket) -> Tensor:
@@ -140,8 +140,8 @@ class Exchange:
         """Starts filling the bucket's gradients from every rank's mean, in place."""
         if bucket.role.is_all_reduced:
             return Work.done()
-        number = self.number_of(bucket) + GRADIENT_NUMBERS
-        return self.collectives.launch_all_gather(bucket.gradients, number)
+        tag = self.tag_of(bucket) + GRADIENT_TAGS
+        return self.collectives.launch_all_gather(bucket.gradients, tag)
 
     def sync(self, bucket: Bucket) -> None:
         """Gathers stepped shards that replicas are behind of, as they are. Collective, blocks."""
@@ -191,11 +191,11 @@ class Exchange:
         """Bytes of both halves as they are, over those that travel, of two hops between hosts."""
         return 1.0
 
-    def use(self, codec: Compressor, *, is_idle: bool = True) -> None:
+    def use(self, compressor: Compressor, *, is_idle: bool = True) -> None:
         """Encodes with another codec from now on, or from the next `commit` or `discard` on.
 
         Args:
-            codec: Which one.
+            compressor: Which one.
             is_idle: Whether nothing has been reduced, or is about to arrive, since the last of
                 those.
 
@@ -203,7 +203,7 @@ class Exchange:
             ValueError: Where nothing is encoded.
         """
         raise ValueError(
-            f"Nothing encodes, so that {codec.name} cannot replace it: set compressor=."
+            f"Nothing encodes, so that {compressor.name} cannot replace it: set compressor=."
         )
 
     def check(self) -> None:
@@ -234,12 +234,12 @@ class CompressedExchange(Exchange, ABC):
 
     Args:
         traffic: What is moved.
-        codec: What encodes.
+        compressor: What encodes.
     """
 
-    def __init__(self, traffic: Traffic, codec: Compressor) -> None:
+    def __init__(self, traffic: Traffic, compressor: Compressor) -> None:
         super().__init__(traffic)
-        self._codec, self._loss_scale = codec, traffic.loss_scale
+        self._compressor, self._loss_scale = compressor, traffic.loss_scale
         # Largest number that may be sent -> largest ones that were to be, of each bucket.
         self._found: dict[float, list[Tensor]] = {}
         # What waits for gradients that are encoded behind a host's sum; the host, or the stream.
@@ -253,29 +253,33 @@ class CompressedExchange(Exchange, ABC):
     @override
     def launch_reduce(self, bucket: Bucket) -> Work:
         """Encodes the bucket's gradients and starts sending that. Does not block."""
-        return self._prepare(bucket, partial(self._encode, bucket, self._loss_scale()))()
+        return self._encode_now(bucket, partial(self._encode, bucket, self._loss_scale()))()
 
     @abstractmethod
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
         """Encodes the bucket's gradients, which come multiplied by `scale`."""
 
-    def _prepare(self, bucket: Bucket | None, encode: Callable[[], Sending]) -> Callable[[], Work]:
+    def _encode_now(
+        self, bucket: Bucket | None, encode: Callable[[], Sending]
+    ) -> Callable[[], Work]:
         """Encodes here and now; what is returned starts sending that, and lets it be decoded.
 
         Of one bucket, or of all.
         """
-        return partial(self._launch, bucket, self._work("encode", bucket, encode))
+        return partial(self._launch, bucket, self._as_device_work("encode", bucket, encode))
 
     def _launch(self, bucket: Bucket | None, sending: Sending) -> Work:
         work = sending.launch()
         if sending.decode is None:
             return work
-        return work.then(partial(self._work, "decode", bucket, sending.decode))
+        return work.then(partial(self._as_device_work, "decode", bucket, sending.decode))
 
-    def _work(self, lane: str, bucket: Bucket | None, work: Callable[..., T], *args: Any) -> T:
+    def _as_device_work(
+        self, lane: str, bucket: Bucket | None, work: Callable[..., T], *args: Any
+    ) -> T:
         """Encodes or decodes here and now; see `as_device_work`."""
-        number = None if bucket is None else self.number_of(bucket)
-        return as_device_work(self.collectives, lane, number, work, *args)
+        tag = None if bucket is None else self.tag_of(bucket)
+        return as_device_work(self.collectives, lane, tag, work, *args)
 
     # --- gradients that are not finite ------------------------------------------------------------
 
@@ -307,8 +311,8 @@ class CompressedExchange(Exchange, ABC):
                 return
             self._refusal = GradientsNotFinite(
                 "A rank's gradients, or a host's sum of them, have nan or inf in them, which"
-                f" compressor={self._codec.name!r} cannot send, or would keep."
-                f"{self._codec.overflows} No weight has"
+                f" compressor={self._compressor.name!r} cannot send, or would keep."
+                f"{self._compressor.overflows} No weight has"
                 " changed, and no residual. Find the operation with Trainer(detect_anomaly=True),"
                 " or the hook that changes gradients; lower the learning rate or clip gradients, or"
                 " use precision='16-mixed', which leaves such steps out."
@@ -331,7 +335,7 @@ class CompressedExchange(Exchange, ABC):
         flags[0] = self.take_found_inf()
         if says is not None:
             flags[1] = says
-        self.collectives.launch_any(flags).wait()
+        self.collectives.launch_max(flags).wait()
         self.hear_found_inf(flags[0])
         return flags
 
@@ -341,16 +345,16 @@ class CompressedExchange(Exchange, ABC):
             raise self._refusal
 
     @override
-    def use(self, codec: Compressor, *, is_idle: bool = True) -> None:
+    def use(self, compressor: Compressor, *, is_idle: bool = True) -> None:
         """Encodes with another codec, from the next reduction on. All ranks, all alike.
 
         It must need of what is kept between steps what the first codec has, or be `Fp32`. Buckets
         with another codec than the first keep theirs, but for `Fp32`.
         """
-        self._next = None if is_idle else codec
+        self._next = None if is_idle else compressor
         for coded in self.coded if is_idle else ():
-            follows = coded.configured == self._codec or codec.is_identity
-            coded.use(codec if follows else coded.configured)
+            follows = coded.configured == self._compressor or compressor.is_identity
+            coded.use(compressor if follows else coded.configured)
 
     # --- around a step --------------------------------------------------------------------------
 

@@ -45,11 +45,11 @@ class CodedExchange(CompressedExchange):
     def __init__(
         self, traffic: Traffic, options: ExchangeOptions, codecs: Iterable[Codec | None]
     ) -> None:
-        assert isinstance(options.codec, Codec)
-        super().__init__(traffic, options.codec)
+        assert isinstance(options.compressor, Codec)
+        super().__init__(traffic, options.compressor)
         self.coded: Sequence[CodedBucket] = [
-            CodedBucket(bucket, options, codec or options.codec, traffic)
-            for bucket, codec in zip(traffic.flat.buckets, codecs, strict=True)
+            CodedBucket(bucket, options, compressor or options.compressor, traffic)
+            for bucket, compressor in zip(traffic.flat.buckets, codecs, strict=True)
         ]
 
     # --- the reduce half ----------------------------------------------------------------------
@@ -61,7 +61,7 @@ class CodedExchange(CompressedExchange):
     @override
     def expect_reduce(self, bucket: Bucket) -> None:
         coded = self.coded[bucket.number]
-        coded.reduction.expect(coded.stream)
+        coded.reduction.expect(coded.tag)
 
     @override
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
@@ -72,7 +72,7 @@ class CodedExchange(CompressedExchange):
 
     def _encode_rows(self, coded: CodedBucket, scale: Tensor | None, rows: Tensor) -> Sending:
         coded.compensate(rows, scale)
-        self._look_for_inf(rows, coded.most if scale is None else coded.codec.largest)
+        self._look_for_inf(rows, coded.most if scale is None else coded.compressor.largest)
         return coded.encode_reduce(rows, scale)
 
     @override
@@ -86,28 +86,30 @@ class CodedExchange(CompressedExchange):
         coded.own_gradients(bucket.gradients)
 
         def encode(sums: Tensor) -> None:
-            made.append(self._work("encode", bucket, self._encode_rows, coded, scale, sums))
+            made.append(
+                self._as_device_work("encode", bucket, self._encode_rows, coded, scale, sums)
+            )
 
         def decode() -> None:
             if made[0].decode is not None:
-                self._work("decode", bucket, made[0].decode)
+                self._as_device_work("decode", bucket, made[0].decode)
 
-        work, end = reduction.launch_sums(coded.stream, encode)
+        work, end = reduction.launch_sums(coded.tag, encode)
         self._encoding.append(end)
         return work.then(decode)
 
     @override
     def add_earlier(self, bucket: Bucket, earlier: Tensor | None, *, is_empty: bool) -> None:
         """Votes do not add up: those of no gradient are left out, and `check` refuses others."""
-        if earlier is None or not self.coded[bucket.number].codec.votes:
+        if earlier is None or not self.coded[bucket.number].compressor.votes:
             super().add_earlier(bucket, earlier, is_empty=is_empty)
             return
         bucket.mean.copy_(earlier)
         if not is_empty:
             self._refusal = RuntimeError(
                 "Gradients came after others of the same step had been sent, and"
-                f" compressor={self._codec.name!r} votes, once a step. No weight has changed. Run"
-                " every backward but the step's last one in"
+                f" compressor={self._compressor.name!r} votes, once a step. No weight has changed."
+                " Run every backward but the step's last one in"
                 " `with trainer.strategy.block_backward_sync():`, or"
                 " `with fabric.no_backward_sync(model):`, or use a compressor that does not vote,"
                 " such as 'efsignsgd'."
@@ -116,7 +118,7 @@ class CodedExchange(CompressedExchange):
     @property
     @override
     def voting(self) -> AbstractSet[int]:
-        return {one.number for one in self.coded if one.codec.votes}
+        return {one.number for one in self.coded if one.compressor.votes}
 
     @override
     def refuse_votes(self, names: Sequence[str]) -> None:
@@ -125,7 +127,7 @@ class CodedExchange(CompressedExchange):
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         self._refusal = RuntimeError(
             f"Some ranks have a gradient for {first}{more} and others have none, and"
-            f" compressor={self._codec.name!r} votes: who has no gradient cannot abstain. No"
+            f" compressor={self._compressor.name!r} votes: who has no gradient cannot abstain. No"
             " weight has changed. Let all ranks use the same parameters in a step, or use a"
             " compressor that does not vote, such as 'efsignsgd'."
         )
@@ -136,7 +138,7 @@ class CodedExchange(CompressedExchange):
     def expect_gather(self, bucket: Bucket) -> None:
         coded = self.coded[bucket.number]
         if coded.is_sent_back:
-            self.collectives.expect_all_gather(coded.outgoing.view(-1), coded.stream)
+            self.collectives.expect_all_gather(coded.outgoing.view(-1), coded.tag)
         else:
             super().expect_gather(bucket)
 
@@ -146,7 +148,7 @@ class CodedExchange(CompressedExchange):
         coded = self.coded[bucket.number]
         if coded.is_sent_back:
             encode = partial(coded.encode_gather, self._is_nan, self._look_for_inf)
-            return self._prepare(bucket, encode)
+            return self._encode_now(bucket, encode)
         coded.flush()
         return partial(self._send_as_it_is, coded, super().prepare_gather(bucket))
 

@@ -31,7 +31,7 @@ class Reduction:
     are summed as dense gradients are, in fp32.
 
     Args:
-        codec: That encodes.
+        compressor: That encodes.
         collectives: What moves them.
         outgoing: [world_size, nbytes] uint8, contiguous: row r is for rank r.
 
@@ -42,9 +42,9 @@ class Reduction:
         rows: Which n of a bucket's world_size rows to decode them into.
     """
 
-    def __init__(self, codec: Codec, collectives: Collectives, outgoing: Tensor) -> None:
+    def __init__(self, compressor: Codec, collectives: Collectives, outgoing: Tensor) -> None:
         rank, world_size = collectives.world.rank, collectives.world.size
-        self._collectives, self._adds_up = collectives, codec.is_summable
+        self._collectives, self._adds_up = collectives, compressor.is_summable
         self.call = "reduce_scatter" if self._adds_up else "all_to_all"
         if self._adds_up:
             self._outgoing = numbers = outgoing.view(torch.float32).view(-1)
@@ -58,23 +58,23 @@ class Reduction:
             self._received = self.wires = torch.empty_like(outgoing)
             self.rows = slice(0, world_size)
 
-    def expect(self, number: int) -> None:
+    def expect(self, tag: int) -> None:
         """Lets others' bytes arrive from now on; `launch` must follow, of the same number."""
         if self._adds_up:
-            self._collectives.expect_reduce_scatter(self._received, number)
+            self._collectives.expect_reduce_scatter(self._received, tag)
         else:
-            self._collectives.expect_messages("reduce_scatter", self._received, number)
+            self._collectives.expect_messages("reduce_scatter", self._received, tag)
 
-    def launch(self, number: int) -> Work:
+    def launch(self, tag: int) -> Work:
         """Starts sending `outgoing`, which belongs to the collective until `wait`. Does not block.
 
         Args:
-            number: The bucket's among all that travel at once, equal on all ranks.
+            tag: Of the message; the same on all ranks.
         """
         buffers = self._outgoing, self._received
         if self._adds_up:
-            return self._collectives.launch_reduce_scatter(*buffers, self._sum, number)
-        return self._collectives.launch_all_to_all(*buffers, number)
+            return self._collectives.launch_reduce_scatter(*buffers, self._sum, tag)
+        return self._collectives.launch_all_to_all(*buffers, tag)
 
 
 class HostsReduction(Reduction):
@@ -97,11 +97,11 @@ class HostsReduction(Reduction):
         self.rows = slice(0, len(outgoing))
 
     @override
-    def expect(self, number: int) -> None:
-        self._collectives.expect_sums_of_host(self._bucket.received, self.wires, number)
+    def expect(self, tag: int) -> None:
+        self._collectives.expect_sums_of_host(self._bucket.received, self.wires, tag)
 
     def launch_sums(
-        self, number: int, encode: Callable[[Tensor], object]
+        self, tag: int, encode: Callable[[Tensor], object]
     ) -> tuple[Work, Callable[[], object]]:
         """Starts summing; `encode` is called with the sums, [hosts, elements of a shard] fp32.
 
@@ -113,7 +113,7 @@ class HostsReduction(Reduction):
             return self._outgoing
 
         place = self._bucket.gradients, self._bucket.received
-        return self._collectives.launch_sums_of_host(*place, encoded, self.wires, number)
+        return self._collectives.launch_sums_of_host(*place, encoded, self.wires, tag)
 
 
 class CodedBucket(CompressedBucket):
@@ -122,12 +122,12 @@ class CodedBucket(CompressedBucket):
     Args:
         bucket: Its gradients, and its mean, are read and written.
         options: With a codec.
-        codec: What its tensors are configured for: that one, or another.
+        compressor: What its tensors are configured for: that one, or another.
         traffic: What moves its bytes, and whether it travels as it is all the same.
 
     Attributes:
-        stream: The bucket's number among all that travel at once, of which it draws: no two draw
-            the same random numbers.
+        tag: Of the bucket's messages. No two buckets have the same, so it also seeds what the
+            compressor draws.
         outgoing: [rows, bytes of a shard] uint8. In the reduce half row r is for rank r, or row h
             for host h. In the gather half row r is what rank r has encoded of its shard. By then
             what was sent has arrived.
@@ -137,18 +137,18 @@ class CodedBucket(CompressedBucket):
         most: Larger numbers are refused, since more than one further step would have to send them.
     """
 
-    codec: Codec
+    compressor: Codec
     configured: Codec
     reduction: Reduction
 
     def __init__(
-        self, bucket: Bucket, options: ExchangeOptions, codec: Codec, traffic: Traffic
+        self, bucket: Bucket, options: ExchangeOptions, compressor: Codec, traffic: Traffic
     ) -> None:
-        assert isinstance(options.codec, Codec)
+        assert isinstance(options.compressor, Codec)
         collectives = traffic.collectives
         # What is never encoded loses nothing, but is to be stepped with the others' momentum.
-        has_momentum = codec.is_identity and options.codec.brings_momentum
-        keeps = options.codec if has_momentum else codec
+        has_momentum = compressor.is_identity and options.compressor.brings_momentum
+        keeps = options.compressor if has_momentum else compressor
         device, numel = bucket.gradients.device, bucket.gradients.numel()
         world_size = collectives.world.size
         owner = Memory(0, device)
@@ -159,13 +159,13 @@ class CodedBucket(CompressedBucket):
         worker = keeps.worker_memory(shard * len(places), device)
         if options.encodes_both and not bucket.role.lags:
             # What differences of parameters have not brought is in the next ones.
-            owner = codec.owner_memory(shard, device)
+            owner = compressor.owner_memory(shard, device)
         # What a plan does not encode keeps what it has, as in a dense step.
-        used = Fp32() if bucket.number in traffic.uncompressed else codec
+        used = Fp32() if bucket.number in traffic.uncompressed else compressor
         parts = None if self._together == 1 else encoded
         super().__init__(bucket, used, worker, owner, world_size, parts)
         self._collectives, self._world_size = collectives, world_size
-        self.stream = traffic.first_number + bucket.number
+        self.tag = traffic.first_tag + bucket.number
         self._encodes_both = options.encodes_both
         self._keeps_momentum = keeps.brings_momentum
         self._make_room()
@@ -174,8 +174,8 @@ class CodedBucket(CompressedBucket):
     def _make_room(self) -> None:
         # Once for each codec, not for each step: nothing else changes what follows from it.
         world_size, num_rows = self._world_size, self._world_size // self._together
-        self.is_sent_back = self._encodes_both and not self.codec.is_identity
-        row_nbytes = self.codec.wire_bytes(self.spec.padded_numel // world_size)
+        self.is_sent_back = self._encodes_both and not self.compressor.is_identity
+        row_nbytes = self.compressor.wire_bytes(self.spec.padded_numel // world_size)
         self.nbytes = world_size * row_nbytes
         shape = world_size if self.is_sent_back else num_rows, row_nbytes
         self.outgoing = self.bucket.gradients.new_empty(shape, dtype=torch.uint8)
@@ -183,8 +183,8 @@ class CodedBucket(CompressedBucket):
             outgoing = self.outgoing[:num_rows]
             self.reduction = HostsReduction(self._collectives, outgoing, self.bucket)
         else:
-            self.reduction = Reduction(self.codec, self._collectives, self.outgoing)
-        self.most = 2 * self.codec.largest if self.codec.has_feedback else math.inf
+            self.reduction = Reduction(self.compressor, self._collectives, self.outgoing)
+        self.most = 2 * self.compressor.largest if self.compressor.has_feedback else math.inf
 
     @override
     def detach(self) -> None:
@@ -208,12 +208,12 @@ class CodedBucket(CompressedBucket):
 
     def encode_reduce(self, rows: Tensor, scale: Tensor | None) -> Sending:
         """Encodes what `compensate` has left into `outgoing`."""
-        reduction, votes = self.reduction, self.codec.votes
+        reduction, votes = self.reduction, self.compressor.votes
         outgoing = self.outgoing[: len(rows)]
         encoded = self._encode("reduce", rows, outgoing)
         self.worker.note_sent(rows, outgoing, encoded, scale)
         decode = partial(self._sum, reduction, encoded, scale, votes=votes)
-        return Sending(partial(reduction.launch, self.stream), decode)
+        return Sending(partial(reduction.launch, self.tag), decode)
 
     def _sum(
         self, reduction: Reduction, encoded: Encoded, scale: Tensor | None, *, votes: bool
@@ -262,7 +262,7 @@ class CodedBucket(CompressedBucket):
         # The step is being made, and nothing can take it back.
         self.owner.commit()
         wire = self.outgoing
-        launch = partial(self._collectives.launch_all_gather, wire.view(-1), self.stream)
+        launch = partial(self._collectives.launch_all_gather, wire.view(-1), self.tag)
         return Sending(launch, partial(self._write, wire, encoded, self._unused, is_nan))
 
     def _write(
@@ -312,18 +312,18 @@ class CodedBucket(CompressedBucket):
         return rows
 
     def _encode(self, half: str, rows: Tensor, wire: Tensor) -> Encoded:
-        codec = self.codec
+        compressor = self.compressor
         # Of steps that are made: several rounds of one add up at the same places.
         turn = self.counts["gather" if self.is_sent_back else "reduce"]
         self.counts[half] += 1
         seed = None
-        if codec.randomness == "turns":
-            seed = self._seed_of(f"turns {self.stream}") + turn
-        elif codec.randomness != "none":
+        if compressor.randomness == "turns":
+            seed = self._seed_of(f"turns {self.tag}") + turn
+        elif compressor.randomness != "none":
             # Of the count, so that a resumed run goes on.
-            key = f"{half} {self.stream} {self.counts[half]}"
-            is_private = codec.randomness == "private"
+            key = f"{half} {self.tag} {self.counts[half]}"
+            is_private = compressor.randomness == "private"
             seed = self._seed_of(f"{key} {self._collectives.world.rank}" if is_private else key)
-        encoded = Encoded(codec, seed)
-        codec.encode(rows, wire, encoded.generator(rows.device))
+        encoded = Encoded(compressor, seed)
+        compressor.encode(rows, wire, encoded.generator(rows.device))
         return encoded

@@ -24,7 +24,7 @@ class CompressedBucket(ABC):
 
     Args:
         bucket: Its mean is read and written.
-        codec: What encodes it.
+        compressor: What encodes it.
         worker: What is kept of the gradients that this rank encodes.
         owner: What is kept of the mean, for this rank's shard.
         world_size: Number of ranks.
@@ -38,7 +38,7 @@ class CompressedBucket(ABC):
         own: Where this rank's shard lies in it.
         worker: See above.
         owner: See above.
-        codec: In use at present.
+        compressor: In use at present.
         configured: Of this bucket, unless a schedule says otherwise.
         counts: Half -> how often it has been encoded; equal on all ranks, not for all buckets.
         seed: Of all that is drawn at random, equal on all ranks; or `NO_SEED`.
@@ -52,14 +52,14 @@ class CompressedBucket(ABC):
     def __init__(
         self,
         bucket: Bucket,
-        codec: Compressor,
+        compressor: Compressor,
         worker: Memory,
         owner: Memory,
         world_size: int,
         encoded: Sequence[slice] | None = None,
     ) -> None:
         self.bucket = bucket
-        self.configured = self.codec = codec
+        self.configured = self.compressor = compressor
         self.number, self.spec, self.own = bucket.number, bucket.spec, bucket.own
         self.worker, self.owner = worker, owner
         self.encoded = encoded or (slice(0, bucket.spec.padded_numel),)
@@ -105,11 +105,11 @@ class CompressedBucket(ABC):
             flat[part] = piece
         return flat
 
-    def use(self, codec: Compressor) -> None:
+    def use(self, compressor: Compressor) -> None:
         """Encodes with `codec` from the next reduction on. What is on its way keeps its bytes."""
-        if codec != self.codec:
+        if compressor != self.compressor:
             # New buffers: bytes on their way are still decoded from the old ones.
-            self.codec = codec
+            self.compressor = compressor
             self._make_room()
 
     def start_anew(self, seed: int | None) -> None:

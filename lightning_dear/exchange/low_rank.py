@@ -76,7 +76,7 @@ class LowRankBucket(CompressedBucket):
 
     Args:
         bucket: All-reduced, or of a single rank; its mean is read and written.
-        codec: Says which tensors are matrices, and of which rank.
+        compressor: Says which tensors are matrices, and of which rank.
         traffic: Of all tensors, and whether nothing is factored here all the same.
 
     Attributes:
@@ -86,10 +86,10 @@ class LowRankBucket(CompressedBucket):
 
     messages: Messages
 
-    def __init__(self, bucket: Bucket, codec: PowerSGD, traffic: Traffic) -> None:
+    def __init__(self, bucket: Bucket, compressor: PowerSGD, traffic: Traffic) -> None:
         device, self._world_size = bucket.mean.device, traffic.collectives.world.size
-        used = Fp32() if bucket.number in traffic.uncompressed else codec
-        worker = codec.worker_memory(bucket.mean.numel(), device)
+        used = Fp32() if bucket.number in traffic.uncompressed else compressor
+        worker = compressor.worker_memory(bucket.mean.numel(), device)
         # Every rank has the whole mean: no owner encodes it, or has anything to keep of that.
         super().__init__(bucket, used, worker, Memory(0, device), self._world_size)
         # Apart until the step is made: one that a loss scale leaves out must not change factors.
@@ -99,7 +99,7 @@ class LowRankBucket(CompressedBucket):
             shape = storage_shape(traffic.flat.placements[piece.tensor].parameter)
             num_rows = shape[0] if len(shape) > 1 else 1
             num_columns = piece.numel // num_rows
-            if rank := codec.rank_of(num_rows, num_columns):
+            if rank := compressor.rank_of(num_rows, num_columns):
                 factor = torch.empty(num_columns, rank, dtype=torch.float32, device=device)
                 self.factors[piece.tensor] = factor
         self.start_anew(None)
@@ -115,7 +115,9 @@ class LowRankBucket(CompressedBucket):
     @override
     def _make_room(self) -> None:
         pieces = self.spec.slices
-        own = [None if self.codec.is_identity else self.factors.get(one.tensor) for one in pieces]
+        own = [
+            None if self.compressor.is_identity else self.factors.get(one.tensor) for one in pieces
+        ]
         firsts = [
             piece.numel if factor is None else piece.numel // len(factor) * factor.shape[1]
             for piece, factor in zip(pieces, own, strict=True)
@@ -211,19 +213,19 @@ class LowRankExchange(CompressedExchange):
 
     Args:
         traffic: Of buckets that are all-reduced.
-        codec: Says what is factored.
+        compressor: Says what is factored.
     """
 
-    def __init__(self, traffic: Traffic, codec: PowerSGD) -> None:
-        super().__init__(traffic, codec)
+    def __init__(self, traffic: Traffic, compressor: PowerSGD) -> None:
+        super().__init__(traffic, compressor)
         self.coded: Sequence[LowRankBucket] = [
-            LowRankBucket(bucket, codec, traffic) for bucket in traffic.flat.buckets
+            LowRankBucket(bucket, compressor, traffic) for bucket in traffic.flat.buckets
         ]
         if self.collectives.world.rank == 0 and not any(one.factors for one in self.coded):
             warnings.warn(
                 "compressor='powersgd' compresses nothing: no weight is a matrix of which"
-                f" rank={codec.rank} leaves 1/{codec.min_saving:g} or less (min_saving). Leave it"
-                " out, or choose a smaller rank.",
+                f" rank={compressor.rank} leaves 1/{compressor.min_saving:g} or less (min_saving)."
+                " Leave it out, or choose a smaller rank.",
                 stacklevel=2,
             )
         # What is to be done for the second messages of buckets whose first are on their way.
@@ -263,7 +265,7 @@ class LowRankExchange(CompressedExchange):
         self, first: Work, low: LowRankBucket, messages: Messages, scale: Tensor | None
     ) -> None:
         first.wait()
-        self._work("encode", low.bucket, low.encode_second, messages, scale)
+        self._as_device_work("encode", low.bucket, low.encode_second, messages, scale)
         self._seconds[low.number] = self._all_reduce(low.bucket, messages.second)
 
     def _arrive(self, low: LowRankBucket) -> None:
@@ -278,7 +280,7 @@ class LowRankExchange(CompressedExchange):
         if not message.numel():
             # No matrix in this bucket, on any rank.
             return Work.done()
-        return self.collectives.launch_all_reduce(message, self.number_of(bucket))
+        return self.collectives.launch_all_reduce(message, self.tag_of(bucket))
 
     @property
     @override

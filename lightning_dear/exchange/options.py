@@ -23,24 +23,24 @@ class ExchangeOptions(Setting):
     """Options of the strategies, for the engine: a `Setting`, and what is used beside it.
 
     Attributes:
-        codec: What encodes the halves that it names; None: both travel as they are.
+        compressor: What encodes the halves that it names; None: both travel as they are.
         groups: Other codecs for some tensors.
 
     Raises:
         ValueError: For unknown names, and options that exclude each other.
     """
 
-    codec: Compressor | None = None
+    compressor: Compressor | None = None
     groups: Groups = ()
 
     def __post_init__(self) -> None:
         if self.gather not in GATHERS:
             raise ValueError(f"Unknown gather {self.gather!r}; valid names: {', '.join(GATHERS)}.")
-        check_groups(self.groups, self.codec)
+        check_groups(self.groups, self.compressor)
         # What cannot be used beside what is the compressors' own matter.
-        for codec in (self.codec, *(codec for _, codec in self.groups)):
-            if codec is not None:
-                codec.check_with(self)
+        for compressor in (self.compressor, *(compressor for _, compressor in self.groups)):
+            if compressor is not None:
+                compressor.check_with(self)
         if not (self.decouple or self.is_of_gradients):
             raise ValueError(
                 "decouple=False all-reduces whole gradients, which gather='parameters' has no use"
@@ -50,12 +50,12 @@ class ExchangeOptions(Setting):
     @cached_property
     def all_reduces(self) -> bool:
         """Whether every rank gets whole means during backward, and nothing is gathered."""
-        return not self.decouple or (self.codec is not None and self.codec.all_reduces)
+        return not self.decouple or (self.compressor is not None and self.compressor.all_reduces)
 
     @cached_property
     def encodes_both(self) -> bool:
         """Whether what is gathered is encoded, too."""
-        return self.codec is not None and self.codec.halves == "both"
+        return self.compressor is not None and self.compressor.halves == "both"
 
     @cached_property
     def encodes_differences(self) -> bool:
@@ -64,9 +64,9 @@ class ExchangeOptions(Setting):
 
     def codec_of(self, name: str, num_dimensions: int) -> Codec | None:
         """What encodes the tensor of this name, row by row; None: nothing does."""
-        if not isinstance(self.codec, Codec):
+        if not isinstance(self.compressor, Codec):
             return None
-        return codec_for(self.groups, self.codec, name, num_dimensions)
+        return codec_for(self.groups, self.compressor, name, num_dimensions)
 
     def check(self, collectives: Collectives, num_optimizers: int) -> None:
         """Refuses what cannot be done with these collectives and optimizers.
@@ -74,17 +74,21 @@ class ExchangeOptions(Setting):
         Raises:
             ValueError: Saying what to leave out.
         """
-        codec = self.codec
-        looks_up_counts = isinstance(codec, SparseAllReduce) and not codec.is_static
-        if codec is not None and looks_up_counts and not collectives.has_variable_lengths:
+        compressor = self.compressor
+        looks_up_counts = isinstance(compressor, SparseAllReduce) and not compressor.is_static
+        if compressor is not None and looks_up_counts and not collectives.has_variable_lengths:
             raise ValueError(
-                f"compressor={codec.name!r} works so with gloo only: how many numbers travel"
+                f"compressor={compressor.name!r} works so with gloo only: how many numbers travel"
                 " depends on the gradients, which with NCCL the host would have to wait for. Use"
                 " process_group_backend='gloo' on CPUs, or OkTopk(mode='static')."
             )
         # Two optimizers' backwards fill their buckets in an order of each rank's own.
         if self.all_reduces and num_optimizers > 1:
-            what = "decouple=False" if self.codec is None else f"compressor={self.codec.name!r}"
+            what = (
+                "decouple=False"
+                if self.compressor is None
+                else f"compressor={self.compressor.name!r}"
+            )
             raise ValueError(
                 f"{what} works with one optimizer, and there are {num_optimizers}: two optimizers'"
                 " all-reduces could start in another order on other ranks. Leave it out."
@@ -93,7 +97,7 @@ class ExchangeOptions(Setting):
     @cached_property
     def is_scattered(self) -> bool:
         """Whether of a whole mean gradient each rank has what lies in its region."""
-        return self.codec is not None and self.codec.is_scattered
+        return self.compressor is not None and self.compressor.is_scattered
 
     def ranks_together(self, collectives: Collectives) -> int:
         """How many ranks of a host encode their sum, each a part.
@@ -107,7 +111,7 @@ class ExchangeOptions(Setting):
     @cached_property
     def encodes_row_by_row(self) -> bool:
         """Whether every codec does, and none votes: so a host's sum can be encoded."""
-        codecs = [self.codec, *(codec for _, codec in self.groups)]
+        codecs = [self.compressor, *(compressor for _, compressor in self.groups)]
         return all(isinstance(one, Codec) and not one.votes for one in codecs)
 
     def role_of(self, plan: BucketPlan, number: int, dtype: torch.dtype) -> Role:
@@ -125,9 +129,9 @@ class ExchangeOptions(Setting):
         return Role.SHARDED_MASTERS if has_masters else Role.SHARDED
 
 
-def default_gather(codec: Compressor | None, groups: Groups = ()) -> str:
+def default_gather(compressor: Compressor | None, groups: Groups = ()) -> str:
     """What travels back if nobody says: parameters, unless a codec cannot send differences."""
-    codecs = [] if codec is None else [codec, *(other for _, other in groups)]
+    codecs = [] if compressor is None else [compressor, *(other for _, other in groups)]
     send_differences = all(one.halves == "reduce" or one.lag == "small" for one in codecs)
     return "parameters" if send_differences else "gradients"
 
@@ -139,10 +143,12 @@ def why_not_all_reduce(options: ExchangeOptions, *, is_one_optimizer: bool) -> s
         options: What travels, and how.
         is_one_optimizer: Whether nobody else all-reduces in the same process groups.
     """
-    if options.codec is not None and options.all_reduces:
-        return f"with {options.codec.name} nothing travels there but what it makes of gradients"
-    if options.codec is not None:
-        return f"{options.codec.name} encodes each part for its owner alone"
+    if options.compressor is not None and options.all_reduces:
+        return (
+            f"with {options.compressor.name} nothing travels there but what it makes of gradients"
+        )
+    if options.compressor is not None:
+        return f"{options.compressor.name} encodes each part for its owner alone"
     if options.is_of_gradients:
         return (
             "gather='gradients' steps every bucket on every rank, and all-reduces all of them with"

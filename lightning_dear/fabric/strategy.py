@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear import private_names
-from lightning_dear.checkpoint.files import KEY, stamp
+from lightning_dear.checkpoint.files import CHECKPOINT_KEY, stamp
 from lightning_dear.compression import Compressor, NoCompression
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
@@ -91,10 +91,10 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_options: Any,
     ) -> None:
-        refusals.check_options(DearFabricStrategy.__init__, locals())
+        given = refusals.checked_options(DearFabricStrategy.__init__, locals())
         # First: what others say of a planner or a schedule is for Trainers.
         modules.check_without_trainer(resolve_fusion(fusion, bucket_cap_mb))
-        self._take_options(locals())
+        self._take_options(given)
         self._setups: list[weakref.ref[DearModule]] = []
         self._num_optimizers, self._is_saving = 0, False
         super().__init__(
@@ -335,7 +335,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         finally:
             self.checkpoint_io = plain
         if state:
-            rest.pop(KEY, None)
+            rest.pop(CHECKPOINT_KEY, None)
         return rest
 
     def __getstate__(self) -> dict[str, Any]:

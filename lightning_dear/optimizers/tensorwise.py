@@ -205,7 +205,7 @@ def _shapes(optimizer: Optimizer, *, tries_all: bool) -> dict[int, set[tuple[int
     return shapes
 
 
-class _Piece(NamedTuple):
+class _TriedPart(NamedTuple):
     """A part of a small tensor, or all of it; `place` is the number of its group."""
 
     place: int
@@ -232,7 +232,7 @@ class _Trial:
         way: str,
         shapes: Mapping[int, Collection[tuple[int, ...]]],
     ) -> None:
-        self._way, self.pieces = way, list[_Piece]()
+        self._way, self.pieces = way, list[_TriedPart]()
         tried = [
             (place, shape)
             for place, own in enumerate(shapes.values())
@@ -244,9 +244,9 @@ class _Trial:
             cut = -(-tensor.numel() // (2 * ALIGNMENT)) * ALIGNMENT
             for where in (slice(0, cut), slice(cut, None)) if way == "parts" else ():
                 part = tensor.view(-1)[where]
-                self.pieces += [_Piece(place, number, where, part)] if part.numel() else []
+                self.pieces += [_TriedPart(place, number, where, part)] if part.numel() else []
             if way != "parts":
-                self.pieces.append(_Piece(place, number, slice(None), Parameter(tensor)))
+                self.pieces.append(_TriedPart(place, number, slice(None), Parameter(tensor)))
         self.twin = _new_twin(optimizer, [*shapes], self.pieces[0].tensor)
         self._put(self.pieces)
 
@@ -266,7 +266,7 @@ class _Trial:
         for one in self.pieces:
             one.tensor.grad = None
 
-    def _put(self, pieces: Sequence[_Piece]) -> None:
+    def _put(self, pieces: Sequence[_TriedPart]) -> None:
         for place, group in enumerate(self.twin.param_groups):
             group["params"] = [one.tensor for one in pieces if one.place == place]
 

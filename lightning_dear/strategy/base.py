@@ -56,7 +56,7 @@ class PipelineStrategy(ABC):
         """Checks and keeps what says how gradients travel; see `DearStrategy` for the meaning.
 
         Args:
-            given: The strategy's options by name, after `check_options`.
+            given: The strategy's options by name, as `checked_options` returns them.
 
         Raises:
             ValueError: For unknown names, and options that exclude each other.
@@ -106,7 +106,7 @@ class PipelineStrategy(ABC):
         host: Any = self
         # In two hops rows travel to a few others alone.
         has_two = self._hops == 2 and self._options.encodes_row_by_row
-        sends_rows = self._options.codec is not None and not has_two
+        sends_rows = self._options.compressor is not None and not has_two
         node = host.node_rank, host.local_rank
         return new_collectives(
             host.root_device, host._timeout, sends_rows=sends_rows, hops=self._hops, node=node

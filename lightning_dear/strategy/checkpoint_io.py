@@ -12,7 +12,13 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from typing_extensions import override
 
 from lightning_dear.checkpoint import folder
-from lightning_dear.checkpoint.files import KEY, CheckpointError, forget_masters, read, write
+from lightning_dear.checkpoint.files import (
+    CHECKPOINT_KEY,
+    CheckpointError,
+    forget_masters,
+    read,
+    write,
+)
 from lightning_dear.collectives.store import from_all_ranks
 
 
@@ -84,6 +90,6 @@ def checked(
         raise wrong
     for others in filter(None, said):
         raise CheckpointError(others)
-    if KEY not in checkpoint:
+    if CHECKPOINT_KEY not in checkpoint:
         forget_masters(checkpoint)
     return checkpoint

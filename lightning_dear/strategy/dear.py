@@ -126,14 +126,14 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_options: Any,
     ) -> None:
-        refusals.check_options(DearStrategy.__init__, locals())
+        given = refusals.checked_options(DearStrategy.__init__, locals())
         # Of the present run; before the first one, of a run without other ranks.
         self._failures = FailureWatch(FailureBoard(), timeout or NO_TIMEOUT)
         self._stop: StopRequest | None = None
         self._is_sync_blocked = False
         # Within `last_backward` its optimizers; none: all.
         self._last_of: list[Optimizer] | None = None
-        self._take_options(locals())
+        self._take_options(given)
         self._saves_folders = save_distributed_checkpoint
         self._pipeline: Pipeline | None = None
         self._connected: Sequence[LightningOptimizer] = ()

@@ -50,14 +50,18 @@ _INSTEAD = {
 }
 
 
-def check_options(create: Callable[..., None], given: Mapping[str, Any]) -> None:
+def checked_options(create: Callable[..., None], given: Mapping[str, Any]) -> dict[str, Any]:
     """Refuses options of `DDPStrategy` that cannot apply, unknown ones, and values of other kinds.
 
-    Which compressors and planners there are is not looked at here.
+    Names of compressors and planners are not checked here.
 
     Args:
         create: A strategy's `__init__`: its annotations say what each option takes.
-        given: Its arguments by name; in `ddp_options` all that are not its own.
+        given: Its arguments by name, before any other local variable; in `ddp_options` all that
+            are not its own.
+
+    Returns:
+        The strategy's own options by name.
 
     Raises:
         ValueError: Naming each option that does not apply, why, and what it may have been meant to
@@ -72,9 +76,10 @@ def check_options(create: Callable[..., None], given: Mapping[str, Any]) -> None
         )
     for option, hint in get_type_hints(create).items():
         takes = get_args(hint) or (hint,)
-        # Who resolves compressors and planners refuses their names.
+        # Compressors and planners are looked up by name later, which refuses unknown names.
         if option in given and not {str, Any} & {*takes}:
             _check_value(option, given[option], takes, create.__annotations__[option])
+    return {name: given[name] for name in own if name in given and name != "self"}
 
 
 def _check_value(option: str, value: Any, takes: Sequence[Any], words: str) -> None:
@@ -132,10 +137,10 @@ def check_optimizers(
 
 def say_what_is_gathered(gather: str | None, options: ExchangeOptions) -> None:
     """Tells people that a compressor has chosen for them what costs memory."""
-    if gather is None and options.is_of_gradients and options.codec is not None:
+    if gather is None and options.is_of_gradients and options.compressor is not None:
         rank_zero_info(
-            f"With compressor={options.codec.name!r} every rank gets whole gradients instead of"
-            " parameters, and has the whole optimizer state."
+            f"With compressor={options.compressor.name!r} every rank gets whole gradients instead"
+            " of parameters, and has the whole optimizer state."
         )
 
 
@@ -146,7 +151,7 @@ def say_what_hosts_cost(pipeline: Pipeline) -> None:
     if own == 1 or options.all_reduces:
         return
     layout = collectives.world.description
-    is_of_hosts = options.ranks_together(collectives) > 1 or options.codec is None
+    is_of_hosts = options.ranks_together(collectives) > 1 or options.compressor is None
     if collectives.hops == 2 and is_of_hosts:
         rank_zero_info(f"{layout}: shards travel in two hops, within hosts and between them.")
         return
@@ -207,7 +212,7 @@ def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
     """
     if not isinstance(fusion, SearchingPlanner):
         return
-    option, codec = option_of(fusion), options.codec
+    option, codec = option_of(fusion), options.compressor
     if options.all_reduces:
         what = "decouple=False" if codec is None else codec.name
         raise ValueError(

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dear.collectives.nccl import ALL_GATHER, REDUCE_SCATTER
-from lightning_dear.collectives.work import STATE_NUMBERS, Collectives, uncounted
+from lightning_dear.collectives.work import STATE_TAGS, Collectives, uncounted
 from lightning_dear.planning import LinkCost
 from lightning_dear.telemetry.clock import clock_of
 from lightning_dear.tuning.link_cost import measure_collectives, slowest
@@ -188,7 +188,7 @@ def _start_s(collectives: Collectives, launches_s: Sequence[float]) -> tuple[flo
         begin_s, begin_cpu_s = time.perf_counter() - launches_s[0], time.process_time()
         for number, (launch_s, buffer) in enumerate(zip(launches_s, buffers, strict=True)):
             time.sleep(max(0.0, begin_s + launch_s - time.perf_counter()))
-            works.append(collectives.launch_all_reduce(buffer, STATE_NUMBERS + number))
+            works.append(collectives.launch_all_reduce(buffer, STATE_TAGS + number))
         for work in works:
             work.wait()
     took_s = time.perf_counter() - begin_s - launches_s[0]

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from lightning_dear.bucket import allocate
 from lightning_dear.collectives.work import (
-    STATE_NUMBERS,
+    STATE_TAGS,
     Collectives,
     Work,
     shard_of,
@@ -48,7 +48,7 @@ def measure_codecs(pipeline: Pipeline) -> CodecCosts:
     All ranks measure at once, as they may share cores. Nothing of the training is touched. Needs
     memory for a few buckets of 4 Mi elements for a moment. Collective, blocks.
     """
-    codec, collectives = pipeline.options.codec, pipeline.collectives
+    codec, collectives = pipeline.options.compressor, pipeline.collectives
     assert isinstance(codec, Codec)
     pipeline.complete_parameters("measuring the codec")
     numel = sum(tensor.numel for tensor in pipeline.parts[0].tensors)
@@ -220,11 +220,11 @@ def launch_seconds(pipeline: Pipeline) -> tuple[float, float]:
     def started_s(
         expect: Callable[[Tensor, int], None], launch: Callable[..., Work], *buffers: Tensor
     ) -> float:
-        expect(buffers[-1], STATE_NUMBERS)
+        expect(buffers[-1], STATE_TAGS)
         # Ranks begin together.
         collectives.all_gather_object(None)
         begin_s = time.perf_counter()
-        work = launch(*buffers, STATE_NUMBERS)
+        work = launch(*buffers, STATE_TAGS)
         end_s = time.perf_counter()
         work.wait()
         return end_s - begin_s

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from lightning_dear.collectives.work import STATE_NUMBERS, Collectives, Work, shard_of, uncounted
+from lightning_dear.collectives.work import STATE_TAGS, Collectives, Work, shard_of, uncounted
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import LinkCost
 from lightning_dear.planning.measured import Train, fitted, sent_bytes
@@ -88,14 +88,14 @@ def train_times(
     def reduce_scatter(place: int) -> Work:
         buffer = buffers[place]
         own = shard_of(buffer, collectives.world.rank, collectives.world.size)
-        number = STATE_NUMBERS + place
+        number = STATE_TAGS + place
         return collectives.launch_reduce_scatter(buffer, received[place], own, number)
 
     def all_gather(place: int) -> Work:
-        return collectives.launch_all_gather(buffers[place], STATE_NUMBERS + place)
+        return collectives.launch_all_gather(buffers[place], STATE_TAGS + place)
 
     def all_reduce(place: int) -> Work:
-        return collectives.launch_all_reduce(buffers[place], STATE_NUMBERS + place)
+        return collectives.launch_all_reduce(buffers[place], STATE_TAGS + place)
 
     kinds = (reduce_scatter, all_gather, all_reduce)
     halves, all_reduces = [], []

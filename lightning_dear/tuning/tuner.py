@@ -99,18 +99,18 @@ class Tuning:
         if self._collectives.world.size == 1 or self.plan is not None:
             return
         times = yield from self._profile()
-        has_codec = self._pipeline.options.codec is not None
+        has_compressor = self._pipeline.options.compressor is not None
         start: BucketPlan | None = None
         # A planner that says nothing of predictions needs no such yardstick.
-        is_predicting = has_codec and isinstance(self._planner, PredictingPlanner)
-        if is_predicting and self._part.uses_configured_codec:
+        is_predicting = has_compressor and isinstance(self._planner, PredictingPlanner)
+        if is_predicting and self._part.uses_configured_compressor:
             start, start_s = self._part.plan, (yield from self._measure_steps())
         link = measure_link(self._pipeline)
         costs: tuple[Any, ...] = (link,)
-        if has_codec:
+        if has_compressor:
             codecs = measure_codecs(self._pipeline)
             # A schedule may have changed it meanwhile.
-            if start is not None and self._part.uses_configured_codec:
+            if start is not None and self._part.uses_configured_compressor:
                 # What its step takes beyond its prediction, every plan's does.
                 seen_s = predict(start, self._tensors, times, link, codecs).step_s
                 codecs = replace(codecs, unseen_s=start_s - seen_s, fitted_to=start)
@@ -124,7 +124,7 @@ class Tuning:
             self._use(plan)
             step_s = yield from self._measure_steps()
             # A schedule may have changed it meanwhile.
-            if self._search is not None and self._part.uses_configured_codec:
+            if self._search is not None and self._part.uses_configured_compressor:
                 self._search.tell(plan, step_s)
         search = self._search
         plan, self.reason = self._rank_0s(search and (search.best, search.reason))
@@ -134,7 +134,7 @@ class Tuning:
 
     def _next_plan(self) -> BucketPlan | None:
         # Steps that a schedule encodes otherwise say nothing of those that are planned for.
-        if not self._part.uses_configured_codec:
+        if not self._part.uses_configured_compressor:
             return None
         plan: BucketPlan | None = self._rank_0s(self._search and self._search.next())
         return plan

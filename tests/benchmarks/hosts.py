@@ -65,7 +65,7 @@ def _trained(way: str, options: argparse.Namespace) -> Callable[[], None]:
     codec = None if name == "dear" else resolve_compressor(name)
     collectives = new_collectives(torch.device("cpu"), hops=int(hops) if hops else None)
     fusion = ThresholdFusion(bucket_cap_mb=options.cap_mb, first_bucket_cap_mb=options.cap_mb)
-    exchanges = ExchangeOptions(default_gather(codec), codec=codec)
+    exchanges = ExchangeOptions(default_gather(codec), compressor=codec)
     pipeline = Pipeline(model, [optimizer], collectives, fusion, options=exchanges)
 
     def train_ours() -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dear.collectives.factory import new_collectives
-from lightning_dear.collectives.work import GRADIENT_NUMBERS, SELECTION_NUMBERS
+from lightning_dear.collectives.work import GRADIENT_TAGS, SELECTION_TAGS
 from lightning_dear.compression import Compressor, resolve_compressor
 from lightning_dear.compression.codec import FewOfMany
 from lightning_dear.engine.pipeline import Pipeline
@@ -82,9 +82,9 @@ class Wire:
         nbytes = message.nbytes
         if tag >= FIRST_OTHER:
             self._sent[OTHER, dst] += nbytes
-        elif tag >= SELECTION_NUMBERS:
+        elif tag >= SELECTION_TAGS:
             self._sent[METADATA, dst] += nbytes
-        elif tag >= GRADIENT_NUMBERS:
+        elif tag >= GRADIENT_TAGS:
             raise AssertionError(f"Not of a training step: {nbytes} bytes with tag {tag}.")
         else:
             # A sparse message begins with how many places and numbers are in it.
@@ -128,7 +128,7 @@ def train(compressor: str, gradients: str, density: float, numel: int, num_steps
     """
     training = training_of(gradients, numel, density)
     optimizer = torch.optim.SGD(training.model.parameters(), lr=LEARNING_RATE)
-    options = ExchangeOptions("gradients", codec=codec_of(compressor, density))
+    options = ExchangeOptions("gradients", compressor=codec_of(compressor, density))
     collectives, steps = new_collectives(torch.device("cpu")), []
     wire = Wire()
     with wire.counting():

@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from lightning_dear.checkpoint.files import FORMAT, KEY, check_format, stamp
+from lightning_dear.checkpoint.files import CHECKPOINT_KEY, FORMAT, check_format, stamp
 
 
 def test_a_stamped_checkpoint_is_read() -> None:
     checkpoint: dict[str, Any] = {"state_dict": {}}
     stamp(checkpoint)
-    assert checkpoint == {"state_dict": {}, KEY: {"format": FORMAT}}
+    assert checkpoint == {"state_dict": {}, CHECKPOINT_KEY: {"format": FORMAT}}
     check_format(checkpoint)
 
 
 def test_stamping_keeps_what_stands_beside_the_number() -> None:
-    checkpoint: dict[str, Any] = {KEY: {"format": 0, "residuals": [1]}}
+    checkpoint: dict[str, Any] = {CHECKPOINT_KEY: {"format": 0, "residuals": [1]}}
     stamp(checkpoint)
-    assert checkpoint[KEY] == {"format": FORMAT, "residuals": [1]}
+    assert checkpoint[CHECKPOINT_KEY] == {"format": FORMAT, "residuals": [1]}
 
 
 def test_a_checkpoint_of_ddp_is_fine() -> None:
@@ -39,4 +39,4 @@ def test_a_checkpoint_of_ddp_is_fine() -> None:
 )
 def test_an_unknown_number_is_refused_by_name(own: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_format({KEY: own})
+        check_format({CHECKPOINT_KEY: own})

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_dear.checkpoint import files as checkpoint_files
 from lightning_dear.checkpoint import folder as distributed_checkpoint
 from lightning_dear.checkpoint import storage as checkpoint_storage
-from lightning_dear.checkpoint.files import KEY
+from lightning_dear.checkpoint.files import CHECKPOINT_KEY
 from lightning_dear.checkpoint.folder import convert, is_folder, load, remove, save
 from lightning_dear.checkpoint.optimizer_state import sharded_state
 from lightning_dear.checkpoint.storage import put_together, take_apart
@@ -576,7 +576,7 @@ def test_elements_that_nobody_wrote_are_not_made_up(tmp_path: Path) -> None:
 def test_an_unknown_format_is_refused_by_name(tmp_path: Path) -> None:
     _save_again(tmp_path / "saved", 1.0)
     path = tmp_path / "saved" / distributed_checkpoint.SKELETON_FILE
-    torch.save({**torch.load(path), KEY: {"format": 99}}, path)
+    torch.save({**torch.load(path), CHECKPOINT_KEY: {"format": 99}}, path)
     with pytest.raises(ValueError, match="lightning_dear format 99"):
         load(tmp_path / "saved")
 

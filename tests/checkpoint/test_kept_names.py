@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from lightning_dear.checkpoint.residuals import FACTORS, STEERING, Rows, unpacked
+from lightning_dear.checkpoint.residuals import FACTORS, STEERING, RowLayout, unpacked
 from lightning_dear.collectives.world import World
 from lightning_dear.compression import DGC, Codec, Signum
 from tests.distributed.harness import distributed
@@ -63,7 +63,7 @@ def test_what_is_loaded_lies_where_its_parameter_does() -> None:
     for device in ("cpu", "meta"):
         parameter = Parameter(torch.zeros(3, 2, device=device))
         for world_size in (2, 3):
-            held = unpacked(state, {0: parameter}, Rows(World(1, world_size)))
+            held = unpacked(state, {0: parameter}, RowLayout(World(1, world_size)))
             found = [
                 held.kept["worker", "residual"][parameter],
                 held.kept["owner", "residual"][parameter],

@@ -261,7 +261,7 @@ def test_what_is_written_to_lagging_weights_between_two_trainings_stays() -> Non
     for offset in (0.0, 1.0):
         model = build("mlp")
         optimizer = optimizer_for("adamw", model)
-        options = ExchangeOptions("parameters", codec=Int8())
+        options = ExchangeOptions("parameters", compressor=Int8())
         pipeline = new_pipeline(model, optimizer, options=options)
         train_steps(pipeline, model, range(2))
         pipeline.detach()

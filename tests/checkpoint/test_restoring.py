@@ -63,15 +63,15 @@ class _Training:
 
 
 CASES = [
-    *((ExchangeOptions(codec=codec), torch.float32) for codec in LAGGING),
-    (ExchangeOptions(codec=Int8()), torch.bfloat16),
+    *((ExchangeOptions(compressor=codec), torch.float32) for codec in LAGGING),
+    (ExchangeOptions(compressor=Int8()), torch.bfloat16),
     (ExchangeOptions(), torch.bfloat16),
-    (ExchangeOptions("gradients", codec=Int8()), torch.float32),
+    (ExchangeOptions("gradients", compressor=Int8()), torch.float32),
 ]
 
 
 COUNTING = [
-    (ExchangeOptions("gradients", codec=codec), torch.float32)
+    (ExchangeOptions("gradients", compressor=codec), torch.float32)
     for codec in (
         RandomK(density=0.2),
         QSGD(),
@@ -123,7 +123,7 @@ def test_a_parameter_without_a_master_starts_from_its_weights() -> None:
 def test_weights_alone_come_back_from_a_divergence() -> None:
     """Their masters with them: not a number stays none, and a lag of huge numbers is huge."""
     for codec, rate in itertools.product(LAGGING, (1e9, 1e30, math.inf)):
-        run = Run(ExchangeOptions(codec=codec))
+        run = Run(ExchangeOptions(compressor=codec))
         run.step()
         run.pipeline.complete_parameters()
         before = weights(run.model)
@@ -152,7 +152,7 @@ def test_weights_that_shrink_at_every_step_keep_their_lag() -> None:
 
 
 def _check_shrinking(codec: Codec) -> None:
-    run = Run(ExchangeOptions(codec=codec))
+    run = Run(ExchangeOptions(compressor=codec))
     for _ in range(6):
         run.step()
         state = run.part.optimizer_state_dict()["state"]

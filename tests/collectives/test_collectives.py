@@ -76,7 +76,7 @@ def test_flags_and_broadcast(world_size: int) -> None:
     rank = dist.get_rank()
     flags = torch.zeros(world_size + 1, dtype=torch.uint8)
     flags[rank] = 1
-    collectives.launch_any(flags).wait()
+    collectives.launch_max(flags).wait()
     assert flags.tolist() == [1] * world_size + [0]
     buffer = torch.full((5,), float(rank))
     collectives.launch_broadcast(buffer, 0).wait()

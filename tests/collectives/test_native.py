@@ -47,7 +47,7 @@ LAUNCHES: dict[str, Callable[[NativeCollectives, Tensor, Tensor], Work]] = {
     "all-to-all": lambda one, a, b: one.launch_all_to_all(a, b, 0),
     "all-gather": lambda one, a, b: one.launch_all_gather(a, 0),
     "all-reduce": lambda one, a, b: one.launch_all_reduce(a, 0),
-    "flags": lambda one, a, b: one.launch_any(a),
+    "flags": lambda one, a, b: one.launch_max(a),
     "broadcast": lambda one, a, b: one.launch_broadcast(a, 0),
     "sums of a host": lambda one, a, b: one.launch_sums_of_host(
         a, b[:4], lambda sums: sums, b[4:].view(2, 2), 0
@@ -124,7 +124,7 @@ def test_after_an_abort_whatever_is_launched_or_waited_for_raises(
     collectives.abort()
     aborts = ["abort"] * (2 * hops + 1)
     assert log == (["start", *aborts, "end"] if can_abort else [])
-    for late in (work.wait, lambda: collectives.launch_any(torch.zeros(2)), collectives.check):
+    for late in (work.wait, lambda: collectives.launch_max(torch.zeros(2)), collectives.check):
         with pytest.raises(RuntimeError, match="another rank has failed") as raised:
             late()
         assert is_consequence(raised.value)

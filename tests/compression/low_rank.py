@@ -53,7 +53,7 @@ class Channel:
         spec = BucketSpec("one", (Slice(0, 0, numel, 0),), aligned(numel), 4)
         weight = Parameter(torch.zeros(shape, device=device))
         plan = BucketPlan("one", 1, (spec,), (0,))
-        role_of = partial(ExchangeOptions("gradients", codec=codec).role_of, plan)
+        role_of = partial(ExchangeOptions("gradients", compressor=codec).role_of, plan)
         flat = allocate(plan, [weight], role_of, 0, lambda _: 0, keeps_gradients=True)
         alone: Any = SimpleNamespace(world=World())
         traffic = Traffic(alone, 0, flat, is_of_gradients=True)

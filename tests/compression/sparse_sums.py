@@ -112,7 +112,7 @@ class Rank:
         spec = BucketSpec("one", (Slice(0, 0, numel, 0),), padded_numel, 4)
         plan = BucketPlan("one", collectives.world.size, (spec,), (0,))
         weight = Parameter(torch.zeros(numel))
-        options = ExchangeOptions("gradients", codec=codec)
+        options = ExchangeOptions("gradients", compressor=codec)
         role_of = partial(options.role_of, plan)
         flat = allocate(plan, [weight], role_of, 0, lambda _: 0, keeps_gradients=True)
         self._bucket = flat.buckets[0]

@@ -155,7 +155,7 @@ def test_the_examples_of_the_page_run() -> None:
 
 @pytest.mark.parametrize("compressor", ["int8", Int8()])
 def test_the_strategy_takes_names_and_instances(compressor: str | Codec) -> None:
-    assert DearStrategy(compressor=compressor)._options.codec == Int8()
+    assert DearStrategy(compressor=compressor)._options.compressor == Int8()
 
 
 def test_what_is_no_compressor_is_refused() -> None:

@@ -68,7 +68,7 @@ def test_it_has_about_twenty_lines() -> None:
 
 @distributed(world_sizes=(2,))
 def test_the_engine_takes_it() -> None:
-    run = Run(ExchangeOptions("gradients", codec=_codec_of_the_page()))
+    run = Run(ExchangeOptions("gradients", compressor=_codec_of_the_page()))
     for _ in range(10):
         run.step()
     assert run.error() <= 1e-5
@@ -82,7 +82,7 @@ def test_entry_points_name_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     monkeypatch.setattr(compression, "entry_points", lambda group: found)
     assert resolve_compressor("theirs") == Int8()
-    assert DearStrategy(compressor="theirs")._options.codec == Int8()
+    assert DearStrategy(compressor="theirs")._options.compressor == Int8()
     with pytest.raises(TypeError, match="NoCompression, registered as compressor 'wrong'"):
         resolve_compressor("wrong")
     with pytest.raises(ValueError, match="gaussiank, theirs, wrong"):
@@ -122,7 +122,7 @@ def test_sizes_are_looked_at_before_training(wire_bytes: Any, message: str) -> N
     with pytest.raises(ValueError, match=message):
         DearStrategy(compressor=codec)
     with pytest.raises(ValueError, match=message):
-        ExchangeOptions(codec=Int8(), groups=(("*", codec),))
+        ExchangeOptions(compressor=Int8(), groups=(("*", codec),))
 
 
 def _encode_finite(self: Codec, rows: Tensor, wire: Tensor, generator: Any = None) -> None:

@@ -103,14 +103,14 @@ def test_every_fusion_reaches_the_strategy(option, tmp_path):
 def test_every_compressor_reaches_the_strategy(option, tmp_path):
     with composed(tmp_path, f"compressor={option}") as config:
         strategy = instantiate(config.strategy, _convert_="all")
-    assert strategy._options.codec == resolve_compressor(option)
+    assert strategy._options.compressor == resolve_compressor(option)
 
 
 @pytest.mark.parametrize("density", [0.01, 0.05])
 def test_options_of_a_compressor_reach_the_strategy(density, tmp_path):
     with composed(tmp_path, "compressor=topk", f"compressor.density={density}") as config:
         strategy = instantiate(config.strategy, _convert_="all")
-    assert strategy._options.codec == TopK(density=density)
+    assert strategy._options.compressor == TopK(density=density)
 
 
 def test_every_compressor_has_a_config():

@@ -43,7 +43,7 @@ def end(rank: int, store: Path) -> None:
     """What a rank's last steps may look like, under the worst of schedules."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     collectives = new_collectives(torch.device("cpu"))
-    collectives.launch_any(torch.zeros(1, dtype=torch.uint8)).wait()
+    collectives.launch_max(torch.zeros(1, dtype=torch.uint8)).wait()
     # The thread that sent the last tensor gets to free it only after this one is done.
     sys.setswitchinterval(1000)
     dist.all_reduce(torch.ones(10))

@@ -26,9 +26,9 @@ USES_ON_RANK_1 = (USUAL, USUAL, 0, 1, USUAL)
 
 OPTIONS = {
     "dense": ExchangeOptions(),
-    "int8": ExchangeOptions(codec=Int8(block_size=64)),
-    "powersgd": ExchangeOptions("gradients", codec=PowerSGD(rank=2, min_saving=1.0)),
-    "oktopk": ExchangeOptions("gradients", codec=OkTopk(density=0.1)),
+    "int8": ExchangeOptions(compressor=Int8(block_size=64)),
+    "powersgd": ExchangeOptions("gradients", compressor=PowerSGD(rank=2, min_saving=1.0)),
+    "oktopk": ExchangeOptions("gradients", compressor=OkTopk(density=0.1)),
     "all_reduce": ExchangeOptions("gradients", decouple=False),
 }
 

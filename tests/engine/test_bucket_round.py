@@ -26,7 +26,7 @@ from lightning_dear.planning import NoFusion, TensorSpec
 from tests.distributed.harness import distributed
 
 NUMELS = (100, 30, 70, 5)
-ENCODED = ExchangeOptions("gradients", codec=Fp32())
+ENCODED = ExchangeOptions("gradients", compressor=Fp32())
 
 
 class Rounds:

@@ -20,7 +20,7 @@ from tests.training import three_ways as training
 from tests.training.three_ways import new_native, new_pipeline
 
 REDUCES = {"launch_reduce_scatter", "launch_all_to_all", "launch_all_reduce"}
-LAUNCHES = {*REDUCES, "launch_all_gather", "launch_any", "launch_broadcast"}
+LAUNCHES = {*REDUCES, "launch_all_gather", "launch_max", "launch_broadcast"}
 GRADIENTS = ExchangeOptions("gradients")
 ALL_REDUCED = ExchangeOptions("gradients", decouple=False)
 CASES = [(None, 1), (None, 2), (GRADIENTS, 1), (ALL_REDUCED, 1)]
@@ -95,5 +95,5 @@ def test_a_rank_that_lacks_a_gradient_launches_in_the_order_of_the_others(
     for number, name in enumerate(names):
         if name == "launch_broadcast":
             assert names[number - 1] in {*REDUCES, "launch_broadcast"}
-            assert names[number + 1] in {"launch_any", "launch_broadcast"}
+            assert names[number + 1] in {"launch_max", "launch_broadcast"}
     pipeline.detach()

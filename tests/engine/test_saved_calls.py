@@ -45,7 +45,7 @@ def new_training(
 ) -> tuple[torch.optim.Optimizer, Pipeline]:
     """One rank, with buckets: what a codec needs."""
     optimizer = torch.optim.SGD(model.to(dtype).parameters(), lr=0.05)
-    options = ExchangeOptions(default_gather(codec), codec=codec)
+    options = ExchangeOptions(default_gather(codec), compressor=codec)
     collectives = PairwiseCollectives(None, None, None)
     return optimizer, Pipeline(model, [optimizer], collectives, FUSION, options=options)
 

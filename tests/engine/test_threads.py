@@ -48,7 +48,7 @@ class Single:
         self.model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(self.model.weight)
         self.optimizer = Interrupted(self.model.parameters(), lr=1.0)
-        options = ExchangeOptions(gather, codec=codec)
+        options = ExchangeOptions(gather, compressor=codec)
         self.pipeline: Pipeline = new_pipeline(
             self.model, self.optimizer, SingleFusion(), options=options
         )
@@ -149,7 +149,7 @@ def test_a_thread_that_ends_within_its_step_keeps_no_other_waiting() -> None:
 
 @distributed(world_sizes=(2,), keeps_ranks=False)
 def test_threads_that_complete_all_the_time_change_nothing() -> None:
-    run = Run(ExchangeOptions("gradients", codec=OkTopk(density=0.05, tau_prime=3)))
+    run = Run(ExchangeOptions("gradients", compressor=OkTopk(density=0.05, tau_prime=3)))
     is_done = threading.Event()
 
     def complete() -> None:
@@ -160,7 +160,7 @@ def test_threads_that_complete_all_the_time_change_nothing() -> None:
     run.step()
     other.start()
     for step in range(12):
-        run.part.use_codec(OkTopk(density=0.05 if step % 6 < 3 else 0.1, tau_prime=3))
+        run.part.use_compressor(OkTopk(density=0.05 if step % 6 < 3 else 0.1, tau_prime=3))
         run.step()
     is_done.set()
     other.join(SECONDS)

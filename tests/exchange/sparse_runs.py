@@ -23,7 +23,7 @@ NO_CAPS: dict[str, Any] = {"message_cap": math.inf, "owner_cap": math.inf}
 
 
 def run_of(codec: OkTopk, **options: Any) -> Run:
-    return Run(ExchangeOptions("gradients", codec=codec, **options), SingleFusion())
+    return Run(ExchangeOptions("gradients", compressor=codec, **options), SingleFusion())
 
 
 def buckets_of(run: Run) -> list[SparseBucket]:

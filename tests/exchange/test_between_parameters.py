@@ -15,7 +15,7 @@ NUM_STEPS = 30
 @distributed(world_sizes=(2,))
 def test_the_lag_that_is_told_is_that_of_the_parameters() -> None:
     for codec in (LaggingEFSignSGD(), LaggingOneBit()):
-        run = Run(ExchangeOptions(codec=codec))
+        run = Run(ExchangeOptions(compressor=codec))
         for _ in range(NUM_STEPS):
             run.step()
         run.pipeline.complete_parameters()

@@ -24,9 +24,9 @@ from tests.training.linear import SOMETIMES, Run, gradients_of
 @distributed(world_sizes=(3,))
 def test_a_dense_step_sends_all_that_was_left(gather: str) -> None:
     for codec in (Int4(block_size=64), LoCo(rate=0.5), LaggingTopK(density=0.5)):
-        run = Run(ExchangeOptions(gather, codec=codec))
+        run = Run(ExchangeOptions(gather, compressor=codec))
         for step in range(9):
-            run.part.use_codec(Fp32() if step in (0, 1, 5, 8) else codec)
+            run.part.use_compressor(Fp32() if step in (0, 1, 5, 8) else codec)
             run.step(leaves_out=step == 5)
         assert run.error(0.5 if isinstance(codec, LoCo) else 1.0) <= 1e-5, codec
         if isinstance(codec, LoCo):
@@ -41,9 +41,9 @@ def test_a_dense_step_sends_all_that_was_left(gather: str) -> None:
 @distributed(world_sizes=(2,))
 def test_densities_may_change_with_gathers_still_under_way() -> None:
     for codec in (TopK(density=0.5), RandomK(density=0.5)):
-        run = Run(ExchangeOptions("gradients", codec=codec))
+        run = Run(ExchangeOptions("gradients", compressor=codec))
         for step in range(12):
-            run.part.use_codec(codec.at_density(1 / (1 + step)))
+            run.part.use_compressor(codec.at_density(1 / (1 + step)))
             run.step()
         assert run.error() <= 1e-5, codec
 
@@ -58,8 +58,8 @@ def test_ranks_agree_whether_messages_arrive_before_a_change_or_after() -> None:
         if step % 4 == 2:
             if dist.get_rank() == 0:
                 run.pipeline.complete_parameters()
-            run.part.use_codec(codec.at_density(0.1))
-            run.part.use_codec(codec)
+            run.part.use_compressor(codec.at_density(0.1))
+            run.part.use_compressor(codec)
     check_all_alike(run)
     assert run.error() <= 1e-5
 
@@ -94,11 +94,11 @@ def test_a_change_leaves_gradients_on_their_way_alone(drops: bool) -> None:
         (RandomK(density=0.5), Fp32()),
         (Int8(), Fp32()),
     ):
-        run = Run(ExchangeOptions("gradients", codec=first))
+        run = Run(ExchangeOptions("gradients", compressor=first))
         for _ in range(3):
             run.step()
         run.backward(leaves_out=True)
-        run.part.use_codec(later)
+        run.part.use_compressor(later)
         if drops:
             run.optimizer.zero_grad()
         else:
@@ -113,13 +113,13 @@ def test_a_change_leaves_gradients_on_their_way_alone(drops: bool) -> None:
         assert run.error() <= 1e-5, first
         active = run.part.plans.active
         assert active is not None
-        assert {coded.codec for coded in active.exchange.coded} == {later}
+        assert {coded.compressor for coded in active.exchange.coded} == {later}
 
 
 @distributed(world_sizes=(2,))
 def test_a_change_waits_for_a_step_of_several_rounds() -> None:
     """Although the last backward is not to be sent yet, as in manual optimisation."""
-    run = Run(ExchangeOptions("gradients", codec=Int8()))
+    run = Run(ExchangeOptions("gradients", compressor=Int8()))
     run.step()
     run.backward()
     run.part.mean.norm()
@@ -129,21 +129,21 @@ def test_a_change_waits_for_a_step_of_several_rounds() -> None:
         loss.backward()
     active = run.part.plans.active
     assert active is not None
-    run.part.use_codec(Fp32())
-    assert {coded.codec for coded in active.exchange.coded} == {Int8()}
+    run.part.use_compressor(Fp32())
+    assert {coded.compressor for coded in active.exchange.coded} == {Int8()}
     run.optimizer.zero_grad()
-    assert {coded.codec for coded in active.exchange.coded} == {Fp32()}
+    assert {coded.compressor for coded in active.exchange.coded} == {Fp32()}
 
 
 @distributed(world_sizes=(1,))
 def test_what_cannot_take_over_is_refused() -> None:
-    run = Run(ExchangeOptions("gradients", codec=TopK(density=0.5)))
+    run = Run(ExchangeOptions("gradients", compressor=TopK(density=0.5)))
     for other in (Int8(), TopK(density=0.5, selector="sampled"), RandomK(density=0.5)):
         with pytest.raises(ValueError, match=r"cannot replace TopK.*only fp32 can"):
-            run.part.use_codec(other)
+            run.part.use_compressor(other)
     plain = Run(ExchangeOptions("gradients"))
     with pytest.raises(ValueError, match="set compressor="):
-        plain.part.use_codec(Int8())
+        plain.part.use_compressor(Int8())
 
 
 @distributed(world_sizes=(2,))
@@ -153,7 +153,7 @@ def test_another_rate_sends_as_much_of_what_was_left() -> None:
         (TopK(density=0.05), LoCo(rate=0.2), 0.2),
         (LoCo(rate=0.2), LoCo(rate=0.8), 0.8),
     ):
-        run, resumed = (Run(ExchangeOptions("gradients", codec=one)) for one in (codec, other))
+        run, resumed = (Run(ExchangeOptions("gradients", compressor=one)) for one in (codec, other))
         for _ in range(4):
             run.step()
         resumed.resume(run)
@@ -171,8 +171,8 @@ def test_another_rate_sends_as_much_of_what_was_left() -> None:
 
 @distributed(world_sizes=(2,))
 def test_what_was_left_of_no_known_rate_counts_as_of_ones_own() -> None:
-    run = Run(ExchangeOptions("gradients", codec=LoCo(rate=0.2)))
-    other = Run(ExchangeOptions("gradients", codec=LoCo(rate=0.5)))
+    run = Run(ExchangeOptions("gradients", compressor=LoCo(rate=0.2)))
+    other = Run(ExchangeOptions("gradients", compressor=LoCo(rate=0.5)))
     run.step()
     other.step()
     state = copy.deepcopy(run.part.optimizer_state_dict())

@@ -45,7 +45,7 @@ NONE_FOR_VECTORS = groups_of({VECTORS: None})
 
 
 def _options(codec: Codec, gather: str = "gradients") -> ExchangeOptions:
-    return ExchangeOptions(gather, codec=codec, groups=NONE_FOR_VECTORS)
+    return ExchangeOptions(gather, compressor=codec, groups=NONE_FOR_VECTORS)
 
 
 def _buckets(run: Run) -> dict[str, set[int]]:
@@ -53,7 +53,7 @@ def _buckets(run: Run) -> dict[str, set[int]]:
     found: dict[str, set[int]] = {}
     for coded in run.part.plans.active.exchange.coded:  # type: ignore[union-attr]
         tensors = {piece.tensor for piece in coded.spec.slices}
-        found.setdefault(coded.codec.name, set()).update(tensors)  # type: ignore[attr-defined]
+        found.setdefault(coded.compressor.name, set()).update(tensors)  # type: ignore[attr-defined]
     return found
 
 
@@ -82,20 +82,20 @@ def _assert_all_arrived(run: Run, number: int, steps: range) -> None:
 @distributed(world_sizes=(2,))
 def test_a_schedule_and_another_plan_keep_the_groups() -> None:
     groups = (("weights.2", Int8(block_size=64)), *NONE_FOR_VECTORS)
-    run = Run(ExchangeOptions("gradients", codec=TopK(density=0.05), groups=groups))
+    run = Run(ExchangeOptions("gradients", compressor=TopK(density=0.05), groups=groups))
     run.step()
-    run.pipeline.use_codec(Fp32())
+    run.pipeline.use_compressor(Fp32())
     assert _buckets(run) == {"fp32": {0, 1, 2, 3, 4}}
     run.step()
-    run.pipeline.use_codec(TopK(density=0.1))
+    run.pipeline.use_compressor(TopK(density=0.1))
     run.step()
     run.part.replan(NoFusion().plan(run.part.tensors, dist.get_world_size()))
     run.step()
     assert _buckets(run) == {"topk": {0}, "int8": {2}, "fp32": {1, 3, 4}}
     (sparse,) = (
-        coded.codec
+        coded.compressor
         for coded in run.part.plans.active.exchange.coded  # type: ignore[union-attr]
-        if isinstance(coded.codec, TopK)  # type: ignore[attr-defined]
+        if isinstance(coded.compressor, TopK)  # type: ignore[attr-defined]
     )
     assert sparse.density == 0.1
     assert run.error() <= 1e-5
@@ -108,7 +108,7 @@ def _leaving_the_first(run: Run) -> BucketPlan:
 
 @distributed(world_sizes=(2,))
 def test_a_plan_leaves_buckets_as_they_are() -> None:
-    run = Run(ExchangeOptions("gradients", codec=Int4(block_size=64)))
+    run = Run(ExchangeOptions("gradients", compressor=Int4(block_size=64)))
     run.step()
     assert _buckets(run) == {"int4": {0, 1, 2, 3, 4}}
     plan = _leaving_the_first(run)
@@ -121,11 +121,11 @@ def test_a_plan_leaves_buckets_as_they_are() -> None:
     assert run.error() <= 1e-5
     _assert_all_arrived(run, left.tensor, range(4))
 
-    low_rank = Run(ExchangeOptions("gradients", codec=PowerSGD(rank=2)))
+    low_rank = Run(ExchangeOptions("gradients", compressor=PowerSGD(rank=2)))
     low_rank.step()
     low_rank.part.replan(_leaving_the_first(low_rank))
     assert left.tensor in _buckets(low_rank)["fp32"]
-    voting = Run(ExchangeOptions("gradients", codec=SignSGD()))
+    voting = Run(ExchangeOptions("gradients", compressor=SignSGD()))
     voting.step()
     with pytest.raises(ValueError, match="signsgd makes votes of the others"):
         voting.part.replan(_leaving_the_first(voting))
@@ -137,7 +137,7 @@ def test_what_a_plan_leaves_as_it_is_has_its_own_feedback() -> None:
     """Not that of the compressor, which has another rate, or none."""
     groups = (("*", LoCo(block_size=64, rate=0.5)),)
     for codec in (Int4(block_size=64), QSGD()):
-        run = Run(ExchangeOptions("gradients", codec=codec, groups=groups))
+        run = Run(ExchangeOptions("gradients", compressor=codec, groups=groups))
         run.step()
         plan = NoFusion().plan(run.part.tensors, dist.get_world_size())
         run.part.replan(replace(plan, uncompressed=tuple(range(len(plan.buckets)))))
@@ -163,7 +163,7 @@ def test_nothing_is_kept_of_what_is_never_encoded() -> None:
 
 @distributed(world_sizes=(2,))
 def test_what_was_left_of_what_is_not_encoded_any_more_is_named() -> None:
-    run = Run(ExchangeOptions("gradients", codec=Int4(block_size=64)))
+    run = Run(ExchangeOptions("gradients", compressor=Int4(block_size=64)))
     for _ in range(2):
         run.step()
     state = copy.deepcopy(run.part.optimizer_state_dict())
@@ -195,8 +195,8 @@ def test_with_parameters_gathered_only_the_others_lag() -> None:
 @distributed(world_sizes=(2,))
 def test_what_dgc_leaves_out_has_its_momentum() -> None:
     codec = DGC(density=1.0, selector="exact", momentum=0.5)
-    mixed, alike = Run(_options(codec)), Run(ExchangeOptions("gradients", codec=codec))
-    alike.pipeline.use_codec(Fp32())
+    mixed, alike = Run(_options(codec)), Run(ExchangeOptions("gradients", compressor=codec))
+    alike.pipeline.use_compressor(Fp32())
     for _ in range(4):
         mixed.step()
         alike.step()
@@ -217,7 +217,7 @@ def test_the_first_match_counts() -> None:
 @distributed(world_sizes=(1,))
 def test_a_pattern_that_nothing_matches_is_refused() -> None:
     for patterns in ({"weight.*": None}, {"*": None, "weights.2": None}):
-        options = ExchangeOptions("gradients", codec=Int8(), groups=groups_of(patterns))
+        options = ExchangeOptions("gradients", compressor=Int8(), groups=groups_of(patterns))
         with pytest.raises(ValueError, match=r"no name matches.* such as 'weights\.0'"):
             Run(options)
 
@@ -240,7 +240,7 @@ def test_without_parameters_no_name_is_an_example() -> None:
 @distributed(world_sizes=(2,))
 def test_a_resumed_run_and_another_plan_go_on_drawing() -> None:
     """Buckets that travel as they are count otherwise than those that are encoded."""
-    run = Run(ExchangeOptions("gradients", codec=QSGD(), groups=NONE_FOR_VECTORS))
+    run = Run(ExchangeOptions("gradients", compressor=QSGD(), groups=NONE_FOR_VECTORS))
     for _ in range(3):
         run.step()
     run.pipeline.complete_parameters()
@@ -266,4 +266,4 @@ def test_what_cannot_stand_beside_another_is_refused() -> None:
     with pytest.raises(ValueError, match="only codecs of rows can be used for some tensors"):
         groups_of({"*": resolve_compressor("powersgd")})
     with pytest.raises(ValueError, match="set gather='gradients'"):
-        ExchangeOptions("parameters", codec=Bf16(), groups=groups_of({"*.bias": TopK()}))
+        ExchangeOptions("parameters", compressor=Bf16(), groups=groups_of({"*.bias": TopK()}))

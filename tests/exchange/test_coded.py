@@ -59,7 +59,7 @@ def coded(
     if halves != "both":
         assert isinstance(codec, Codec)
         codec = replace(codec, halves=halves)
-    return ExchangeOptions(gather, codec=codec, **options)
+    return ExchangeOptions(gather, compressor=codec, **options)
 
 
 # --- the feedback law -----------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_no_codec_uses_the_random_numbers_of_the_user() -> None:
         run = Run(options)
         run.step()
         run.pipeline.complete_parameters()
-        assert torch.equal(torch.random.get_rng_state(), state), options.codec
+        assert torch.equal(torch.random.get_rng_state(), state), options.compressor
 
 
 @distributed(world_sizes=(2,))

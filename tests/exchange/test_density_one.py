@@ -43,7 +43,7 @@ def test_a_density_of_one_gives_the_dense_trajectory(world_size: int) -> None:
     dense = _weights(ExchangeOptions("gradients"), 0.9, 5)
     for codec in CASES:
         own = 0.0 if codec.brings_momentum else 0.9
-        ours = _weights(ExchangeOptions("gradients", codec=codec), own, 5)
+        ours = _weights(ExchangeOptions("gradients", compressor=codec), own, 5)
         # An all-reduce of three ranks adds up in an order of its own.
         if not codec.brings_momentum and not codec.all_reduces:
             assert all(map(torch.equal, ours, dense)), codec

@@ -150,7 +150,7 @@ def test_what_no_optimizer_trains_any_more_is_left_out() -> None:
 
 
 def _check_left_out(codec: Compressor | None) -> None:
-    run, other = Run(coded(DGC(density=0.05))), Run(ExchangeOptions("gradients", codec=codec))
+    run, other = Run(coded(DGC(density=0.05))), Run(ExchangeOptions("gradients", compressor=codec))
     _steps(run, 3)
     state = copy.deepcopy(run.part.optimizer_state_dict())
     for one in (run, other):

@@ -52,7 +52,11 @@ def _start(
 ) -> tuple[nn.Module, torch.optim.Optimizer, Pipeline]:
     model = build("mlp", dtype=dtype)
     optimizer = optimizer_for(name, model)
-    return model, optimizer, new_pipeline(model, optimizer, options=ExchangeOptions(codec=codec))
+    return (
+        model,
+        optimizer,
+        new_pipeline(model, optimizer, options=ExchangeOptions(compressor=codec)),
+    )
 
 
 @pytest.mark.parametrize("optimizer_name", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
@@ -94,9 +98,9 @@ def test_all_ranks_have_the_same_bits_at_each_of_fifty_steps() -> None:
 
 def _check_bits(num_steps: int) -> None:
     for codec in (*LARGEST_LAG, LaggingEFSignSGD(), LaggingTopK(density=0.1)):
-        trace = train_dear("mlp", "adamw", num_steps, options=ExchangeOptions(codec=codec))
+        trace = train_dear("mlp", "adamw", num_steps, options=ExchangeOptions(compressor=codec))
         assert_equal_on_all_ranks(trace)
-        again = train_dear("mlp", "adamw", num_steps, options=ExchangeOptions(codec=codec))
+        again = train_dear("mlp", "adamw", num_steps, options=ExchangeOptions(compressor=codec))
         for one, other in zip(trace[0][-1], again[0][-1], strict=True):
             assert torch.equal(one, other), codec
 
@@ -185,11 +189,13 @@ def test_other_precisions_at_any_world_size() -> None:
     for dtype, largest in ((torch.float64, 1e-3), (torch.bfloat16, 0.02)):
         dense = train_dear("mlp", "sgd", 4, dtype=dtype)
         for codec in (Int8(), Int8(halves="reduce")):
-            ours = train_dear("mlp", "sgd", 4, dtype=dtype, options=ExchangeOptions(codec=codec))
+            ours = train_dear(
+                "mlp", "sgd", 4, dtype=dtype, options=ExchangeOptions(compressor=codec)
+            )
             if dtype is torch.float64:
                 assert_equal_on_all_ranks(ours)
             assert 0 < distance(ours[0][-1], dense[0][-1]) < largest, (dtype, codec)
-    gradients = ExchangeOptions("gradients", codec=SignSGD())
+    gradients = ExchangeOptions("gradients", compressor=SignSGD())
     signs = train_dear("mlp", "maximize", 1, dtype=torch.float64, options=gradients)
     steps = (signs[0][-1][0] - build("mlp", dtype=torch.float64).layers[0].weight).abs()
     assert float(steps.max()) < 0.011
@@ -204,7 +210,7 @@ def test_masters_that_others_have_not_stepped_are_forgotten() -> None:
     state = pipeline.parts[0].optimizer_state_dict()
     assert "master_weight" in state["state"][0]
     other_optimizer = optimizer_for("adamw", model)
-    options = ExchangeOptions("gradients", codec=Int8())
+    options = ExchangeOptions("gradients", compressor=Int8())
     other = new_pipeline(model, other_optimizer, options=options)
     other_optimizer.load_state_dict(state)
     train_steps(other, model, [3])

@@ -45,7 +45,7 @@ def test_masters_have_all_gradients_of_fifty_steps_but_what_is_still_to_be_sent(
 def _check_masters(num_steps: int) -> None:
     """Whatever replicas have of them: masters + residuals = sum of the mean gradients."""
     for codec in CODECS:
-        run = Run(ExchangeOptions("parameters", codec=codec))
+        run = Run(ExchangeOptions("parameters", compressor=codec))
         for step in range(num_steps):
             run.step(leaves_out=step % 5 == 3)
         rate = codec.rate if isinstance(codec, LoCo) else 1.0
@@ -72,7 +72,7 @@ class Law:
 
     def __init__(self, codec: Codec, fusion: FusionPlanner = SMALL_BUCKETS) -> None:
         self.codec = codec
-        options = ExchangeOptions("parameters", codec=codec)
+        options = ExchangeOptions("parameters", compressor=codec)
         self.run = Run(options, fusion, momentum=MOMENTUM)
         self.wire = Wire(self.run)
         self.momenta, self.masters, self.replicas = (

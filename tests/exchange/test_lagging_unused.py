@@ -29,7 +29,7 @@ CODECS: tuple[Codec, ...] = (
 
 
 def _begun(codec: Codec, fusion: FusionPlanner = SMALL_BUCKETS) -> Run:
-    run = Run(ExchangeOptions("parameters", codec=codec), fusion, momentum=0.5)
+    run = Run(ExchangeOptions("parameters", compressor=codec), fusion, momentum=0.5)
     for _ in range(3):
         run.step()
     run.pipeline.complete_parameters()
@@ -107,7 +107,7 @@ def test_dense_steps_and_syncing_bring_it_all_the_same() -> None:
         synced.step(leaves_out=True)
         assert _lag(synced).any()
         synced.part.sync_replicas()
-        dense.pipeline.use_codec(Fp32())
+        dense.pipeline.use_compressor(Fp32())
         dense.step(leaves_out=True)
         for run in (synced, dense):
             assert not _lag(run).any(), codec
@@ -117,8 +117,8 @@ def test_dense_steps_and_syncing_bring_it_all_the_same() -> None:
 def test_a_gradient_that_a_hook_clears_on_one_rank_is_stepped_on_all() -> None:
     """Or ranks would follow some differences, and others not."""
     for options in (
-        ExchangeOptions("parameters", codec=LaggingEFSignSGD()),
-        ExchangeOptions("gradients", codec=Int4(block_size=64)),
+        ExchangeOptions("parameters", compressor=LaggingEFSignSGD()),
+        ExchangeOptions("gradients", compressor=Int4(block_size=64)),
         ExchangeOptions("parameters"),
     ):
         cleared, plain = Run(options), Run(options)

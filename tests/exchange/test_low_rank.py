@@ -25,7 +25,7 @@ from tests.training.linear import Run, gradients_of, unscale
 from tests.training.models import weights
 from tests.training.three_ways import train_dear
 
-OPTIONS = ExchangeOptions("gradients", codec=PowerSGD(rank=2))
+OPTIONS = ExchangeOptions("gradients", compressor=PowerSGD(rank=2))
 
 
 # --- against torch's own --------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def _compare(rank: int, num_sequences: int) -> None:
 
 
 def _ratios(rank: int, steps: range) -> list[float]:
-    run = Run(ExchangeOptions("gradients", codec=PowerSGD(rank=rank)), SingleFusion())
+    run = Run(ExchangeOptions("gradients", compressor=PowerSGD(rank=rank)), SingleFusion())
     # Zeros make a plan and leave no residual.
     _step(run, scale=0.0)
     (low,) = run.part.plans.active.exchange.coded  # type: ignore[union-attr]
@@ -160,11 +160,11 @@ def test_the_same_whatever_happens_in_between() -> None:
         run.backward(step=200 + step)
         run.optimizer.zero_grad()
     assert run.error() <= 1e-5
-    run.pipeline.use_codec(Fp32())
+    run.pipeline.use_compressor(Fp32())
     run.step()
     assert run.error() <= 1e-5
     assert run.part.encoding_figures()["residual_norm"] == 0
-    run.pipeline.use_codec(PowerSGD(rank=2))
+    run.pipeline.use_compressor(PowerSGD(rank=2))
     run.step()
     assert run.error() <= 1e-5
     assert run.part.encoding_figures()["residual_norm"] > 0
@@ -235,8 +235,8 @@ def test_gradients_whose_products_overflow_are_refused_before_weights_change() -
 def test_a_codec_that_is_set_again_leaves_messages_alone() -> None:
     run = Run(OPTIONS)
     for _ in range(4):
-        run.step(before=lambda: run.pipeline.use_codec(PowerSGD(rank=2)))
-    run.step(before=lambda: run.pipeline.use_codec(Fp32()))
+        run.step(before=lambda: run.pipeline.use_compressor(PowerSGD(rank=2)))
+    run.step(before=lambda: run.pipeline.use_compressor(Fp32()))
     run.step()
     assert run.error() <= 1e-5
 
@@ -264,7 +264,7 @@ def test_all_kinds_of_tensors_have_the_same_bits_on_all_ranks() -> None:
         ("conv", torch.float32),
         ("channels_last", torch.float32),
     ):
-        options = ExchangeOptions("gradients", codec=codec)
+        options = ExchangeOptions("gradients", compressor=codec)
         assert_equal_on_all_ranks(train_dear(model, "adamw", 4, dtype=dtype, options=options))
 
 
@@ -310,14 +310,14 @@ def test_compressing_nothing_is_warned_of() -> None:
     for rank, count in ((50, 1), (2, 0)):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            Run(ExchangeOptions("gradients", codec=PowerSGD(rank=rank))).step()
+            Run(ExchangeOptions("gradients", compressor=PowerSGD(rank=rank))).step()
         told = [one for one in said if "'powersgd' compresses nothing" in str(one.message)]
         assert len(told) == (count if dist.get_rank() == 0 else 0)
 
 
 @distributed(world_sizes=(1, 2))
 def test_what_has_no_more_rank_arrives_as_it_is() -> None:
-    run = Run(ExchangeOptions("gradients", codec=PowerSGD(rank=2)), NoFusion())
+    run = Run(ExchangeOptions("gradients", compressor=PowerSGD(rank=2)), NoFusion())
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(size, 1, generator=generator) for size in (61, 31))
     gradients = [left @ right.T, *gradients_of(0, 0)[1:]]
@@ -340,7 +340,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="min_saving of powersgd must be at least 1"):
         PowerSGD(min_saving=0.5)
     with pytest.raises(ValueError, match="set gather='gradients'"):
-        ExchangeOptions("parameters", codec=PowerSGD())
+        ExchangeOptions("parameters", compressor=PowerSGD())
 
 
 def test_rows_are_those_of_the_storage() -> None:

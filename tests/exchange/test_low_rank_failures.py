@@ -15,7 +15,7 @@ from tests.training.linear import Run
 @pytest.mark.parametrize("num_arriving", [0, 1], ids=["first message", "second message"])
 @distributed(world_sizes=(1,))
 def test_every_wait_says_what_did_not_arrive(num_arriving: int) -> None:
-    run = Run(ExchangeOptions("gradients", codec=PowerSGD(rank=2)), SingleFusion())
+    run = Run(ExchangeOptions("gradients", compressor=PowerSGD(rank=2)), SingleFusion())
     run.step()
     works = iter([*[Work.done()] * num_arriving, Work(_fail)])
     run.pipeline.collectives.launch_all_reduce = lambda *_: next(works)

@@ -186,15 +186,15 @@ def _check_nothing_is_lost_whatever_happens_in_between() -> None:
 
 
 def _check_nothing_is_lost(codec: OkTopk) -> None:
-    run = Run(ExchangeOptions("gradients", codec=codec))
+    run = Run(ExchangeOptions("gradients", compressor=codec))
     for step in range(24):
         if step in (6, 12):
             fusion = NoFusion() if step == 6 else SingleFusion()
             run.part.replan(fusion.plan(run.part.tensors, dist.get_world_size()))
         if step in (3, 15):
-            run.part.use_codec(Fp32())
+            run.part.use_compressor(Fp32())
         if step in (5, 17):
-            run.part.use_codec(codec.at_density(0.2 if step == 5 else 0.05))
+            run.part.use_compressor(codec.at_density(0.2 if step == 5 else 0.05))
         if step == 9:
             # Gradients of a step that is not made.
             run.backward(step=999)
@@ -293,7 +293,7 @@ def test_momentum_of_what_nobody_uses_waits() -> None:
             if run.part.parameters[piece.tensor] is nobody_uses
         )
         for other in (replace(codec, momentum=0.9), Fp32()):
-            run.part.use_codec(other)
+            run.part.use_compressor(other)
             before = {name: kept[part].clone() for name, kept in one.worker.kept.items()}
             weights = nobody_uses.detach().clone()
             run.step(leaves_out=True)
@@ -316,7 +316,7 @@ def test_two_optimizers_are_those_of_one() -> None:
 
 
 def _check_two_optimizers_are_those_of_one(codec: OkTopk) -> None:
-    options = ExchangeOptions("gradients", codec=replace(codec, density=0.1))
+    options = ExchangeOptions("gradients", compressor=replace(codec, density=0.1))
     model, own = Known(), slice(0, 1)
     optimizers = [torch.optim.SGD(part, lr=1.0) for part in (model.weights[own], model.weights[1:])]
     pipeline = new_pipeline(

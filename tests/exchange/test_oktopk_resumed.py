@@ -45,13 +45,13 @@ def test_a_resumed_run_has_the_same_bits_with_buckets_that_are_sparse_since_othe
     """Each bucket counts its own sparse steps, by which thresholds are exact."""
     for codec in BOTH_MODES:
         run, resumed = (
-            Run(ExchangeOptions("gradients", codec=codec), NoFusion()) for _ in range(2)
+            Run(ExchangeOptions("gradients", compressor=codec), NoFusion()) for _ in range(2)
         )
         run.step()
-        run.part.use_codec(replace(codec, density=0.01))
+        run.part.use_compressor(replace(codec, density=0.01))
         for _ in range(4):
             run.step()
-        run.part.use_codec(codec)
+        run.part.use_compressor(codec)
         for _ in range(3):
             run.step()
         counts = [one.counts["reduce"] for one in buckets_of(run) if one.is_sparse]

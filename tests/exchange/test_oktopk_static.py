@@ -77,8 +77,8 @@ class NativeLike:
 
 def test_what_looks_up_counts_is_for_gloo_only() -> None:
     for codec in (OkTopk(), TopkA(), GTopk(), TopkDSA(), Gaussiank()):
-        options = ExchangeOptions("gradients", codec=codec)
+        options = ExchangeOptions("gradients", compressor=codec)
         with pytest.raises(ValueError, match=r"gloo only.*or OkTopk\(mode='static'\)"):
             options.check(NativeLike(), 1)  # type: ignore[arg-type]
-    options = ExchangeOptions("gradients", codec=OkTopk(mode="static"))
+    options = ExchangeOptions("gradients", compressor=OkTopk(mode="static"))
     options.check(NativeLike(), 1)  # type: ignore[arg-type]

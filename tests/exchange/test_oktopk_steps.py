@@ -173,7 +173,7 @@ def test_a_threshold_is_known_where_caps_leave_fewer_than_k() -> None:
 @distributed(world_sizes=(3,))
 def test_a_new_plan_has_regions_after_its_first_step() -> None:
     """However many steps have been made."""
-    run = Run(ExchangeOptions("gradients", codec=OkTopk(density=0.1)))
+    run = Run(ExchangeOptions("gradients", compressor=OkTopk(density=0.1)))
     run.step()
     for one in buckets_of(run):
         one.counts["reduce"] = 100
@@ -226,7 +226,7 @@ def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:
 )
 def test_exchanges_that_cannot_be(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        ExchangeOptions(codec=OkTopk(), **options)
+        ExchangeOptions(compressor=OkTopk(), **options)
 
 
 @distributed(world_sizes=(2,))

@@ -23,10 +23,10 @@ OPTIONS = {
     "parameters": ExchangeOptions(),
     "gradients": ExchangeOptions("gradients"),
     "all-reduced": ExchangeOptions("gradients", decouple=False),
-    "int8": ExchangeOptions(codec=Int8()),
-    "int8, gradients": ExchangeOptions("gradients", codec=Int8()),
-    "powersgd": ExchangeOptions("gradients", codec=PowerSGD()),
-    "oktopk": ExchangeOptions("gradients", codec=OkTopk()),
+    "int8": ExchangeOptions(compressor=Int8()),
+    "int8, gradients": ExchangeOptions("gradients", compressor=Int8()),
+    "powersgd": ExchangeOptions("gradients", compressor=PowerSGD()),
+    "oktopk": ExchangeOptions("gradients", compressor=OkTopk()),
 }
 PLANS = {"plain": {}, "early": {"early": (0,)}, "all_reduced": {"all_reduced": (0,)}}
 DTYPES = (torch.float32, torch.float64, *LOW_PRECISION)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_dear.checkpoint.residuals import Rows, unpacked
+from lightning_dear.checkpoint.residuals import RowLayout, unpacked
 from lightning_dear.collectives.world import World
 from lightning_dear.compression import CODECS, Compressor, PowerSGD, RandomK
 from lightning_dear.exchange.coded_bucket import CodedBucket
@@ -154,7 +154,7 @@ def test_a_state_of_earlier_versions_goes_on_without_a_seed(codec: Compressor) -
     if not isinstance(codec, PowerSGD):
         first = one.part.plans.active.exchange.coded[0]  # type: ignore[union-attr]
         assert isinstance(first, CodedBucket)
-        is_private = first.codec.randomness == "private"
+        is_private = first.compressor.randomness == "private"
         key, turn = (f"reduce 0 5 {dist.get_rank()}", 0) if is_private else ("turns 0", 4)
         digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
         encoded = first._encode(
@@ -170,6 +170,6 @@ def test_other_numbers_of_ranks_get_the_seed_too() -> None:
     state = {"worker": {"residual": {0: torch.ones(2, 3)}}, "owner": {}, "counts": counts}
     for world_size in (1, 2, 3):
         held = unpacked(
-            {**state, "seed": 5}, {0: Parameter(torch.zeros(3))}, Rows(World(0, world_size))
+            {**state, "seed": 5}, {0: Parameter(torch.zeros(3))}, RowLayout(World(0, world_size))
         )
         assert held.seed == 5

@@ -83,15 +83,15 @@ def _check_every_number_arrives_or_is_left_to_the_bit() -> None:
 @distributed(world_sizes=(1, 3))
 def test_nothing_is_lost_whatever_happens_in_between() -> None:
     for codec in BASELINES:
-        run = Run(ExchangeOptions("gradients", codec=codec))
+        run = Run(ExchangeOptions("gradients", compressor=codec))
         for step in range(14):
             if step in (5, 9):
                 fusion = NoFusion() if step == 5 else SingleFusion()
                 run.part.replan(fusion.plan(run.part.tensors, dist.get_world_size()))
             if step in (3, 11):
-                run.part.use_codec(Fp32())
+                run.part.use_compressor(Fp32())
             if step in (4, 12):
-                run.part.use_codec(codec.at_density(0.2 if step == 4 else 0.05))
+                run.part.use_compressor(codec.at_density(0.2 if step == 4 else 0.05))
             if step == 7:
                 # Gradients of a step that is not made.
                 run.backward(step=999)

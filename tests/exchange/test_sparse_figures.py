@@ -45,7 +45,7 @@ def test_figures_say_what_travelled() -> None:
         dist.all_reduce(words)
         assert words[0] == words[1], codec
         figures = run.part.encoding_figures()
-        run.part.use_codec(Fp32())
+        run.part.use_compressor(Fp32())
         run.step()
         run.pipeline.complete_parameters()
         assert run.part.encoding_figures() | {"residual_norm": 0} == figures | {
@@ -69,7 +69,7 @@ def test_never_more_than_k_come_back_whatever_the_density_was() -> None:
     run = run_of(OkTopk(density=0.2))
     for density in (0.2, 0.05, 0.1, 0.02, 0.2):
         # The last gathers are under way still.
-        run.part.use_codec(OkTopk(density=density))
+        run.part.use_compressor(OkTopk(density=density))
         for _ in range(2):
             run.step()
             run.pipeline.complete_parameters()

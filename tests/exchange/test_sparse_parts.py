@@ -20,7 +20,7 @@ from lightning_dear.exchange.sparse.entries import (
     unpacked,
 )
 from lightning_dear.exchange.sparse.regions import (
-    Report,
+    OwnerReport,
     Shares,
     divided,
     equal_regions,
@@ -133,14 +133,14 @@ def test_what_is_divided_is_all_of_it_but_for_rounding(
 
 def test_shares_by_hand() -> None:
     unknown = Shares.unknown(3)
-    reports = [Report(5, 5, 2.0), Report(3, 3, 1.5), Report(0, 0, 0.0)]
+    reports = [OwnerReport(5, 5, 2.0), OwnerReport(3, 3, 1.5), OwnerReport(0, 0, 0.0)]
     exact = unknown.after(reports, 8, 6, is_exact=True)
     assert exact == Shares(1.5, (5, 3, 0))
-    reports = [Report(5, 9, 2.0), Report(3, 3, 4.0), Report(0, 0, 0.0)]
+    reports = [OwnerReport(5, 9, 2.0), OwnerReport(3, 3, 4.0), OwnerReport(0, 0, 0.0)]
     assert exact.after(reports, 8, 6, is_exact=False) == Shares(2.75, (6, 2, 0))
     # More than its cap goes to the others.
     assert exact.after(reports, 8, 4, is_exact=False).quotas == (4, 4, 0)
-    assert exact.after([Report(0, 0, 0.0)] * 3, 8, 6, is_exact=False) == Shares(0.0, (5, 3, 0))
+    assert exact.after([OwnerReport(0, 0, 0.0)] * 3, 8, 6, is_exact=False) == Shares(0.0, (5, 3, 0))
 
 
 # --- entries --------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class _Timed(RandomK):
 
 
 def _options(codec: Codec) -> ExchangeOptions:
-    return ExchangeOptions("gradients", codec=codec)
+    return ExchangeOptions("gradients", compressor=codec)
 
 
 # --- what adds up ---------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_only_bytes_that_add_up_are_summed_on_their_way() -> None:
 @distributed(world_sizes=(2,))
 def test_each_bucket_travels_as_its_codec_does() -> None:
     groups = (("weights.2", RandomK(density=0.3)), *groups_of({VECTORS: None}))
-    run = Run(ExchangeOptions("gradients", codec=Int4(block_size=64), groups=groups))
+    run = Run(ExchangeOptions("gradients", compressor=Int4(block_size=64), groups=groups))
     for step in range(6):
         run.step(leaves_out=step == 3)
     assert _used_by_a_step(run) == SUMMED | DECODED
@@ -161,9 +161,9 @@ def _eventful_step(run: Run, codec: RandomK, number: int) -> None:
         run.backward(step=101)
         run.optimizer.zero_grad()
     elif number == 3:
-        run.part.use_codec(Fp32())
+        run.part.use_compressor(Fp32())
     elif number == 4:
-        run.part.use_codec(codec.at_density(0.2))
+        run.part.use_compressor(codec.at_density(0.2))
     elif number == 5:
         run.part.replan(SingleFusion().plan(run.part.tensors, dist.get_world_size()))
     run.step(leaves_out=number == 2, before=lambda: unscale(run, scale), scale=scale)

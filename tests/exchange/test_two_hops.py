@@ -206,7 +206,7 @@ def test_what_is_lost_arrives_later_with_every_codec() -> None:
 def _check_law(gather: str, codecs: Sequence[Compressor]) -> None:
     with on_hosts(3):
         for codec in codecs:
-            run = Run(ExchangeOptions(gather, codec=codec))
+            run = Run(ExchangeOptions(gather, compressor=codec))
             assert run.together == 3
             for step in range(9):
                 run.step(leaves_out=step % 5 == 3)
@@ -223,7 +223,7 @@ def _check_law(gather: str, codecs: Sequence[Compressor]) -> None:
 def test_ranks_agree_to_the_bit_with_every_codec() -> None:
     with on_hosts(2):
         for codec in BY_ROWS:
-            options = ExchangeOptions(default_gather(codec), codec=codec)
+            options = ExchangeOptions(default_gather(codec), compressor=codec)
             run = Run(options, momentum=0.0 if isinstance(codec, DGC) else 0.9)
             for step in range(4):
                 run.step(leaves_out=step == 2)
@@ -239,7 +239,7 @@ def _late_compensate(self: CodedBucket, rows: Tensor, scale: Tensor | None) -> N
 @distributed(world_sizes=(4,))
 def test_nan_of_one_rank_is_noticed_by_all_in_the_same_step() -> None:
     with on_hosts(2):
-        run = Run(ExchangeOptions("gradients", codec=Int8()))
+        run = Run(ExchangeOptions("gradients", compressor=Int8()))
         run.step()
         before = weights(run.model)
         # Found long after backward has ended.
@@ -270,7 +270,7 @@ def test_residuals_take_half_of_the_memory_between_two_ranks_of_a_host() -> None
     sizes = []
     for ranks_a_host in (1, 2):
         with on_hosts(ranks_a_host):
-            run = Run(ExchangeOptions("gradients", codec=Int8()))
+            run = Run(ExchangeOptions("gradients", compressor=Int8()))
             run.step()
             coded = run.part.plans.active.exchange.coded  # type: ignore[union-attr]
             sizes.append(sum(one.worker.kept["residual"].numel() for one in coded))
@@ -282,7 +282,7 @@ def _two_optimizers(codec: Codec | None) -> list[Tensor]:
     rank, model = dist.get_rank(), Known()
     own = list(model.weights)
     first, second = (torch.optim.SGD(part, lr=1.0) for part in (own[:2], own[2:]))
-    options = ExchangeOptions("gradients", codec=codec)
+    options = ExchangeOptions("gradients", compressor=codec)
     pipeline = new_pipeline(model, first, NoFusion(), more=[second], options=options)
     for step in range(4):
         leaves_out = step > 1 and rank in (1, 2)
@@ -315,7 +315,7 @@ def test_what_ranks_keep_alone_stays_theirs() -> None:
     for codec in alone:
         gather = "gradients"
         with on_hosts(2):
-            run = Run(ExchangeOptions(gather, codec=codec))
+            run = Run(ExchangeOptions(gather, compressor=codec))
             assert run.together == 1
             for step in range(4):
                 run.step()
@@ -357,7 +357,7 @@ def _check_layouts(world_size: int, codecs: Sequence[Codec]) -> None:
         before: Run | None = None
         for ranks_a_host in _layouts(world_size):
             with on_hosts(ranks_a_host):
-                run = Run(ExchangeOptions("gradients", codec=codec))
+                run = Run(ExchangeOptions("gradients", compressor=codec))
                 if before is not None:
                     run.resume(before)
                     run.optimizer.load_state_dict(before.part.optimizer_state_dict())

@@ -18,7 +18,7 @@ from tests.training.models import weights
 
 @distributed(world_sizes=(2,))
 def test_votes_are_not_encoded_twice() -> None:
-    run = Run(ExchangeOptions("gradients", codec=SignSGD()))
+    run = Run(ExchangeOptions("gradients", compressor=SignSGD()))
     run.step()
     run.backward()
     run.part.mean.expose()
@@ -29,7 +29,7 @@ def test_votes_are_not_encoded_twice() -> None:
 @pytest.mark.parametrize("codec", [SignSGD(), Signum()], ids=lambda one: one.name)
 @distributed(world_sizes=(1, 2))
 def test_votes_of_a_second_round_are_refused_on_all_ranks(codec: Codec) -> None:
-    run = Run(ExchangeOptions("gradients", codec=codec))
+    run = Run(ExchangeOptions("gradients", compressor=codec))
     for step in range(2):
         before = copy.deepcopy(weights(run.model))
         # In the first step the first backward is reduced at once, later the second one is late.
@@ -46,7 +46,7 @@ def test_votes_of_a_second_round_are_refused_on_all_ranks(codec: Codec) -> None:
 
 @distributed(world_sizes=(2,))
 def test_a_second_vote_on_one_rank_alone_is_refused_on_all() -> None:
-    run = Run(ExchangeOptions("gradients", codec=SignSGD()))
+    run = Run(ExchangeOptions("gradients", compressor=SignSGD()))
     run.step()
     run.backward()
     if dist.get_rank() == 1:
@@ -60,7 +60,7 @@ def test_a_second_vote_on_one_rank_alone_is_refused_on_all() -> None:
 @distributed(world_sizes=(2,))
 def test_votes_without_a_gradient_do_not_count(codec: Codec) -> None:
     """As where a backward belongs to another optimizer, before this one's or after it."""
-    plain, other = (Run(ExchangeOptions("gradients", codec=codec)) for _ in range(2))
+    plain, other = (Run(ExchangeOptions("gradients", compressor=codec)) for _ in range(2))
     for step in range(4):
         plain.step()
         if step % 2:
@@ -83,7 +83,7 @@ def _backward_of_nothing(run: Run) -> None:
 @distributed(world_sizes=(2, 3))
 def test_a_gradient_that_one_rank_lacks_is_refused_on_all(reads: bool) -> None:
     """Zeros are votes for +1: two ranks would go uphill wherever the other one has a minus."""
-    run = Run(ExchangeOptions("gradients", codec=SignSGD()))
+    run = Run(ExchangeOptions("gradients", compressor=SignSGD()))
     run.step()
     run.pipeline.complete_parameters()
     run.pipeline.collectives.wait_blocks_host = reads

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_dear.checkpoint import folder
-from lightning_dear.checkpoint.files import FORMAT, KEY, MASTER_KEY
+from lightning_dear.checkpoint.files import CHECKPOINT_KEY, FORMAT, MASTER_KEY
 from lightning_dear.engine.step import OptimizerPipeline
 from tests.distributed.harness import distributed, run_ranks
 from tests.fabric.running import STRATEGIES, dear, new_fabric
@@ -44,7 +44,7 @@ def _train(
     with poison_until_waited():
         if load is not None:
             state["step"] = -1
-            assert fabric.load(load, state) in ({}, {KEY: {"format": FORMAT}})
+            assert fabric.load(load, state) in ({}, {CHECKPOINT_KEY: {"format": FORMAT}})
             assert state["step"] == first
         for step in range(first, last):
             whole = [torch.cat(parts)[:NUM_SAMPLES] for parts in zip(*_batches(step), strict=True)]
@@ -95,7 +95,7 @@ def test_the_file_is_an_ordinary_one(tmp_path: Path) -> None:
     for strategy in STRATEGIES:
         run_ranks(_train, 2, strategy, 0, 3, save=tmp_path / strategy)
     ours, theirs = (torch.load(tmp_path / name, weights_only=True) for name in STRATEGIES)
-    assert ours.pop(KEY) == {"format": FORMAT}
+    assert ours.pop(CHECKPOINT_KEY) == {"format": FORMAT}
     assert list(ours) == list(theirs) == ["model", "optimizer", "step"]
     assert list(ours["model"]) == list(theirs["model"])
     assert_same(ours["model"].values(), theirs["model"].values(), "weights")
@@ -205,7 +205,7 @@ def test_a_later_format_is_refused_before_anything_is_changed(tmp_path: Path) ->
     raw = build("mlp")
     model = fabric.setup(raw)
     before = copies(raw)
-    later = {"model": build("mlp", seed=1).state_dict(), KEY: {"format": FORMAT + 1}}
+    later = {"model": build("mlp", seed=1).state_dict(), CHECKPOINT_KEY: {"format": FORMAT + 1}}
     torch.save(later, tmp_path / f"{fabric.global_rank}")
     with pytest.raises(ValueError, match=f"lightning_dear format {FORMAT + 1}"):
         fabric.load(tmp_path / f"{fabric.global_rank}", {"model": model})

@@ -195,7 +195,7 @@ def new_training(
     model = ManyTensors(sizes, case.dtype, device)
     made = optimizer(model.parameters(), lr=0.1, foreach=True)  # type: ignore[call-arg]
     gather = case.gather or default_gather(case.codec)
-    options = ExchangeOptions(gather, codec=case.codec)
+    options = ExchangeOptions(gather, compressor=case.codec)
     megabytes = BUCKET_MB * case.dtype.itemsize / 4
     fusion = ThresholdFusion(bucket_cap_mb=megabytes, first_bucket_cap_mb=megabytes)
     pipeline = Pipeline(

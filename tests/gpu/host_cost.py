@@ -59,7 +59,7 @@ def measure(
     optimizer = kind(model.parameters(), lr=1e-6, **options)
     pipeline = None
     if is_ours:
-        how = None if codec is None else ExchangeOptions(default_gather(codec), codec=codec)
+        how = None if codec is None else ExchangeOptions(default_gather(codec), compressor=codec)
         fusion = ThresholdFusion(bucket_cap_mb=0.1 if is_cpu else 25)
         pipeline = Pipeline(model, [optimizer], Pretended(device), fusion, options=how)
     x = torch.randn(8, 64, width, device=device)

@@ -167,7 +167,7 @@ def _losses(name: str) -> list[float]:
     dist.destroy_process_group()
     dist.init_process_group("nccl", device_id=device)
     codec: Compressor | None = resolve_compressor(name)
-    options = ExchangeOptions(default_gather(codec), codec=codec)
+    options = ExchangeOptions(default_gather(codec), compressor=codec)
     model = build("mlp").to(device)
     optimizer = optimizer_for("adamw", model)
     collectives = new_collectives(device)

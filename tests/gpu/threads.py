@@ -235,9 +235,9 @@ def cases() -> dict[str, Case]:
     }
     for name in ("bf16", "int8", "topk", "powersgd"):
         codec = resolve_compressor(name)
-        found[name] = {"options": ExchangeOptions(default_gather(codec), codec=codec)}
+        found[name] = {"options": ExchangeOptions(default_gather(codec), compressor=codec)}
     codec = OkTopk(mode="static", density=0.05)
-    found["oktopk"] = {"options": ExchangeOptions("gradients", codec=codec)}
+    found["oktopk"] = {"options": ExchangeOptions("gradients", compressor=codec)}
     return found
 
 

@@ -77,10 +77,10 @@ def cases() -> dict[str, Case]:
     }
     for name in ("bf16", "int8", "topk", "efsignsgd", "randomk", "powersgd"):
         codec = resolve_compressor(name)
-        options = ExchangeOptions(default_gather(codec), codec=codec)
+        options = ExchangeOptions(default_gather(codec), compressor=codec)
         found[name] = {"optimizer": "sgd", "options": options}
     codec = OkTopk(mode="static", density=0.05)
-    static: Case = {"optimizer": "sgd", "options": ExchangeOptions("gradients", codec=codec)}
+    static: Case = {"optimizer": "sgd", "options": ExchangeOptions("gradients", compressor=codec)}
     # A recording marks every wait, which may make the host wait.
     recorded = {**static, "has_timeline": True, "may_wait": True}
     return {**found, "oktopk": static, "oktopk, timeline": recorded}

@@ -197,10 +197,10 @@ def test_some_parameters_are_left_out() -> None:
 
 @distributed(world_sizes=(2,))
 def test_weight_decay_beside_the_momentum_of_dgc_is_refused() -> None:
-    with pytest.raises(ValueError, match="weight_decay=0.05, which would stay outside"):
+    with pytest.raises(ValueError, match="weight_decay=0.05. Set weight_decay=0 and add"):
         fit(dear(compressor="dgc"), Net("mlp", "adagrad"))
     model = build("mlp")
-    with pytest.raises(ValueError, match="weight_decay=0.05, which would stay outside"):
+    with pytest.raises(ValueError, match="weight_decay=0.05. Set weight_decay=0 and add"):
         new_fabric(fabric_dear(compressor="dgc")).setup(model, optimizer_for("adagrad", model))
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_dear.collectives import factory
 from lightning_dear.collectives.factory import new_collectives
-from lightning_dear.collectives.world import Place, World, hosts_of
+from lightning_dear.collectives.world import RankPlace, World, hosts_of
 from lightning_dear.strategy import refusals
 from tests.distributed.harness import distributed
 from tests.distributed.rank import on_hosts
@@ -42,7 +42,7 @@ def test_how_many_ranks_share_a_host(hosts: tuple[int, ...], fewest: int, each: 
     assert world.ranks_a_host == each
 
 
-def _places(machines: str, networks: str, *node_and_local: tuple[int, ...]) -> list[Place]:
+def _places(machines: str, networks: str, *node_and_local: tuple[int, ...]) -> list[RankPlace]:
     """A rank's machine and network are a letter each."""
     said = zip(*node_and_local, strict=True)
     return list(zip(zip(machines, networks, strict=True), said, strict=True))
@@ -89,7 +89,7 @@ NODES, LOCAL = (0, 0, 1, 1), (0, 1, 0, 1)
         ),
     ],
 )
-def test_which_ranks_share_a_host(places: list[Place], hosts: list[int], wrong: str) -> None:
+def test_which_ranks_share_a_host(places: list[RankPlace], hosts: list[int], wrong: str) -> None:
     assert hosts_of(places) == (tuple(hosts), wrong)
 
 

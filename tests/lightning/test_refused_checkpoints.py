@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
-from lightning_dear.checkpoint.files import KEY
+from lightning_dear.checkpoint.files import CHECKPOINT_KEY
 from lightning_dear.checkpoint.folder import SKELETON_FILE
 from lightning_dear.checkpoint.optimizer_state import CLASS
 from tests.checkpoint.test_damage import flip, place_of
@@ -211,7 +211,10 @@ def test_what_one_rank_cannot_read_fails_on_all(tmp_path: Path, kind: str, what:
         file = Path(shutil.copy(saved, path))
     if dist.get_rank() == 1:
         content = torch.load(file, weights_only=False)
-        content |= {"later format": {KEY: {"format": 99}}, "names code": {"x": path}}.get(what, {})
+        content |= {
+            "later format": {CHECKPOINT_KEY: {"format": 99}},
+            "names code": {"x": path},
+        }.get(what, {})
         torch.save(content, file)
         if what == "damaged":
             file.write_bytes(file.read_bytes()[:3000])

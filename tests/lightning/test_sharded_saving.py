@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.tuner import Tuner
 
 from lightning_dear import DearStrategy
-from lightning_dear.checkpoint.files import FORMAT, KEY
+from lightning_dear.checkpoint.files import CHECKPOINT_KEY, FORMAT
 from lightning_dear.checkpoint.folder import convert, is_folder, load
 from tests.checkpoint.test_distributed_checkpoint import assert_equal
 from tests.distributed.harness import distributed, run_ranks
@@ -86,7 +86,7 @@ def test_a_folder_resumes_as_a_file_does(
     assert (tmp_path / "files" / NAME).is_file()
     ours = load(tmp_path / "folders" / NAME)
     theirs = torch.load(tmp_path / "files" / NAME, weights_only=True)
-    assert ours[KEY] == theirs[KEY] == {"format": FORMAT}
+    assert ours[CHECKPOINT_KEY] == theirs[CHECKPOINT_KEY] == {"format": FORMAT}
     for checkpoint in (ours, theirs):
         del checkpoint["callbacks"]  # They hold the path.
     assert_equal(ours, theirs)
@@ -224,7 +224,7 @@ def test_an_unknown_format_is_refused_by_name(tmp_path: Path, strategy: Any) -> 
     trainer = fit(dear(), Net())
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     checkpoint = torch.load(tmp_path / "saved.ckpt")
-    assert checkpoint[KEY] == {"format": FORMAT}
-    torch.save({**checkpoint, KEY: {"format": 99}}, tmp_path / "new.ckpt")
+    assert checkpoint[CHECKPOINT_KEY] == {"format": FORMAT}
+    torch.save({**checkpoint, CHECKPOINT_KEY: {"format": 99}}, tmp_path / "new.ckpt")
     with pytest.raises(ValueError, match="lightning_dear format 99"):
         fit(strategy(), Net(), ckpt_path=str(tmp_path / "new.ckpt"))

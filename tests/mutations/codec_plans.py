@@ -165,8 +165,8 @@ CODEC_PLANS = [
     ),
     Mutation(
         "leaving scheduled steps out of what no cost shows",
-        "OptimizerPipeline.uses_configured_codec",
-        "        return self.plans.codec in (None, self._training.options.codec)\n",
+        "OptimizerPipeline.uses_configured_compressor",
+        "        return self.plans.compressor in (None, self._training.options.compressor)\n",
         "        return True\n",
         (f"{PROBE}::test_who_plans_knows_whether_a_schedule_is_at_work",),
     ),
@@ -180,7 +180,7 @@ CODEC_PLANS = [
     Mutation(
         "measuring nothing while a schedule is at work",
         "Tuning._next_plan",
-        "        if not self._part.uses_configured_codec:\n            return None\n",
+        "        if not self._part.uses_configured_compressor:\n            return None\n",
         "",
         (
             f"{TUNING}::test_no_step_is_measured_that_a_schedule_encodes_otherwise",
@@ -190,7 +190,7 @@ CODEC_PLANS = [
     Mutation(
         "forgetting what was measured when a schedule began",
         "Tuning._run",
-        "            if self._search is not None and self._part.uses_configured_codec:\n",
+        "            if self._search is not None and self._part.uses_configured_compressor:\n",
         "            if self._search is not None:\n",
         (f"{TUNING}::test_a_search_ends_when_a_schedule_begins",),
     ),

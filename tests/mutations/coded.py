@@ -81,7 +81,7 @@ CODED = [
     ),
     Mutation(
         "changing no codec under gradients on their way",
-        "OptimizerPipeline.use_codec",
+        "OptimizerPipeline.use_compressor",
         "is_idle=is_idle and not has_begun",
         "is_idle=True",
         (f"{CHANGES}::test_a_change_leaves_gradients_on_their_way_alone",),
@@ -145,14 +145,14 @@ CODED = [
     Mutation(
         "summing on their way bytes that add up",
         "Reduction.__init__",
-        "self._adds_up = collectives, codec.is_summable",
+        "self._adds_up = collectives, compressor.is_summable",
         "self._adds_up = collectives, False",
         (f"{SUMMABLE}::test_only_bytes_that_add_up_are_summed_on_their_way",),
     ),
     Mutation(
         "decoding bytes that do not add up before they are summed",
         "Reduction.__init__",
-        "self._adds_up = collectives, codec.is_summable",
+        "self._adds_up = collectives, compressor.is_summable",
         "self._adds_up = collectives, True",
         (LAW,),
     ),
@@ -216,7 +216,7 @@ CODED = [
     Mutation(
         "the same places on all ranks for random-k",
         "CodedBucket._encode",
-        '            seed = self._seed_of(f"turns {self.stream}") + turn\n',
+        '            seed = self._seed_of(f"turns {self.tag}") + turn\n',
         "            seed = turn + self._collectives.world.rank\n",
         (f"{BITS}::test_every_codec_leaves_the_same_bits_on_all_ranks",),
     ),
@@ -286,8 +286,8 @@ CODED = [
     Mutation(
         "other random numbers for other optimizers",
         "CodedBucket.__init__",
-        "        self.stream = traffic.first_number + bucket.number\n",
-        "        self.stream = bucket.number\n",
+        "        self.tag = traffic.first_tag + bucket.number\n",
+        "        self.tag = bucket.number\n",
         (f"{BITS}::test_two_optimizers_draw_other_random_numbers",),
     ),
     Mutation(

@@ -101,29 +101,30 @@ LOW_RANK = [
     Mutation(
         "a schedule that leaves other codecs as they are",
         "CompressedExchange.use",
-        "            coded.use(codec if follows else coded.configured)\n",
-        "            coded.use(codec)\n",
+        "            coded.use(compressor if follows else coded.configured)\n",
+        "            coded.use(compressor)\n",
         (f"{GROUPS}::test_a_schedule_and_another_plan_keep_the_groups",),
     ),
     Mutation(
         "momentum of what a codec leaves out",
         "CodedBucket.__init__",
-        "        keeps = options.codec if has_momentum else codec\n",
-        "        keeps = codec\n",
+        "        keeps = options.compressor if has_momentum else compressor\n",
+        "        keeps = compressor\n",
         (f"{GROUPS}::test_what_dgc_leaves_out_has_its_momentum",),
     ),
     Mutation(
         "leaving a plan's buckets as they are",
         "CodedBucket.__init__",
-        "        used = Fp32() if bucket.number in traffic.uncompressed else codec\n",
-        "        used = codec\n",
+        "        used = Fp32() if bucket.number in traffic.uncompressed else compressor\n",
+        "        used = compressor\n",
         (f"{GROUPS}::test_a_plan_leaves_buckets_as_they_are",),
     ),
     Mutation(
         "what a plan leaves as it is keeps of its own",
         "CodedBucket.__init__",
-        "            owner = codec.owner_memory(shard, device)\n",
-        "            kept = options.codec if bucket.number in traffic.uncompressed else codec\n"
+        "            owner = compressor.owner_memory(shard, device)\n",
+        "            is_left = bucket.number in traffic.uncompressed\n"
+        "            kept = options.compressor if is_left else compressor\n"
         "            owner = kept.owner_memory(shard, device)\n",
         (f"{GROUPS}::test_what_a_plan_leaves_as_it_is_has_its_own_feedback",),
     ),

@@ -41,14 +41,14 @@ TWO_HOPS = [
     Mutation(
         "a thread for each half",
         "TwoHopCollectives._two_hops",
-        "        key = lane, bucket // NUMBERS_OF_ONE\n",
-        '        key = "", bucket // NUMBERS_OF_ONE\n',
+        "        key = lane, tag // TAGS_OF_ONE_OPTIMIZER\n",
+        '        key = "", tag // TAGS_OF_ONE_OPTIMIZER\n',
         (f"{TESTS}::test_a_host_may_gather_long_before_the_other",),
     ),
     Mutation(
         "threads of an optimizer's own",
         "TwoHopCollectives._two_hops",
-        "        key = lane, bucket // NUMBERS_OF_ONE\n",
+        "        key = lane, tag // TAGS_OF_ONE_OPTIMIZER\n",
         "        key = lane, 0\n",
         (f"{TESTS}::test_two_optimizers_may_launch_in_another_order_on_each_rank",),
     ),
@@ -69,7 +69,7 @@ TWO_HOPS = [
     Mutation(
         "what other ranks of a host keep, for another plan",
         "ResidualKeeper.taken",
-        "                    collectives.launch_gather_of_host(flat, STATE_NUMBERS + one.number)"
+        "                    collectives.launch_gather_of_host(flat, STATE_TAGS + one.number)"
         ".wait()\n",
         "                    pass\n",
         (LAW,),

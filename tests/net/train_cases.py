@@ -140,7 +140,7 @@ def _codec(name: str) -> Any:
 def _new_pipeline(model: nn.Module, case: Case, options: Any, timeout: timedelta) -> Any:
     fusion = find("planning", "ThresholdFusion")(bucket_cap_mb=0.012, first_bucket_cap_mb=0.004)
     collectives = find("collectives", "new_collectives")(torch.device("cpu"), timeout)
-    optimizer = _optimizer(model, case, options.codec)
+    optimizer = _optimizer(model, case, options.compressor)
     return find("pipeline", "Pipeline")(model, [optimizer], collectives, fusion, options=options)
 
 
@@ -178,7 +178,10 @@ def train(case: Case, timeout: timedelta) -> dict[str, Any]:
     try:
         codec = _codec(case.compressor)
         more = EXTRA_OPTIONS.get(case.options, {})
-        options = find("options", "ExchangeOptions")(gather=case.gather, codec=codec, **more)
+        new_options = find("options", "ExchangeOptions")
+        # Older trees call it codec.
+        name = "compressor" if hasattr(new_options, "compressor") else "codec"
+        options = new_options(gather=case.gather, **{name: codec}, **more)
         model = OddNet().to(torch.bfloat16 if case.variant == "16bit" else torch.float32)
         pipeline = _new_pipeline(model, case, options, timeout)
     except ValueError as error:

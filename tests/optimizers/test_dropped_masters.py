@@ -20,12 +20,12 @@ from tests.training.three_ways import new_pipeline, train_steps
 
 Saved = tuple[dict[str, Tensor], dict[str, Any]]
 
-LAGGING = ExchangeOptions(codec=Int4())
+LAGGING = ExchangeOptions(compressor=Int4())
 DENSE = ExchangeOptions()
 OTHERS = (
     DENSE,
-    ExchangeOptions(codec=Int4(halves="reduce")),
-    ExchangeOptions("gradients", codec=Int4()),
+    ExchangeOptions(compressor=Int4(halves="reduce")),
+    ExchangeOptions("gradients", compressor=Int4()),
     ExchangeOptions("gradients"),
 )
 
@@ -104,7 +104,7 @@ def test_what_16_bits_round_is_said_too() -> None:
 def test_masters_of_16_bits_that_weights_lag_behind_are_lost_where_nothing_lags() -> None:
     saved = _save(LAGGING, torch.bfloat16)
     assert _resume(LAGGING, saved, torch.bfloat16)[1] == 0
-    for options in (DENSE, ExchangeOptions(codec=Int4(halves="reduce"))):
+    for options in (DENSE, ExchangeOptions(compressor=Int4(halves="reduce"))):
         assert _resume(options, saved, torch.bfloat16)[1] == (dist.get_rank() == 0), options
     synced = _save(LAGGING, torch.bfloat16, syncs=True)
     assert _resume(DENSE, synced, torch.bfloat16)[1] == 0

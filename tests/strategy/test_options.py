@@ -161,7 +161,7 @@ def test_a_misspelt_name_is_guessed(strategy: Any) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_compressor_is_none(strategy: Any) -> None:
-    assert strategy(compressor=None)._options.codec is None
+    assert strategy(compressor=None)._options.compressor is None
 
 
 def test_a_cap_is_a_number_for_its_planner_too() -> None:

@@ -233,7 +233,7 @@ class Case:
         model.to(NAME, self.dtype)
         kinds: Any = {"foreach": True} if self.optimizer == "AdamW" else {}
         optimizer: Any = getattr(torch.optim, self.optimizer)(model.parameters(), lr=0.1, **kinds)
-        options = ExchangeOptions(self.gather, decouple=self.decouple, codec=self.codec)
+        options = ExchangeOptions(self.gather, decouple=self.decouple, compressor=self.codec)
         fusion = ThresholdFusion(bucket_cap_mb=0.04, first_bucket_cap_mb=0.005)
         pipeline = Pipeline(
             model, [optimizer], self.collectives(), fusion, options=options, clock=HostClock()

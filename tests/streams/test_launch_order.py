@@ -24,7 +24,7 @@ GROUP_OF = {
     "all_to_all": "reduce",
     "all_reduce": "reduce",
     "sums_of_host": "reduce",
-    "any": "reduce",
+    "max": "reduce",
     "all_gather": "gather",
     "broadcast": "gather",
 }
@@ -32,7 +32,7 @@ OP_OF = {
     "reduce_scatter": "reduce-scatter",
     "all_to_all": "all-to-all",
     "all_reduce": "sum",
-    "any": "maximum",
+    "max": "maximum",
     "all_gather": "all-gather",
     "broadcast": "broadcast",
 }
@@ -68,7 +68,7 @@ def expected_of(part: OptimizerPipeline, training: Training, num_buffers: int) -
     order = [*launches_of_step(part.plans.active, num_buffers)]
     gathers = [one for one in order if one.group == "gather" and one.bucket is not None]
     sums = order[: len(order) - len(gathers)]
-    scale = [Launch("reduce", "any")] * training.is_scaled
+    scale = [Launch("reduce", "max")] * training.is_scaled
     norm = [Launch("gather", "all_gather")] * (training.max_norm is not None)
     return [*sums, *scale, *norm, *gathers]
 
@@ -135,7 +135,7 @@ def test_a_step_launches_in_the_order_that_is_written(variant: str, model: str) 
     order = launches(replace(VARIANTS[variant], model=model), 3)
     count = Counter(one.call for one in order)
     assert count["broadcast"] == (2 if model == "conv" else 0)
-    assert count["any"] == len(VARIANTS[variant].build()[1]) + VARIANTS[variant].is_scaled
+    assert count["max"] == len(VARIANTS[variant].build()[1]) + VARIANTS[variant].is_scaled
 
 
 @pytest.mark.parametrize("name", CODED)

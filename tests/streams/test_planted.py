@@ -45,8 +45,8 @@ class _NoReduceScatterWait(NativeCollectives):
 
 class _NoReduceWait(_NoReduceScatterWait):
     @override
-    def launch_any(self, flags: Tensor) -> Work:
-        return _unawaited(super().launch_any(flags))
+    def launch_max(self, flags: Tensor) -> Work:
+        return _unawaited(super().launch_max(flags))
 
 
 class _CopiesAfterLaunch(NativeCollectives):
@@ -91,8 +91,8 @@ class _BroadcastsLate(NativeCollectives):
         return Work(lambda: self._launched[index].wait())
 
     @override
-    def launch_any(self, flags: Tensor) -> Work:
-        work = super().launch_any(flags)
+    def launch_max(self, flags: Tensor) -> Work:
+        work = super().launch_max(flags)
         held = self.__dict__.pop("_held", {})
         self._launched = {index: launch() for index, launch in held.items()}
         return work

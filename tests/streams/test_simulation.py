@@ -63,7 +63,7 @@ def test_a_correct_program_is_clean(size: int, is_late: bool) -> None:
         program.gather().wait()
         flags = torch.zeros(3, dtype=torch.uint8)
         flags[program.rank.number] = 1
-        program.collectives.launch_any(flags).wait()
+        program.collectives.launch_max(flags).wait()
         told = torch.full((2,), float(program.rank.number))
         program.collectives.launch_broadcast(told, 0).wait()
         rows = torch.full((size, 2), program.rank.number)

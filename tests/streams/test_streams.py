@@ -155,7 +155,7 @@ def test_weights_that_are_averaged_on_another_stream() -> None:
     on_simulated_cuda(_average_weights, 2).check()
 
 
-CODED = ExchangeOptions("parameters", codec=Int8())
+CODED = ExchangeOptions("parameters", compressor=Int8())
 
 
 @pytest.mark.parametrize("options", [None, CODED], ids=["dense", "int8"])
@@ -183,7 +183,7 @@ def test_state_that_is_saved_in_inference_mode_after_it_was_loaded(
 def test_nan_of_one_rank_shows_in_all_weights_of_an_optimizer_that_steps_by_signs(
     codec: Codec,
 ) -> None:
-    training = Training(optimizer="signs", options=ExchangeOptions("parameters", codec=codec))
+    training = Training(optimizer="signs", options=ExchangeOptions("parameters", compressor=codec))
 
     def spoil(trained: OnDevice, step: int) -> None:
         if step == FIRST_STEADY and trained.rank.number:
@@ -202,8 +202,8 @@ def test_what_is_sent_once_lives_until_it_has_been_sent() -> None:
 
 ALONE = {
     "int8": CODED,
-    "randomk": ExchangeOptions("gradients", codec=RandomK(density=0.3)),
-    "gradients": ExchangeOptions("gradients", codec=Int8()),
+    "randomk": ExchangeOptions("gradients", compressor=RandomK(density=0.3)),
+    "gradients": ExchangeOptions("gradients", compressor=Int8()),
 }
 
 

@@ -106,7 +106,7 @@ def test_odd_models(model: str, size: int) -> None:
 def coded(name: str, model: str) -> Training:
     """With a codec, and an optimizer without momentum: some bring their own."""
     codec = OkTopk(mode="static", density=0.05) if name == "oktopk" else resolve_compressor(name)
-    options = ExchangeOptions(default_gather(codec), codec=codec)
+    options = ExchangeOptions(default_gather(codec), compressor=codec)
     return Training(model=model, optimizer="plain", options=options)
 
 

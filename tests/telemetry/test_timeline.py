@@ -130,7 +130,7 @@ def test_waits_are_named_by_module() -> None:
 @distributed(world_sizes=(2,))
 def test_encoding_and_decoding_have_lanes_of_their_own() -> None:
     """Of each bucket in both halves of both steps; those of exchanges not by rows as they come."""
-    spans = _recorded(ExchangeOptions("gradients", codec=Int8()))
+    spans = _recorded(ExchangeOptions("gradients", compressor=Int8()))
     for lane in "encode", "decode":
         found = Counter(one.name for one in spans if one.lane == lane)
         assert {name for name in found if name.startswith("bucket ")} == {*found}
@@ -139,6 +139,6 @@ def test_encoding_and_decoding_have_lanes_of_their_own() -> None:
         assert 2 <= len(found) <= len(SHAPES)
         assert all(one.end_s > one.start_s for one in spans if one.lane == lane)
     for codec in (OkTopk(density=0.3), GTopk(density=0.3), PowerSGD(min_saving=1.0)):
-        lanes = {one.lane for one in _recorded(ExchangeOptions("gradients", codec=codec))}
+        lanes = {one.lane for one in _recorded(ExchangeOptions("gradients", compressor=codec))}
         assert {"encode", "decode"} <= lanes, codec
     assert "encode" not in {one.lane for one in _recorded(ExchangeOptions())}

@@ -87,7 +87,7 @@ class _Slow(Int8):
 
 def _pipeline(codec: Codec | None, gather: str = "gradients") -> Any:
     model = build("mlp")
-    options = ExchangeOptions(gather, codec=codec)
+    options = ExchangeOptions(gather, compressor=codec)
     # Some codecs keep momentum themselves.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return model, new_pipeline(model, optimizer, NoFusion(), options=options)
@@ -298,8 +298,8 @@ def test_lines_do_not_fall_and_begin_at_zero_or_above() -> None:
 def test_who_plans_knows_whether_a_schedule_is_at_work() -> None:
     _, pipeline = _pipeline(Int8())
     (part,) = pipeline.parts
-    assert part.uses_configured_codec
+    assert part.uses_configured_compressor
     for codec, is_configured in ((Fp32(), False), (Int8(), True)):
-        pipeline.use_codec(codec)
-        assert part.uses_configured_codec is is_configured
+        pipeline.use_compressor(codec)
+        assert part.uses_configured_compressor is is_configured
     pipeline.detach()

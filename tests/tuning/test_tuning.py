@@ -100,7 +100,7 @@ class _Part:
     num_steps: int = 0
     parameters: Sequence[torch.Tensor] = (torch.zeros(1),)
     used: list[BucketPlan] = field(default_factory=list)
-    uses_configured_codec: bool = True
+    uses_configured_compressor: bool = True
     plans: Any = field(default_factory=lambda: SimpleNamespace(find_plan=None))
 
     def record(self, tensors: Sequence[Any], start: BucketPlan) -> None:
@@ -173,7 +173,7 @@ def _made_up_codec(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _encoding(planner: Any) -> tuple[Any, _Pipeline, list]:
     tuner, pipeline, said = _tuning(planner)
-    pipeline.options = ExchangeOptions(codec=Int8())
+    pipeline.options = ExchangeOptions(compressor=Int8())
     return tuner, pipeline, said
 
 
@@ -214,7 +214,7 @@ def test_no_step_is_measured_that_a_schedule_encodes_otherwise(
     planner: Any, num_trials: int, is_scheduled: bool
 ) -> None:
     tuner, pipeline, said = _encoding(planner)
-    pipeline.parts[0].uses_configured_codec = not is_scheduled
+    pipeline.parts[0].uses_configured_compressor = not is_scheduled
     num_plans = num_trials + isinstance(planner, PredictingPlanner)
     expected = 1 + NUM_PROFILED_STEPS + STEPS_PER_TRIAL * num_plans * (not is_scheduled)
     assert _train(tuner, pipeline, 100, lambda _: 5.0) == expected
@@ -233,7 +233,7 @@ def test_a_search_ends_when_a_schedule_begins() -> None:
     num_steps = 1 + NUM_PROFILED_STEPS + (1 + 3) * STEPS_PER_TRIAL + 2
 
     def step_s(_: _Pipeline) -> float:
-        part.uses_configured_codec = part.num_steps < num_steps
+        part.uses_configured_compressor = part.num_steps < num_steps
         return 2.0 if part.plan is not None and part.plan.name == "single" else 3.0
 
     assert _train(tuner, pipeline, 100, step_s) < num_steps + STEPS_PER_TRIAL

@@ -118,7 +118,7 @@ def _check_momentum(name: str, codec: Any, cfg: DictConfig) -> None:
     """Raise ValueError for what the strategy would refuse when it is the entry's turn."""
     optimizer = instantiate(cfg.optimizer)([Parameter(torch.zeros(1))])
     try:
-        check_momentum(optimizer, ExchangeOptions("gradients", codec=codec))
+        check_momentum(optimizer, ExchangeOptions("gradients", compressor=codec))
     except ValueError as error:
         raise ValueError(f"Entry {name}: {error} Add optimizer: sgd_plain to it.") from None
 

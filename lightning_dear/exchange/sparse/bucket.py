@@ -20,7 +20,7 @@ from lightning_dear.exchange.compressed_bucket import CompressedBucket
 from lightning_dear.exchange.sparse.entries import Entries, Unsent, new_unsent, unpacked
 from lightning_dear.exchange.sparse.figures import Tally
 
-Launch = Callable[[int], Work]
+LaunchWithTag = Callable[[int], Work]
 """Starts sending a message: the bucket's number among all that travel at once -> the work."""
 
 
@@ -44,23 +44,25 @@ class Selection:
     most_owned: int = 0
 
 
-def selection_of(codec: Compressor, numel: int, padded_numel: int, world_size: int) -> Selection:
+def selection_of(
+    compressor: Compressor, numel: int, padded_numel: int, world_size: int
+) -> Selection:
     """Settles what `codec` sends of a bucket.
 
     Args:
-        codec: One that selects, or another one, with which all numbers travel.
+        compressor: One that selects, or another one, with which all numbers travel.
         numel: Elements of parameters in the bucket.
         padded_numel: All of its elements.
         world_size: Number of ranks.
     """
-    if not isinstance(codec, SparseAllReduce):
+    if not isinstance(compressor, SparseAllReduce):
         return Selection()
     # Also of what travels as it is: checkpoints say which k shares are of.
-    is_sparse, k = codec.saves(numel, world_size), codec.entries(numel)
-    most_selected, most_sent, most_owned = codec.caps(k, world_size)
+    is_sparse, k = compressor.saves(numel, world_size), compressor.entries(numel)
+    most_selected, most_sent, most_owned = compressor.caps(k, world_size)
     if most_owned is None:
         # All of a region, of which there are as many as ranks.
-        most_owned = padded_numel // world_size if codec.is_scattered else 0
+        most_owned = padded_numel // world_size if compressor.is_scattered else 0
     return Selection(is_sparse, k, most_selected, most_sent, most_owned)
 
 
@@ -72,7 +74,7 @@ class SparseBucket(CompressedBucket):
 
     Args:
         bucket: Its gradients and its mean, which is as long, are read and written.
-        codec: What makes it sparse.
+        compressor: What makes it sparse.
         traffic: What moves it, and whether it travels as it is all the same.
 
     Attributes:
@@ -98,13 +100,13 @@ class SparseBucket(CompressedBucket):
     _num_notes = 0
     """Words between count and places in the messages to owners in the step under way."""
 
-    def __init__(self, bucket: Bucket, codec: SparseAllReduce, traffic: Traffic) -> None:
+    def __init__(self, bucket: Bucket, compressor: SparseAllReduce, traffic: Traffic) -> None:
         device, numel = bucket.mean.device, bucket.gradients.numel()
         collectives = traffic.collectives
-        used = Fp32() if bucket.number in traffic.uncompressed else codec
-        worker, owner = new_unsent(codec, numel, device), Memory(0, device)
+        used = Fp32() if bucket.number in traffic.uncompressed else compressor
+        worker, owner = new_unsent(compressor, numel, device), Memory(0, device)
         super().__init__(bucket, used, worker, owner, collectives.world.size)
-        self.sparse = codec
+        self.sparse = compressor
         self._collectives = collectives
         self._rank, self._world_size = collectives.world.rank, collectives.world.size
         self.numel = self.spec.numel
@@ -121,9 +123,9 @@ class SparseBucket(CompressedBucket):
     def _make_room(self) -> None:
         # Once for each codec, not for each step: nothing else changes what follows from it.
         padded_numel = self.spec.padded_numel
-        if isinstance(self.codec, SparseAllReduce):
-            self.sparse = self.codec
-        self.selection = selection_of(self.codec, self.numel, padded_numel, self._world_size)
+        if isinstance(self.compressor, SparseAllReduce):
+            self.sparse = self.compressor
+        self.selection = selection_of(self.compressor, self.numel, padded_numel, self._world_size)
         self.is_sparse = self.selection.is_sparse
         scratch = 0 if self.is_sparse else self._collectives.scratch_numel(padded_numel)
         self.received = self.bucket.gradients.new_empty(scratch)
@@ -176,19 +178,19 @@ class SparseBucket(CompressedBucket):
         self._is_counted = True
         return self.counts["reduce"] - 1
 
-    def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> Launch:
+    def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> LaunchWithTag:
         """Takes `selected` out of `waiting`, and makes a message of it to all ranks."""
         waiting.index_fill_(0, selected.places, 0.0)
         messages = dict.fromkeys(range(self._world_size), selected.times(scale).packed())
         return partial(self.launch, "reduce_scatter", messages, self.incoming, 0)
 
-    def expect(self, lane: str, number: int) -> None:
+    def expect(self, lane: str, tag: int) -> None:
         """Lets others' messages arrive from now on."""
         room = self.incoming if lane == "reduce_scatter" else self.gathered
-        self._collectives.expect_messages(lane, room, number)
+        self._collectives.expect_messages(lane, room, tag)
 
     def launch(
-        self, lane: str, messages: Mapping[int, Tensor], room: Tensor, num_notes: int, number: int
+        self, lane: str, messages: Mapping[int, Tensor], room: Tensor, num_notes: int, tag: int
     ) -> Work:
         """Starts sending messages, by rank, and receiving everybody's into `room`.
 
@@ -199,7 +201,7 @@ class SparseBucket(CompressedBucket):
         others = (one for rank, one in messages.items() if rank != self._rank)
         self.tally.words_sent += sum(len(one) - head for one in others)
         sources = range(self._world_size)
-        return self._collectives.launch_messages(lane, messages, sources, room, number, head)
+        return self._collectives.launch_messages(lane, messages, sources, room, tag, head)
 
     def note_received(self, heads: Tensor) -> list[int]:
         """Counts in the tally what has come: [world_size, 1 or more] int32, messages' beginnings.
@@ -235,9 +237,9 @@ class SparseBucket(CompressedBucket):
         self.worker.flush(gradients, scale)
         return gradients
 
-    def launch_all(self, number: int) -> Work:
+    def launch_all(self, tag: int) -> Work:
         """Starts summing the gradients; of the mean this rank gets its shard, and 0 elsewhere."""
-        place = self.received, self.bucket.mean[self.region], number
+        place = self.received, self.bucket.mean[self.region], tag
         work = self._collectives.launch_reduce_scatter(self.bucket.gradients, *place)
         return work.then(self.clear_others)
 

@@ -191,10 +191,10 @@ class Forgotten(Unsent):
         """Sends nothing once more."""
 
 
-def new_unsent(codec: SparseAllReduce, numel: int, device: torch.device) -> Unsent:
+def new_unsent(compressor: SparseAllReduce, numel: int, device: torch.device) -> Unsent:
     """What a rank keeps of a bucket of so many elements for `codec`."""
-    if not codec.has_feedback:
+    if not compressor.has_feedback:
         return Forgotten(numel, device)
-    if isinstance(codec, OkTopk) and codec.momentum:
-        return UnsentVelocity(numel, device, momentum=codec.momentum)
+    if isinstance(compressor, OkTopk) and compressor.momentum:
+        return UnsentVelocity(numel, device, momentum=compressor.momentum)
     return Unsent(numel, device)

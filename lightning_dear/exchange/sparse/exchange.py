@@ -29,11 +29,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.collectives.work import GRADIENT_NUMBERS, Work
+from lightning_dear.collectives.work import GRADIENT_TAGS, Work
 from lightning_dear.compression import SparseAllReduce
 from lightning_dear.compression.sparse_all_reduce import FEWEST_PER_RANK
 from lightning_dear.exchange.base import CompressedExchange, Exchange, Sending, Traffic
-from lightning_dear.exchange.sparse.bucket import Launch, SparseBucket
+from lightning_dear.exchange.sparse.bucket import LaunchWithTag, SparseBucket
 from lightning_dear.exchange.sparse.entries import Entries, added, unpacked
 from lightning_dear.exchange.sparse.owned_bucket import (
     OwnedBucket,
@@ -45,7 +45,7 @@ from lightning_dear.exchange.sparse.regions import are_filled, largest_of_all
 from lightning_dear.telemetry.device_work import as_device_work
 
 
-def check_buckets(codec: SparseAllReduce, traffic: Traffic) -> None:
+def check_buckets(compressor: SparseAllReduce, traffic: Traffic) -> None:
     """Refuses buckets whose places do not fit, and warns (rank 0) if none is long enough.
 
     Raises:
@@ -56,17 +56,18 @@ def check_buckets(codec: SparseAllReduce, traffic: Traffic) -> None:
     longest = max((one.spec.padded_numel for one in meant), default=0)
     if longest > torch.iinfo(torch.int32).max:
         raise ValueError(
-            f"compressor={codec.name!r} numbers elements with 32 bits, and a bucket has"
+            f"compressor={compressor.name!r} numbers elements with 32 bits, and a bucket has"
             f" {longest:,}. Fuse less: fusion='threshold' with a smaller bucket_cap_mb."
         )
     # Of a single rank nothing travels in any case.
     num_ranks = collectives.world.size
-    is_sparse = any(codec.saves(one.spec.numel, num_ranks) for one in meant)
+    is_sparse = any(compressor.saves(one.spec.numel, num_ranks) for one in meant)
     if meant and num_ranks > 1 and not is_sparse and collectives.world.rank == 0:
         warnings.warn(
-            f"compressor={codec.name!r} compresses nothing: no bucket has {FEWEST_PER_RANK} numbers"
-            f" to send for each of {num_ranks} ranks, and others to keep (density={codec.density:g}"
-            f" of at most {longest:,}). Raise density or bucket_cap_mb, or leave it out.",
+            f"compressor={compressor.name!r} compresses nothing: no bucket has {FEWEST_PER_RANK}"
+            f" numbers to send for each of {num_ranks} ranks, and others to keep"
+            f" (density={compressor.density:g} of at most {longest:,}). Raise density or"
+            " bucket_cap_mb, or leave it out.",
             stacklevel=2,
         )
 
@@ -76,16 +77,16 @@ class WholeSparseExchange(CompressedExchange):
 
     Args:
         traffic: Of buckets that are all-reduced where there are several ranks.
-        codec: Says what is selected.
+        compressor: Says what is selected.
     """
 
     coded: Sequence[SparseBucket]
 
-    def __init__(self, traffic: Traffic, codec: SparseAllReduce) -> None:
-        super().__init__(traffic, codec)
-        check_buckets(codec, traffic)
-        kind = _kind_of(codec)
-        self.coded = [kind(bucket, codec, traffic) for bucket in traffic.flat.buckets]
+    def __init__(self, traffic: Traffic, compressor: SparseAllReduce) -> None:
+        super().__init__(traffic, compressor)
+        check_buckets(compressor, traffic)
+        kind = _kind_of(compressor)
+        self.coded = [kind(bucket, compressor, traffic) for bucket in traffic.flat.buckets]
 
     @override
     def reduce_calls(self, bucket: Bucket) -> Sequence[str]:
@@ -96,29 +97,29 @@ class WholeSparseExchange(CompressedExchange):
 
     @override
     def expect_reduce(self, bucket: Bucket) -> None:
-        one, number = self.coded[bucket.number], self.number_of(bucket)
+        one, tag = self.coded[bucket.number], self.tag_of(bucket)
         if one.is_sparse:
-            one.expect("reduce_scatter", number)
+            one.expect("reduce_scatter", tag)
         elif one.sparse.is_scattered:
-            self.collectives.expect_reduce_scatter(one.received, number)
+            self.collectives.expect_reduce_scatter(one.received, tag)
         else:
             super().expect_reduce(bucket)
 
     @override
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
         """Selects of the bucket's gradients; what is large is sent."""
-        one, number = self.coded[bucket.number], self.number_of(bucket)
+        one, tag = self.coded[bucket.number], self.tag_of(bucket)
         if not one.is_sparse:
             self._look_for_inf(one.flushed(scale))
             dense = partial(Exchange.launch_reduce, self, bucket)
-            return Sending(partial(one.launch_all, number) if one.sparse.is_scattered else dense)
+            return Sending(partial(one.launch_all, tag) if one.sparse.is_scattered else dense)
         waiting = one.accumulated(scale)
         selected = one.select(waiting)
         # Who is nan or inf is larger than the others.
         if len(selected.numbers):
             self._look_for_inf(selected.numbers)
         launch = one.pack(waiting, selected, scale)
-        return Sending(partial(launch, number), one.sum_up)
+        return Sending(partial(launch, tag), one.sum_up)
 
     @property
     @override
@@ -139,17 +140,17 @@ class TreeBucket(SparseBucket):
     _sums: Entries
 
     @override
-    def expect(self, lane: str, number: int) -> None:
+    def expect(self, lane: str, tag: int) -> None:
         """From whom is not known before the rounds."""
 
     @override
-    def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> Launch:
+    def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> LaunchWithTag:
         """Takes `selected` out of `waiting`; what is returned starts nothing before its wait."""
         waiting.index_fill_(0, selected.places, 0.0)
         own = selected.times(scale)
-        return lambda number: Work(partial(self._through_tree, own, scale, number))
+        return lambda tag: Work(partial(self._through_tree, own, scale, tag))
 
-    def _through_tree(self, own: Entries, scale: Tensor | None, number: int) -> None:
+    def _through_tree(self, own: Entries, scale: Tensor | None, tag: int) -> None:
         """In the same order of buckets on all ranks; blocks."""
         rank, world_size = self._rank, self._world_size
         below = rank & -rank if rank else 1 << (world_size - 1).bit_length()
@@ -157,13 +158,13 @@ class TreeBucket(SparseBucket):
         steps = (1 << place for place in range(below.bit_length() - 1))
         children = [rank + step for step in steps if rank + step < world_size]
         for child in children:
-            received = self._receive(child, number)
+            received = self._receive(child, tag)
             merge = self._largest_of_both, own, received, scale
-            own = as_device_work(self._collectives, "encode", number, *merge)
+            own = as_device_work(self._collectives, "encode", tag, *merge)
         if rank:
-            self._send(own, [rank - below], number)
-            own = self._receive(rank - below, number)
-        self._send(own, children[::-1], number)
+            self._send(own, [rank - below], tag)
+            own = self._receive(rank - below, tag)
+        self._send(own, children[::-1], tag)
         self._sums = own
 
     def _largest_of_both(self, own: Entries, other: Entries, scale: Tensor | None) -> Entries:
@@ -175,15 +176,15 @@ class TreeBucket(SparseBucket):
         self.worker.settle(Entries(total.places, numbers), is_kept)
         return kept
 
-    def _receive(self, source: int, number: int) -> Entries:
-        place = self.incoming, number
+    def _receive(self, source: int, tag: int) -> Entries:
+        place = self.incoming, tag
         self._collectives.launch_messages("reduce_scatter", {}, [source], *place).wait()
         self.tally.words_received += 2 * int(self.incoming[source, 0])
         return unpacked(self.incoming[source])
 
-    def _send(self, own: Entries, ranks: Sequence[int], number: int) -> None:
+    def _send(self, own: Entries, ranks: Sequence[int], tag: int) -> None:
         self.tally.words_sent += 2 * len(own.places) * len(ranks)
-        messages, place = dict.fromkeys(ranks, own.packed()), (self.incoming, number)
+        messages, place = dict.fromkeys(ranks, own.packed()), (self.incoming, tag)
         self._collectives.launch_messages("reduce_scatter", messages, [], *place).wait()
 
     @override
@@ -236,7 +237,7 @@ class SparseExchange(WholeSparseExchange):
         super().note_used(used, keeps=keeps)
         # What a rank refuses, all do.
         if keeps and self._refusal is None:
-            self._prepare(None, self._choose)().wait()
+            self._encode_now(None, self._choose)().wait()
 
     @override
     def calls_behind_sums(self) -> Sequence[str]:
@@ -260,7 +261,7 @@ class SparseExchange(WholeSparseExchange):
                 asked.append((one, own))
         if asked:
             return Sending(partial(self._agree, asked), partial(_keep, asked, factor))
-        place = self.collectives, self.first_number
+        place = self.collectives, self.first_tag
         return Sending(partial(add_up_summaries, static, *place) if static else Work.done)
 
     def _agree(self, asked: list[tuple[RegionBucket, Entries]]) -> Work:
@@ -269,7 +270,7 @@ class SparseExchange(WholeSparseExchange):
         In an exact step the k largest of all; where all are kept it is agreed how they travel.
         """
         buckets, sums = [one for one, _ in asked], [own for _, own in asked]
-        place = self.collectives, self.first_number
+        place = self.collectives, self.first_tag
         if all(one.sparse.is_regional for one in buckets):
             kept = largest_of_all(sums, [one.selection.k for one in buckets], *place)
             asked[:] = zip(buckets, kept, strict=True)
@@ -283,18 +284,18 @@ class SparseExchange(WholeSparseExchange):
 
     @override
     def expect_gather(self, bucket: Bucket) -> None:
-        one, number = self.coded[bucket.number], self.number_of(bucket)
+        one, tag = self.coded[bucket.number], self.tag_of(bucket)
         if one.is_sparse and not one.is_filled:
-            one.expect("all_gather", number)
+            one.expect("all_gather", tag)
         else:
-            self.collectives.expect_all_gather(bucket.gradients, number)
+            self.collectives.expect_all_gather(bucket.gradients, tag)
 
     @override
     def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
         """Packs what this rank's region keeps; what is returned sends it to all."""
         one = self.coded[bucket.number]
         if one.is_sparse and not one.is_filled:
-            return self._prepare(bucket, partial(self._pack, one))
+            return self._encode_now(bucket, partial(self._pack, one))
         if one.is_sparse:
             # Of equal regions: all of it arrives.
             one.take_sent().clear()
@@ -302,28 +303,28 @@ class SparseExchange(WholeSparseExchange):
         return partial(self._send_as_it_is, one)
 
     def _pack(self, one: OwnedBucket) -> Sending:
-        message, gathered, number = one.message(), one.gathered, self.number_of(one.bucket)
+        message, gathered, tag = one.message(), one.gathered, self.tag_of(one.bucket)
         arrive = partial(one.arrive, gathered, one.take_sent(), self._is_nan)
-        return Sending(partial(one.spread, message, gathered, number), arrive)
+        return Sending(partial(one.spread, message, gathered, tag), arrive)
 
     def _send_as_it_is(self, one: OwnedBucket) -> Work:
-        number = self.number_of(one.bucket)
-        work = self.collectives.launch_all_gather(one.bucket.gradients, number)
+        tag = self.tag_of(one.bucket)
+        work = self.collectives.launch_all_gather(one.bucket.gradients, tag)
         # Not done before its wait, not even with one rank: the thread that waits steps the bucket.
         return work.then()
 
     @override
     def launch_gather_gradients(self, bucket: Bucket) -> Work:
         one = self.coded[bucket.number]
-        number = self.number_of(bucket) + GRADIENT_NUMBERS
+        tag = self.tag_of(bucket) + GRADIENT_TAGS
         if self._refusal is not None:
             # Nothing was chosen, on no rank.
             bucket.gradients.fill_(math.nan)
             return Work.done()
         if one.is_filled or not one.is_sparse:
-            return self.collectives.launch_all_gather(bucket.gradients, number)
+            return self.collectives.launch_all_gather(bucket.gradients, tag)
         gathered, words_sent = torch.empty_like(one.gathered), one.tally.words_sent
-        work = one.spread(one.message(), gathered, number)
+        work = one.spread(one.message(), gathered, tag)
         # It is sent once more to be stepped.
         one.tally.words_sent = words_sent
         return work.then(partial(one.write, gathered))
@@ -343,8 +344,8 @@ class SparseExchange(WholeSparseExchange):
         if flags[1] and not flags[0]:
             self._refusal = RuntimeError(
                 "A hook has changed elements of the mean gradient that were 0, which"
-                f" compressor={self._codec.name!r} does not send. No weight has changed. Scale or"
-                " clip gradients in hooks, or use another compressor."
+                f" compressor={self._compressor.name!r} does not send. No weight has changed. Scale"
+                " or clip gradients in hooks, or use another compressor."
             )
 
 
@@ -353,7 +354,7 @@ def _keep(chosen: Sequence[tuple[RegionBucket, Entries]], scale: float) -> None:
         one.keep(own, scale)
 
 
-def _kind_of(codec: SparseAllReduce) -> type[SparseBucket]:
-    if codec.all_reduces:
-        return TreeBucket if codec.is_tree else SparseBucket
-    return StaticBucket if codec.is_static else RegionBucket
+def _kind_of(compressor: SparseAllReduce) -> type[SparseBucket]:
+    if compressor.all_reduces:
+        return TreeBucket if compressor.is_tree else SparseBucket
+    return StaticBucket if compressor.is_static else RegionBucket

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.collectives.work import SELECTION_NUMBERS, Collectives, Work, as_metadata
+from lightning_dear.collectives.work import SELECTION_TAGS, Collectives, Work, as_metadata
 from lightning_dear.compression.selectors import all_reaching
-from lightning_dear.exchange.sparse.bucket import Launch, Selection, SparseBucket
+from lightning_dear.exchange.sparse.bucket import LaunchWithTag, Selection, SparseBucket
 from lightning_dear.exchange.sparse.entries import Entries, joined, unpacked
 from lightning_dear.exchange.sparse.regions import (
     REPORT_WORDS,
-    Report,
+    OwnerReport,
     Shares,
     equal_regions,
     regions_of,
@@ -121,7 +121,7 @@ class RegionBucket(SparseBucket):
         return selected
 
     @override
-    def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> Launch:
+    def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> LaunchWithTag:
         """Cuts `selected`, which is of `waiting`, into each owner's; what is sent is taken out."""
         parts = [part.largest(self.selection.most_sent) for part in selected.cut(self.regions)]
         self.tally.num_sent = num_sent = sum(len(part.places) for part in parts)
@@ -174,7 +174,7 @@ class RegionBucket(SparseBucket):
         self._leave(chosen.places, chosen.numbers)
         self.chosen, count = chosen.places, len(chosen.places)
         smallest = float(chosen.numbers.abs().min()) / scale if count else 0.0
-        self._report = Report(count, count if num_reached is None else num_reached, smallest)
+        self._report = OwnerReport(count, count if num_reached is None else num_reached, smallest)
 
     def take_back(self) -> Tensor:
         """Leaves of the mean what was chosen; a bool: whether there was more in this region."""
@@ -198,10 +198,10 @@ class RegionBucket(SparseBucket):
         slices = self.incoming[:, 1 : 1 + self._num_notes]
         return entries.packed(reached, smallest, slices.sum(0, dtype=torch.int32))
 
-    def spread(self, message: Tensor, gathered: Tensor, number: int) -> Work:
+    def spread(self, message: Tensor, gathered: Tensor, tag: int) -> Work:
         """Starts sending `message` to all ranks, and everybody's into `gathered`."""
         messages = dict.fromkeys(range(self._world_size), message)
-        return self.launch("all_gather", messages, gathered, self._num_told, number)
+        return self.launch("all_gather", messages, gathered, self._num_told, tag)
 
     def write(self, gathered: Tensor) -> Tensor:
         """Makes what owners have sent the bucket's gradients.
@@ -253,7 +253,7 @@ class RegionBucket(SparseBucket):
         """
         smallest = notes[:, 1].contiguous().view(torch.float32).tolist()
         told = zip(counts, notes[:, 0].tolist(), smallest, strict=True)
-        reports = [Report(*one) for one in told]
+        reports = [OwnerReport(*one) for one in told]
         if self._follows_shares:
             k, cap = self._settled.k, self._settled.most_owned
             self.shares = self.shares.after(reports, k, cap, is_exact=self._is_exact)
@@ -319,14 +319,14 @@ class StaticBucket(SparseBucket):
         return selected
 
     @override
-    def expect(self, lane: str, number: int) -> None:
+    def expect(self, lane: str, tag: int) -> None:
         if lane == "reduce_scatter":
-            self._collectives.expect_messages(lane, self.incoming, number)
+            self._collectives.expect_messages(lane, self.incoming, tag)
         else:
-            self._collectives.expect_all_gather(self.gathered.view(-1), number)
+            self._collectives.expect_all_gather(self.gathered.view(-1), tag)
 
     @override
-    def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> Launch:
+    def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> LaunchWithTag:
         """Cuts `selected` into each owner's, and clears in `waiting` what there is room for."""
         room, places, numbers = self.selection.most_sent, selected.places, selected.numbers
         is_number = (numbers != 0).long()
@@ -388,10 +388,10 @@ class StaticBucket(SparseBucket):
         places = self.chosen.masked_fill(self._is_empty, self.spec.padded_numel)
         return torch.cat([places.int(), numbers.view(torch.int32)])
 
-    def spread(self, message: Tensor, gathered: Tensor, number: int) -> Work:
+    def spread(self, message: Tensor, gathered: Tensor, tag: int) -> Work:
         """Starts sending `message` to all ranks, and everybody's into `gathered`."""
         gathered[self._rank].copy_(message)
-        return self._collectives.launch_all_gather(gathered.view(-1), number)
+        return self._collectives.launch_all_gather(gathered.view(-1), tag)
 
     def write(self, gathered: Tensor) -> Tensor:
         """Makes what owners have sent the bucket's gradients.
@@ -442,7 +442,7 @@ OwnedBucket = RegionBucket | StaticBucket
 
 
 def add_up_summaries(
-    buckets: Sequence[StaticBucket], collectives: Collectives, first_number: int
+    buckets: Sequence[StaticBucket], collectives: Collectives, first_tag: int
 ) -> Work:
     """Tells buckets of which new regions are due what all ranks have selected. All call; blocks."""
     due = [one for one in buckets if one.are_regions_due]
@@ -450,7 +450,7 @@ def add_up_summaries(
         return Work.done()
     total = torch.stack([one.summary for one in due]).to(torch.int32)
     with as_metadata(collectives):
-        collectives.launch_all_reduce(total.view(-1), SELECTION_NUMBERS + first_number).wait()
+        collectives.launch_all_reduce(total.view(-1), SELECTION_TAGS + first_tag).wait()
     for one, part in zip(due, total, strict=True):
         one.follow(part)
     return Work.done()

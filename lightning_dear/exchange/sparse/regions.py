@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lightning_dear.collectives.work import SELECTION_NUMBERS, Collectives, as_metadata
+from lightning_dear.collectives.work import SELECTION_TAGS, Collectives, as_metadata
 from lightning_dear.compression.selectors import true_places
 from lightning_dear.exchange.sparse.entries import Entries
 
@@ -93,7 +93,7 @@ REPORT_WORDS = 2
 
 
 @dataclass(frozen=True)
-class Report:
+class OwnerReport:
     """What one owner has told all ranks.
 
     Attributes:
@@ -124,7 +124,7 @@ class Shares:
         """Before the first step: it is to be an exact one."""
         return cls(0.0, (0,) * num_owners)
 
-    def after(self, reports: Sequence[Report], k: int, cap: int, *, is_exact: bool) -> Shares:
+    def after(self, reports: Sequence[OwnerReport], k: int, cap: int, *, is_exact: bool) -> Shares:
         """What follows from a step.
 
         The threshold is the smallest number of the k largest. Where owners kept what were their
@@ -184,7 +184,7 @@ each of these has a place besides. (SparCML's own rule is a third.)"""
 
 
 def are_filled(
-    sums: Sequence[Entries], numels: Sequence[int], collectives: Collectives, first_number: int
+    sums: Sequence[Entries], numels: Sequence[int], collectives: Collectives, first_tag: int
 ) -> list[bool]:
     """Whether all owners' sums are so many that they travel as they are. All call; blocks.
 
@@ -192,25 +192,25 @@ def are_filled(
         sums: Of each bucket, this owner's.
         numels: Elements of each bucket.
         collectives: What moves counts.
-        first_number: See `Exchange`.
+        first_tag: See `Exchange`.
     """
     with as_metadata(collectives):
-        told = _told([(len(own.places), 0) for own in sums], collectives, first_number)
+        told = _told([(len(own.places), 0) for own in sums], collectives, first_tag)
     counts = told[:, :, 0].sum(1).tolist()
     return [FILLED * count >= numel for count, numel in zip(counts, numels, strict=True)]
 
 
-def _told(own: Sequence[tuple[int, int]], collectives: Collectives, first_number: int) -> Tensor:
+def _told(own: Sequence[tuple[int, int]], collectives: Collectives, first_tag: int) -> Tensor:
     """[buckets, ranks, 2] int32: all ranks' pairs of counts. All ranks call; blocks."""
     counts = torch.zeros((collectives.world.size, len(own), 2), dtype=torch.int32)
     counts[collectives.world.rank] = torch.tensor(own)
-    number = SELECTION_NUMBERS + first_number
-    collectives.launch_all_gather(counts.view(-1), number).wait()
+    tag = SELECTION_TAGS + first_tag
+    collectives.launch_all_gather(counts.view(-1), tag).wait()
     return counts.transpose(0, 1)
 
 
 def largest_of_all(
-    sums: Sequence[Entries], ks: Sequence[int], collectives: Collectives, first_number: int
+    sums: Sequence[Entries], ks: Sequence[int], collectives: Collectives, first_tag: int
 ) -> list[Entries]:
     """Finds the k largest sums of each bucket, of equal ones the first. All ranks call; blocks.
 
@@ -221,7 +221,7 @@ def largest_of_all(
         sums: Of each bucket, what this owner may keep at most.
         ks: How many of each bucket are wanted.
         collectives: What moves counts and histograms.
-        first_number: See `Exchange`.
+        first_tag: See `Exchange`.
 
     Returns:
         Of each bucket this owner's that are among them.
@@ -230,8 +230,8 @@ def largest_of_all(
     with as_metadata(collectives):
 
         def add_up(histograms: Tensor) -> None:
-            number = SELECTION_NUMBERS + first_number
-            collectives.launch_all_reduce(histograms.view(-1), number).wait()
+            tag = SELECTION_TAGS + first_tag
+            collectives.launch_all_reduce(histograms.view(-1), tag).wait()
 
         # Caps may leave fewer than k: then the smallest, as a threshold of 0 would say nothing.
         thresholds = kth_largest(sizes, ks, add_up)
@@ -239,7 +239,7 @@ def largest_of_all(
         equal = [own == at for own, at in zip(sizes, thresholds, strict=True)]
         pairs = zip(above, equal, strict=True)
         counts = [(int(one.count_nonzero()), int(other.count_nonzero())) for one, other in pairs]
-        told = _told(counts, collectives, first_number)
+        told = _told(counts, collectives, first_tag)
     # The first ranks' equal sums come before this one's.
     rooms = torch.tensor(ks) - told[:, :, 0].sum(1) - told[:, : collectives.world.rank, 1].sum(1)
     kept = zip(sums, above, equal, rooms.tolist(), strict=True)
