@@ -4,8 +4,6 @@ A program's groups, such as model and strategy, are checked by whoever builds fr
 stand in `conf/`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

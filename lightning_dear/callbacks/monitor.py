@@ -1,7 +1,5 @@
 """Logs what a step cost: step time, exposed communication, bytes on the wire."""
 
-from __future__ import annotations
-
 import time
 from statistics import median
 from typing import Any

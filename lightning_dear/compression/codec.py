@@ -4,8 +4,6 @@ An exchange cuts a bucket into one row for each rank, or host, and sends each ro
 codec knows nothing of that, nor of what was lost before. To write one, see docs/write-a-codec.md.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

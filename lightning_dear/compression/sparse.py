@@ -1,7 +1,5 @@
 """A few numbers of each row travel as they are, and the others count as zeros."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -4,8 +4,6 @@ No codecs of rows: how many numbers travel to whom depends on the numbers. Their
 in `exchange/sparse/`.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Start one process per rank on the hosts of an emulated cluster, as torchrun does on real ones."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

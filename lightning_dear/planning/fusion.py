@@ -1,7 +1,5 @@
 """Fixed-rule planners: one bucket a tensor, one bucket in all, or buckets up to a threshold."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise

@@ -4,8 +4,6 @@ Each rank has one link, used by one exchange at a time, the same in all ranks. S
 the beginning of backward, as a step does here: backward, optimizer step, next forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ O(log N); y groups take O(N^(y-2) log N), and y grows until one more group gains
 exact programme finds those that make the shortest step.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

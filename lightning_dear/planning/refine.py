@@ -9,8 +9,6 @@ than both our halves. The price: its optimizer state is whole on every rank, and
 stepping it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby

@@ -1,7 +1,5 @@
 """Searches for a plan that want times, or measurements of candidates on real steps, to decide."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ simulated step. Ranks are alike, so that one clock stands for all; they share on
 carries one message at a time.
 """
 
-from __future__ import annotations
-
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence

@@ -7,8 +7,6 @@ that expected improvement means the same for steps of 5 ms and of 5 s. A cap is 
 its plan has not been measured, and what is used in the end was measured.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """The units of FSDP2 and ZeRO: whole modules whose tensors are gathered, and reduced, together."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Strategies side by side for one model on one network."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Workloads as JSON files: what was measured of a model, to be planned for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict

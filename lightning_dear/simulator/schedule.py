@@ -1,7 +1,5 @@
 """From a plan to a program: what each strategy does with buckets, and what that costs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Runs a program step after step, and says what a step takes in the long run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

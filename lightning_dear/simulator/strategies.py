@@ -1,7 +1,5 @@
 """Strategies by name: how each makes its buckets, and what it does with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal

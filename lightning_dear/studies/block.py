@@ -5,8 +5,6 @@ the end of the last is not waited for, so that all-gathers are in flight at both
 timed. Nothing is synchronised in between.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

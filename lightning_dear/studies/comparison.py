@@ -1,7 +1,5 @@
 """A comparison for people: a block of rows for each point as text, and a panel as a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter

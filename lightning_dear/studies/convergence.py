@@ -21,8 +21,6 @@ A point of a training's curve is a line of loss_over_time.csv; figures are means
 - sent_mb: what a rank sent meanwhile, 10^6 bytes, headers included; nan if unknown.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

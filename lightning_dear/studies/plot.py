@@ -1,7 +1,5 @@
 """Pictures of studies, all in one style: panels one below the other, one legend outside of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

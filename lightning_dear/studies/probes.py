@@ -4,8 +4,6 @@ Ours takes none of the latter. Module buffers travel while something is computed
 where they are sent from, and the host does not touch a bucket's tensors one by one.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Rounds of blocks: every entry once a round, each in turn first, and each behind each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple, TypeVar

@@ -15,8 +15,6 @@ Both begin with what all entries of a comparison share, its point:
 - one_way_s: what each link takes to reduce-scatter, or to all-gather, the model.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import mean, median

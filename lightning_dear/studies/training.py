@@ -1,7 +1,5 @@
 """One training, from fresh weights to the test; and a bug with which it must end worse."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import time

@@ -1,7 +1,5 @@
 """Loss against time on a slow network: when each entry has the loss that DDP ends with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What is compared: every model on every network, under the paper's baselines and DeAR."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """DeAR's headline: up to 83 % and 15 % over the state of the art on 64 GPUs (arXiv 2302.12445)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Fusion under DeAR's schedule: none, fixed caps, a tuned cap, MG-WFBP's rule, and exact."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """MergeComp's published figures, what a host must take for each, and what that is checked with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 

@@ -1,7 +1,5 @@
 """MergeComp: up to 3.83x for a compressor, scaling by up to 99 % (arXiv 2103.15195)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

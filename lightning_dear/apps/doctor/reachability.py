@@ -5,8 +5,6 @@ start from: a rank that does not come is then known by its number, which a colle
 A library that fails to connect names a socket; this names the ranks, the hosts and the way out.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """What a config of ``dear-plan`` asks for."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

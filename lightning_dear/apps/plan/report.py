@@ -1,7 +1,5 @@
 """What ``dear-plan`` predicts, and says: the table, the advice, and the scaling curves."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Iterator, Sequence

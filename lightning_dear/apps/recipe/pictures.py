@@ -1,7 +1,5 @@
 """Pictures of recipes: bars side by side, one panel for each cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a recipe ends with: claims with what must be true for them, figures in rows, a picture."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -4,8 +4,6 @@ A recipe is a folder with a `make.py`, whose `make(cfg, siblings)` returns a `Re
 files beside it as `from . import NAME`.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

@@ -1,7 +1,5 @@
 """Records the profile of one's own model: sizes, and how long each layer takes on this device."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """A device that only lets time pass, beside a host that works meanwhile."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
