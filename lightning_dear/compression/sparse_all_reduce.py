@@ -15,14 +15,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dear.compression import selectors
 from lightning_dear.compression.codec import FewOfMany, Kind, Setting
-from lightning_dear.compression.selectors import (
-    MOST,
-    LocalThreshold,
-    all_above,
-    largest,
-    true_places,
-)
+from lightning_dear.compression.selectors import LocalThreshold
 
 FEWEST_PER_RANK = 4
 """A bucket of which fewer numbers than this many for each rank would travel goes as it is."""
@@ -183,11 +178,11 @@ class Gaussiank(SparseAllReduce):
         deviation = torch.linalg.vector_norm(distances) / math.sqrt(max(1, len(waiting) - 1))
         floor = float(deviation) * NormalDist().inv_cdf(1 - self.density / 2)
         # So that what is nan, or has a mean that is, is selected, and found.
-        places = all_above(distances, _nudged(distances, floor, k))
+        places = selectors.all_above(distances, _nudged(distances, floor, k))
         if not len(places):
-            places = largest(waiting, k)
+            places = selectors.largest(waiting, k)
         found = waiting.index_select(0, places)
-        kept = true_places(found != 0)
+        kept = selectors.true_places(found != 0)
         return places.index_select(0, kept), found.index_select(0, kept)
 
 
@@ -356,7 +351,7 @@ class OkTopk(ByThreshold):
     @override
     def caps(self, k: int, world_size: int) -> tuple[int, int, int | None]:
         # Beyond them numbers wait in the residual.
-        most = k if self.is_static else int(MOST * k)
+        most = k if self.is_static else int(selectors.MOST * k)
         most_sent = int(min(most, self.message_cap * k / world_size))
         if self.is_static:
             return most, most_sent, k // world_size

@@ -17,20 +17,11 @@ from statistics import NormalDist, mean, pstdev
 from typing_extensions import override
 
 from lightning_dear.names import need
+from lightning_dear.planning import refine, search
 from lightning_dear.planning.fusion import SingleFusion, ThresholdFusion
 from lightning_dear.planning.plan import BucketPlan, distinct
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.predicting import MergeCompFusion
-from lightning_dear.planning.refine import choose_all_reduce, choose_early, everything_all_reduced
-from lightning_dear.planning.search import (
-    NUM_REPEATED,
-    STEPS_BEFORE_SEARCH,
-    STEPS_PER_TRIAL,
-    Contest,
-    PlanSearch,
-    StepModelPlanner,
-    described,
-)
 
 _CAP_RANGE = (1 / 32, 32.0)
 """Caps that are tried, as shares of the fixed buckets': 0.25 to 256 MiB at two ranks."""
@@ -45,7 +36,7 @@ _DDP_DIVISORS = (1, 4, 16)
 """What DDP's caps are divided by, as they leave small models one bucket or two."""
 
 
-class AutoFusion(ThresholdFusion, StepModelPlanner):
+class AutoFusion(ThresholdFusion, search.StepModelPlanner):
     """Predicts plans from the measured times, measures the best on real steps, keeps the fastest.
 
     Against each other stand `ThresholdFusion`'s buckets (always), those of `MergeCompFusion`, the
@@ -80,7 +71,7 @@ class AutoFusion(ThresholdFusion, StepModelPlanner):
         first_bucket_cap_mb: float = 1.0,
         all_reduced_share: float = 0.1,
     ) -> None:
-        least = STEPS_BEFORE_SEARCH + 4 * STEPS_PER_TRIAL
+        least = search.STEPS_BEFORE_SEARCH + 4 * search.STEPS_PER_TRIAL
         if num_steps < least:
             raise ValueError(f"num_steps must be >= {least}, got {num_steps}.")
         if not 0 <= all_reduced_share <= 1:
@@ -91,7 +82,7 @@ class AutoFusion(ThresholdFusion, StepModelPlanner):
         self.all_reduced_share = all_reduced_share
 
     @override
-    def search_for(self, model: StepModel) -> PlanSearch:
+    def search_for(self, model: StepModel) -> search.PlanSearch:
         """See `SearchingPlanner`; `plan` makes what is to be beaten."""
         tensors, world_size = model.tensors, model.world_size
         fixed = self.plan(tensors, world_size)
@@ -102,9 +93,9 @@ class AutoFusion(ThresholdFusion, StepModelPlanner):
         if model.times.allows_all_reduce and self.all_reduced_share > 0 and world_size > 1:
             pairs = _all_reducing([fixed, *candidates[:3]], model, self.all_reduced_share)
             candidates = [*candidates[:1], *pairs, *candidates[1:]]
-        num_trials = (self.num_steps - STEPS_BEFORE_SEARCH) // STEPS_PER_TRIAL
+        num_trials = (self.num_steps - search.STEPS_BEFORE_SEARCH) // search.STEPS_PER_TRIAL
         # All are measured once, the fixed plan among them, and some once more.
-        num_candidates = max(num_trials - 1 - NUM_REPEATED, 1)
+        num_candidates = max(num_trials - 1 - search.NUM_REPEATED, 1)
         _, *candidates = distinct([fixed, *candidates])
         return AutoSearch(fixed, candidates[:num_candidates], model.step_s)
 
@@ -116,14 +107,15 @@ def _all_reducing(
     tensors, step_s = model.tensors, model.step_s
     chosen: list[BucketPlan] = []
     changed = {
-        choose_all_reduce(plan, tensors, model.times, model.link, max_share): plan for plan in plans
+        refine.choose_all_reduce(plan, tensors, model.times, model.link, max_share): plan
+        for plan in plans
     }
     best = min(changed, key=step_s)
     if best.all_reduced and step_s(best) < min(map(step_s, plans)):
         chosen += [best, changed[best]]
     if max_share == 1:
         everything = min(
-            (everything_all_reduced(tensors, model.world_size, d) for d in _DDP_DIVISORS),
+            (refine.everything_all_reduced(tensors, model.world_size, d) for d in _DDP_DIVISORS),
             key=step_s,
         )
         if step_s(everything) <= _MAX_DDP_RATIO * min(map(step_s, [*plans, *chosen])):
@@ -137,7 +129,7 @@ def _candidates(
     """What to try against `fixed`, the most promising first; perhaps some of it twice."""
     tensors, known, step_s = model.tensors, (model.times, model.link), model.step_s
     programme = MergeCompFusion().best_plan(model)
-    by_cap = {cap_mb: choose_early(plan, tensors, *known) for cap_mb, plan in others.items()}
+    by_cap = {cap_mb: refine.choose_early(plan, tensors, *known) for cap_mb, plan in others.items()}
     steps_s = {cap_mb: step_s(plan) for cap_mb, plan in by_cap.items()}
     best_s = min(steps_s.values())
     # Of equally good ones those with fewer messages.
@@ -161,7 +153,7 @@ def _gains_lost(step_s: float, best_s: float) -> int:
     return int((step_s / best_s - 1) / _MIN_GAIN) if best_s else sys.maxsize
 
 
-class AutoSearch(Contest):
+class AutoSearch(search.Contest):
     """See `PlanSearch`: candidates against the fixed plan, which is the incumbent."""
 
     @property
@@ -169,7 +161,7 @@ class AutoSearch(Contest):
     def reason(self) -> str:
         """See `PlanSearch`."""
         best, fixed, fixed_ms = self.best, self.incumbent, 1e3 * self.mean_s(self.incumbent)
-        what = f"auto: {described(best)}"
+        what = f"auto: {search.described(best)}"
         if not self.num_measured:
             return f"{what}, nothing measured"
         if best is fixed:
@@ -179,7 +171,7 @@ class AutoSearch(Contest):
         return f"{what}, {best_ms:.4g} ms/step against {fixed_ms:.4g} ms of {fixed.name}"
 
 
-class BayesianFusion(ThresholdFusion, StepModelPlanner):
+class BayesianFusion(ThresholdFusion, search.StepModelPlanner):
     """Tries a few caps for `ThresholdFusion` on real steps; a Gaussian process chooses them.
 
     It starts with `ThresholdFusion`'s own buckets, which are measured first. It needs no times.
@@ -226,7 +218,7 @@ class BayesianFusion(ThresholdFusion, StepModelPlanner):
         super().__init__(bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=first_bucket_cap_mb)
 
     @override
-    def search_for(self, model: StepModel) -> PlanSearch:
+    def search_for(self, model: StepModel) -> search.PlanSearch:
         """See `SearchingPlanner`; times and costs are not looked at."""
         known = model.tensors, model.world_size
         _, cap_mb = self.caps_mb(model.world_size)
@@ -264,10 +256,10 @@ class BayesianSearch:
     def reason(self) -> str:
         """See `PlanSearch`."""
         if not self._measured:
-            return f"bayesian: {described(self.start)}, nothing measured"
+            return f"bayesian: {search.described(self.start)}, nothing measured"
         step_s, cap_mb, plan = min(self._measured, key=lambda trial: trial[:2])
         return (
-            f"bayesian: {described(plan)} (cap {cap_mb:.3g} MiB),"
+            f"bayesian: {search.described(plan)} (cap {cap_mb:.3g} MiB),"
             f" {1e3 * step_s:.4g} ms/step, the best of {len(self._measured)} caps measured"
         )
 

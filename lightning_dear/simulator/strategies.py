@@ -4,17 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from lightning_dear import planning
 from lightning_dear.names import check_name
-from lightning_dear.planning import (
-    FUSIONS,
-    BucketPlan,
-    LinkCost,
-    MGWFBPFusion,
-    NoFusion,
-    SearchingPlanner,
-    TensorSpec,
-    ThresholdFusion,
-)
 from lightning_dear.planning.fusion import MIB, fuse_groups
 from lightning_dear.planning.measured import NO_CODEC
 from lightning_dear.planning.predict import StepModel
@@ -101,7 +92,7 @@ class Strategy:
 
 
 def planned(
-    plan: Callable[[Sequence[TensorSpec], int], BucketPlan],
+    plan: Callable[[Sequence[planning.TensorSpec], int], planning.BucketPlan],
     schedule: Schedule = OURS,
     *,
     all_reduces: bool = False,
@@ -120,16 +111,16 @@ def planned(
 def as_published(cap_mb: float | None) -> Builder:
     """DeAR's schedule, in buckets up to a cap; without one in a bucket for every tensor."""
     caps: Any = {"bucket_cap_mb": cap_mb, "first_bucket_cap_mb": cap_mb}
-    fusion = NoFusion() if cap_mb is None else ThresholdFusion(**caps)
+    fusion = planning.NoFusion() if cap_mb is None else planning.ThresholdFusion(**caps)
     return planned(fusion.plan, Schedule(gathers="one_ahead", steps_late=True))
 
 
-def whole(plan: BucketPlan) -> BucketPlan:
+def whole(plan: planning.BucketPlan) -> planning.BucketPlan:
     """`plan` with every bucket all-reduced."""
     return replace(plan, all_reduced=tuple(range(len(plan.buckets))))
 
 
-def searched(planner: SearchingPlanner) -> Builder:
+def searched(planner: planning.SearchingPlanner) -> Builder:
     """What the engine's own search ends with, if its trial steps take what is simulated."""
 
     def build(workload: Workload, network: Network) -> Program:
@@ -145,7 +136,7 @@ def searched(planner: SearchingPlanner) -> Builder:
     return build
 
 
-def linear(workload: Workload, network: Network) -> LinkCost:
+def linear(workload: Workload, network: Network) -> planning.LinkCost:
     """What planners know of a network: alpha and beta, of a small bucket and of half the model.
 
     Of all-reduces, too. What no line fits, such as a change of algorithm, they do not see.
@@ -157,8 +148,8 @@ def linear(workload: Workload, network: Network) -> LinkCost:
         beta_s = (cost_s(large) - cost_s(small)) / sent if sent else 0.0
         return max(cost_s(small) - beta_s * halves * network.sent_bytes(small), 0.0), beta_s
 
-    return LinkCost(
-        *fitted(network.half_s, 1), all_reduce=LinkCost(*fitted(network.all_reduce_s, 2))
+    return planning.LinkCost(
+        *fitted(network.half_s, 1), all_reduce=planning.LinkCost(*fitted(network.all_reduce_s, 2))
     )
 
 
@@ -166,10 +157,10 @@ def _mgwfbp(workload: Workload, network: Network) -> Program:
     """MG-WFBP's rule with the cost of an all-reduce."""
     link = linear(workload, network).all_reduce
     assert link is not None
-    as_half = LinkCost(link.alpha_s, 2 * link.beta_s)
+    as_half = planning.LinkCost(link.alpha_s, 2 * link.beta_s)
     times = workload.sharded_times(network.world_size)
     model = StepModel(workload.tensors, network.world_size, times, as_half)
-    return OURS.program(whole(MGWFBPFusion().best_plan(model)), workload, network)
+    return OURS.program(whole(planning.MGWFBPFusion().best_plan(model)), workload, network)
 
 
 def horovod_program(
@@ -213,8 +204,8 @@ FUSED = "dear_"
 
 
 def _fused(fusion: str) -> Strategy:
-    planner = FUSIONS[fusion]()
-    is_searched = isinstance(planner, SearchingPlanner)
+    planner = planning.FUSIONS[fusion]()
+    is_searched = isinstance(planner, planning.SearchingPlanner)
     return Strategy(
         FUSED + fusion,
         searched(planner) if is_searched else planned(planner.plan),
@@ -225,7 +216,7 @@ def _fused(fusion: str) -> Strategy:
     )
 
 
-_EACH = planned(NoFusion().plan, _DDP, all_reduces=True)
+_EACH = planned(planning.NoFusion().plan, _DDP, all_reduces=True)
 _IN_CAPS = planned(everything_all_reduced, _DDP)
 
 STRATEGIES: dict[str, Strategy] = {
@@ -249,7 +240,7 @@ STRATEGIES: dict[str, Strategy] = {
         # DeAR as published: gradients are gathered one ahead, every rank steps all.
         Strategy("dear_paper", as_published(25.0), "strategy=dear_paper"),
         # Ours: in buckets of 8 to 25 MiB, in those that are predicted to be best, in measured ones.
-        Strategy("dear", planned(ThresholdFusion().plan), "strategy=dear", "halves"),
+        Strategy("dear", planned(planning.ThresholdFusion().plan), "strategy=dear", "halves"),
         _fused("mergecomp"),
         _fused("auto"),
     )
@@ -267,7 +258,7 @@ def resolve_strategy(name: str) -> Strategy:
         ValueError: If there is none; the message lists the names.
     """
     known = STRATEGIES | {hooked: one for hooked, (one, _) in HOOKS.items()}
-    fused = [FUSED + one for one in FUSIONS]
+    fused = [FUSED + one for one in planning.FUSIONS]
     if name not in known and name in fused:
         return _fused(name.removeprefix(FUSED))
     return known[check_name("strategy", name, dict.fromkeys([*known, *fused]))]

@@ -18,20 +18,8 @@ from lightning_dear.simulator import Network, Workload
 from lightning_dear.simulator.ranking import alone_s
 from lightning_dear.simulator.strategies import Strategy, planned
 
+from . import fit
 from .claims import claims_of
-from .fit import (
-    FITTED,
-    FP32,
-    GPUS,
-    LAYERWISE,
-    NVLINK,
-    OTHERS,
-    PCIE,
-    Figure,
-    Server,
-    read_figures,
-    scaling,
-)
 
 Row = dict[str, Any]
 
@@ -42,8 +30,8 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
     Raises:
         ValueError: If the config asks for what does not exist, or no number gives a figure.
     """
-    published = read_figures()
-    server = Server.of(cfg, published)
+    published = fit.read_figures()
+    server = fit.Server.of(cfg, published)
     predicted = list(server.predicted(published))
     simulated = list(_simulated(cfg, server, published))
     kinds = {"published": published, "predicted": predicted, "simulated": simulated}
@@ -58,23 +46,25 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
 # --- what is simulated, and what was measured -----------------------------------------------------
 
 
-def _simulated(cfg: DictConfig, server: Server, figures: Sequence[Figure]) -> Iterator[Figure]:
+def _simulated(
+    cfg: DictConfig, server: fit.Server, figures: Sequence[fit.Figure]
+) -> Iterator[fit.Figure]:
     """Yield how models scale where a host costs nothing: on all GPUs, and on two over NVLink."""
     for one in figures:
-        if one.is_of(PCIE, GPUS):
+        if one.is_of(fit.PCIE, fit.GPUS):
             network = server.network
-        elif one.is_of(NVLINK, 2):
-            network = networks_of(cfg, 2)[NVLINK]
+        elif one.is_of(fit.NVLINK, 2):
+            network = networks_of(cfg, 2)[fit.NVLINK]
         else:
             continue
         workload = _compressed(cfg, server.workloads[one.model], one.compressor, network)
-        layerwise = scaling(LAYERWISE, workload, network)
-        merged = layerwise if one.compressor == FP32 else _merged(workload, network)
+        layerwise = fit.scaling(fit.LAYERWISE, workload, network)
+        merged = layerwise if one.compressor == fit.FP32 else _merged(workload, network)
         yield replace(one, pair=(layerwise, merged))
 
 
 def _compressed(cfg: DictConfig, workload: Workload, name: str, network: Network) -> Workload:
-    if name == FP32:
+    if name == fit.FP32:
         return workload
     compressor = DGC(density=float(cfg.dgc_density)) if name == "dgc" else name
     return compressed(workload, compressor, device_of(cfg), network.world_size)
@@ -91,10 +81,10 @@ def _merged(workload: Workload, network: Network) -> float:
         return Strategy("merged", planned(plan, all_reduces=True), compresses="whole")
 
     places = range(1, len(workload.tensors))
-    return max(scaling(cut_at(place), workload, network) for place in places)
+    return max(fit.scaling(cut_at(place), workload, network) for place in places)
 
 
-def _row(kind: str, one: Figure, server: Server) -> Row:
+def _row(kind: str, one: fit.Figure, server: fit.Server) -> Row:
     """Return a summary's row: a figure, and the host with which it holds."""
     host = server.host(one)
     return {
@@ -135,18 +125,20 @@ def _measured(siblings: Mapping[str, Sibling]) -> Iterator[Row]:
             }
 
 
-def _picture(published: Sequence[Figure], predicted: Sequence[Figure]) -> Any:
-    names = [one.compressor for one in predicted if one.model == OTHERS[0]]
+def _picture(published: Sequence[fit.Figure], predicted: Sequence[fit.Figure]) -> Any:
+    names = [one.compressor for one in predicted if one.model == fit.OTHERS[0]]
     panels = {}
-    for model in OTHERS:
+    for model in fit.OTHERS:
         kinds = {
-            kind: {one.compressor: one.pair for one in figures if one.is_of(PCIE, GPUS, model)}
+            kind: {
+                one.compressor: one.pair for one in figures if one.is_of(fit.PCIE, fit.GPUS, model)
+            }
             for kind, figures in (("published", published), ("predicted", predicted))
         }
-        panels[f"{model}, {GPUS} GPUs over PCIe"] = {
+        panels[f"{model}, {fit.GPUS} GPUs over PCIe"] = {
             f"{scheme}, {kind}": [100 * pairs[name][place] for name in names]
             for place, scheme in enumerate(("layer by layer", "merged"))
             for kind, pairs in kinds.items()
         }
-    title = f"Scaling factor: published, and predicted from {FITTED}"
+    title = f"Scaling factor: published, and predicted from {fit.FITTED}"
     return grouped_bars(panels, names, "%", title, 100)
