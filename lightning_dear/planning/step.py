@@ -117,11 +117,6 @@ class Program:
         """Returns what a rank sends in a step."""
         return sum(message.nbytes for message in self.messages)
 
-    @property
-    def compute_s(self) -> float:
-        """Returns seconds without any waiting."""
-        return sum(op.seconds for op in self.ops if isinstance(op, Compute))
-
 
 def interleaved(
     kind: str, length_s: float, events: Iterable[tuple[float, Sequence[Op]]]

@@ -55,13 +55,8 @@ def predicted(strategy: Strategy, workload: Workload, network: Network) -> Ranke
     return Ranked(strategy, step, used, strategy.overrides_for(workload))
 
 
-def ranked(strategies: Iterable[Strategy], workload: Workload, network: Network) -> list[Ranked]:
-    """All of `strategies`, the one with the shortest step first; of equal ones, as they were."""
-    return by_step(predicted(one, workload, network) for one in strategies)
-
-
 def by_step(rows: Iterable[Ranked]) -> list[Ranked]:
-    """The one with the shortest step first."""
+    """The one with the shortest step first; of equal ones, as they were."""
     return sorted(rows, key=lambda row: row.step.step_s)
 
 

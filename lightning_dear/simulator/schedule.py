@@ -170,12 +170,10 @@ class _SimulatedStep(PlannedStep):
     @override
     def gather(self, number: int) -> Message:
         cost, network = self.costs[number], self._network
-        size = cost.gather_bytes
-        seconds = (
-            network.all_gather_s(size) if self._schedule.uses_the_backends else network.half_s(size)
-        )
+        gather_s = network.all_gather_s if self._schedule.uses_the_backends else network.half_s
         # "all_gather": the first half has brought all that there is.
-        return self._message(ALL_GATHER, number, 0.0 if cost.way == "all_gather" else seconds, size)
+        seconds = 0.0 if cost.way == "all_gather" else gather_s(cost.gather_bytes)
+        return self._message(ALL_GATHER, number, seconds, cost.gather_bytes)
 
     def _message(self, kind: str, number: int, seconds: float, size: float) -> Message:
         return Message(kind, number, seconds, self._network.sent_bytes(size))

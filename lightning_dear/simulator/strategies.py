@@ -75,11 +75,8 @@ class Strategy:
 
     def encodes(self, workload: Workload) -> bool:
         """Whether its step of `workload` uses the compressor."""
-        if workload.codecs.are_none:
-            return False
-        return self.compresses == "halves" or (
-            self.compresses == "whole" and workload.whole_codecs is not None
-        )
+        may = {"no": False, "halves": True, "whole": workload.whole_codecs is not None}
+        return may[self.compresses] and not workload.codecs.are_none
 
     def overrides_for(self, workload: Workload) -> str | None:
         """What `dear-train` takes to use it for `workload`; None where it cannot."""

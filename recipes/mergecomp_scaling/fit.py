@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from lightning_dear.apps.recipe.report import read_rows
 from lightning_dear.apps.recipe.simulated import fitted, networks_of, workload_of
 from lightning_dear.simulator import Link, Network, Workload
-from lightning_dear.simulator.ranking import alone_s, ranked
+from lightning_dear.simulator.ranking import alone_s, predicted
 from lightning_dear.simulator.strategies import Strategy, resolve_strategy
 from lightning_dear.workloads.replay.profile import load_profile
 
@@ -186,4 +186,4 @@ def computing(model: str, seconds: float) -> Workload:
 
 def scaling(strategy: Strategy, workload: Workload, network: Network) -> float:
     """Return a simulated scaling factor, 0 to 1: one GPU's step over that of all of them."""
-    return alone_s(workload) / ranked([strategy], workload, network)[0].step.step_s
+    return alone_s(workload) / predicted(strategy, workload, network).step.step_s

@@ -16,7 +16,7 @@ from lightning_dear.compression import SparseAllReduce, resolve_compressor
 from lightning_dear.paths import recipes_dir
 from lightning_dear.planning import SingleFusion
 from lightning_dear.simulator import Link, Network, Workload
-from lightning_dear.simulator.ranking import alone_s, ranked
+from lightning_dear.simulator.ranking import alone_s, predicted
 from lightning_dear.simulator.strategies import Strategy, planned
 from lightning_dear.workloads.replay.profile import load_profile
 
@@ -81,7 +81,7 @@ class Case:
         """Seconds of a step by their schedule, at another rate than the nominal one if given."""
         link = Link(self.network.outer_link.alpha_s, 1 / (rate or self.rate))
         network = replace(self.network, between=link, within=link)
-        return ranked([AT_ONCE], self.workloads[scheme], network)[0].step.step_s
+        return predicted(AT_ONCE, self.workloads[scheme], network).step.step_s
 
     def gain(self, over: str, rate: float | None = None) -> float:
         """How many times as fast as another scheme Ok-Topk is."""

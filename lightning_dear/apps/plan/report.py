@@ -141,7 +141,7 @@ class Report:
             _ms(sum(step.exposed_s.values())),
             MISSING if ddp_s is None else f"{ddp_s / step.step_s:.3f}",
             f"{row.efficiency(ranking.alone_s(self.workload)):.1%}",
-            f"{step.sent_bytes / 1e6:.1f}",
+            f"{step.program.sent_bytes / 1e6:.1f}",
             quality_of(row),
         ]
 
@@ -205,7 +205,7 @@ class Report:
                 "step_s": row.step.step_s,
                 "efficiency": row.efficiency(ranking.alone_s(self.workload)),
                 **{f"exposed_{kind}_s": row.step.exposed_s.get(kind, 0.0) for kind in kinds},
-                "sent_bytes": row.step.sent_bytes,
+                "sent_bytes": row.step.program.sent_bytes,
                 "quality": quality_of(row),
             }
             for row in self.rows
