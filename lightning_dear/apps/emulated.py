@@ -61,14 +61,19 @@ def restart_on_cluster(cfg: DictConfig, module: str) -> bool:
 
 
 def _run(cfg: DictConfig, module: str) -> int:
-    node = cfg.cluster
+    node, config = cfg.cluster, HydraConfig.get()
+    arguments = job_arguments(config, 0)
+    # A log file for each rank, by a name that each rank resolves for itself.
+    arguments.append(f"hydra.job.name='{config.job.name}_rank${{oc.env:RANK}}'")
+    if node.beta_s_per_byte is None and node.rate_mbit is not None:
+        arguments.append(f"cluster.beta_s_per_byte={8e-6 / node.rate_mbit:.6g}")
     hosts = emulation.EmulatedCluster(**{name: node[name] for name in OPTIONS})
     with INTERRUPTS.raised(), hosts as cluster:
         return emulation.run_on_cluster(
             cluster,
-            [sys.executable, "-m", module, *_arguments(cfg)],
+            [sys.executable, "-m", module, *arguments],
             ranks_per_host=node.ranks_per_host,
-            cwd=HydraConfig.get().runtime.cwd,
+            cwd=config.runtime.cwd,
         )
 
 
@@ -80,13 +85,3 @@ def _run_as_own_root(module: str) -> int:
     command = [*emulation.AS_OWN_ROOT, "setpriv", "--pdeathsig", "TERM", *argv]
     # Interrupted, it ends its ranks, and says how far it came.
     return job.run_child(command, cwd=config.runtime.cwd)
-
-
-def _arguments(cfg: DictConfig) -> list[str]:
-    config = HydraConfig.get()
-    arguments = job_arguments(config, 0)
-    # A log file for each rank, by a name that each rank resolves for itself.
-    arguments.append(f"hydra.job.name='{config.job.name}_rank${{oc.env:RANK}}'")
-    if cfg.cluster.beta_s_per_byte is None and cfg.cluster.rate_mbit is not None:
-        arguments.append(f"cluster.beta_s_per_byte={8e-6 / cfg.cluster.rate_mbit:.6g}")
-    return arguments

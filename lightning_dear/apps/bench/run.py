@@ -120,10 +120,8 @@ def check_goes_on(folder: Path, cfg: DictConfig) -> None:
     if not (folder / "raw.csv").exists():
         return
     path = folder / "config.yaml"
-    before, now = (
-        _deciding(OmegaConf.to_container(one, resolve=True))
-        for one in (OmegaConf.load(path) if path.exists() else OmegaConf.create(), cfg)
-    )
+    known = OmegaConf.load(path) if path.exists() else OmegaConf.create()
+    before, now = _deciding(known), _deciding(cfg)
     changed = [key for key, value in now.items() if before.get(key) != value]
     if changed:
         raise ValueError(
@@ -132,8 +130,9 @@ def check_goes_on(folder: Path, cfg: DictConfig) -> None:
         )
 
 
-def _deciding(config: Any) -> dict[str, Any]:
+def _deciding(cfg: Any) -> dict[str, Any]:
     """What has a say in a block."""
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
     config.pop("rounds", None)
     # Ranks on emulated hosts are told it; it follows from the rate.
     config.get("cluster", {}).pop("beta_s_per_byte", None)

@@ -112,7 +112,9 @@ def _examine_all(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictCon
     _say(meeting, "connections")
     facts = meeting.exchange("start", facts_of())
     problems = version_problems(facts) + _unreachable(meeting)
-    table = [_reachable_row(problems), *version_rows(facts)]
+    num_failed = sum("->" in problem for problem in problems)
+    state = f"{num_failed} connection(s) FAILED" if num_failed else "all ranks reach each other"
+    table = [("connections", state), *version_rows(facts)]
     if problems:
         return Findings(problems, table, "")
     # FSDP2's strategy gives its device mesh to a module; the real one is built later.
@@ -204,12 +206,6 @@ def _unreachable(meeting: MeetingPoint) -> list[str]:
         patience_s = meeting.timeout_s * meeting.world_size
         failed = meeting.exchange("knocking", unreachable_from(meeting.rank, doors), patience_s)
     return [sentence for one in failed for sentence in one]
-
-
-def _reachable_row(problems: Sequence[str]) -> tuple[str, str]:
-    num_failed = sum("->" in problem for problem in problems)
-    state = f"{num_failed} connection(s) FAILED" if num_failed else "all ranks reach each other"
-    return "connections", state
 
 
 def _accumulated(cfg: DictConfig) -> int:

@@ -15,7 +15,7 @@ from lightning_dear.apps.plan.config import cases_of, network_of, workload_of, w
 from lightning_dear.apps.program import Program
 from lightning_dear.planning.step import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from lightning_dear.simulator import Network, Workload, ranking
-from lightning_dear.studies.files import write_lines
+from lightning_dear.studies.files import Line, write_lines
 from lightning_dear.studies.plot import picture
 from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.table import MISSING, format_table
@@ -221,15 +221,13 @@ class Report:
         """
         from matplotlib import colormaps
 
-        figures = [
-            {"strategy": row.name, "world_size": size, "step_s": row.step.step_s}
-            for size, row in scaled
-        ]
-        write_lines(folder / "scaling.csv", figures)
+        figures: list[Line] = []
         curves: dict[str, dict[int, float]] = {}
         for size, row in scaled:
+            figures.append({"strategy": row.name, "world_size": size, "step_s": row.step.step_s})
             share = 100 * row.efficiency(ranking.alone_s(self.workload))
             curves.setdefault(row.name, {})[size] = share
+        write_lines(folder / "scaling.csv", figures)
         with picture(folder / "scaling.png", [14]) as (axis,):
             axis.set_prop_cycle(color=colormaps["tab20"](range(20)))
             for name, shares in curves.items():

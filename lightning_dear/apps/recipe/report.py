@@ -13,6 +13,8 @@ from rich.table import Table
 
 Kind = Literal["simulated", "measured"]
 
+Rows = Sequence[Mapping[str, Any]]
+
 WIDTH = 100
 """Columns of a terminal that a recipe writes at most."""
 
@@ -80,7 +82,7 @@ class Report:
     """
 
     claims: Sequence[Claim]
-    summary: Sequence[Mapping[str, Any]]
+    summary: Rows
     figure: Any = None
 
     def as_text(self) -> str:
@@ -116,7 +118,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def compared(summary: Sequence[Mapping[str, Any]], recorded: Sequence[Mapping[str, str]]) -> str:
+def compared(summary: Rows, recorded: Rows) -> str:
     """Say whether figures are the recorded ones, or name the cells that differ."""
     found = list(_differences(summary, recorded))
     if not found:
@@ -126,9 +128,7 @@ def compared(summary: Sequence[Mapping[str, Any]], recorded: Sequence[Mapping[st
     return "\n  ".join([*lines, *more])
 
 
-def _differences(
-    summary: Sequence[Mapping[str, Any]], recorded: Sequence[Mapping[str, str]]
-) -> Iterator[str]:
+def _differences(summary: Rows, recorded: Rows) -> Iterator[str]:
     if len(summary) != len(recorded):
         yield f"{len(summary)} rows, recorded {len(recorded)}"
         return
@@ -146,7 +146,7 @@ def _is_same(one: str, other: str) -> bool:
         return one == other
 
 
-def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def _write_csv(path: Path, rows: Rows) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
         writer.writeheader()
