@@ -18,6 +18,8 @@ ENOUGH = 0.03
 SIMPLE = (BASELINE, *HOOKS, "dear")
 """What needs fewer words in a script than others, the simplest first."""
 
+Pair = tuple[Strategy, Workload]
+
 
 @dataclass(frozen=True)
 class Ranked:
@@ -60,9 +62,7 @@ def by_step(rows: Iterable[Ranked]) -> list[Ranked]:
     return sorted(rows, key=lambda row: row.step.step_s)
 
 
-def pairs(
-    strategies: Sequence[Strategy], workloads: Sequence[Workload]
-) -> list[tuple[Strategy, Workload]]:
+def pairs(strategies: Sequence[Strategy], workloads: Sequence[Workload]) -> list[Pair]:
     """Each of `strategies` with each workload whose compressor it can use.
 
     Args:

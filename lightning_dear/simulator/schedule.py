@@ -197,10 +197,8 @@ def single_program(workload: Workload, network: Network) -> Program:
     return Program("one rank", ops)
 
 
-def partitioned_program(
-    workload: Workload, network: Network, partition_mb: float = PARTITION_MB
-) -> Program:
-    """Every tensor in parts of `partition_mb`, all-reduced; what forward needs first goes first.
+def partitioned_program(workload: Workload, network: Network) -> Program:
+    """Every tensor in parts of `PARTITION_MB`, all-reduced; what forward needs first goes first.
 
     Priority scheduling of cut tensors (ByteScheduler, SOSP'19). A part that is under way is not
     broken off. Each tensor is stepped, whole and by every rank, where the next forward first reads
@@ -214,7 +212,7 @@ def partitioned_program(
     per_byte_s = times.step_s / max(workload.nbytes, 1)
 
     def parts(tensor: TensorSpec) -> Iterator[Message]:
-        count = int(max(-(-tensor.nbytes // (partition_mb * _MIB)), 1))
+        count = int(max(-(-tensor.nbytes // (PARTITION_MB * _MIB)), 1))
         size = tensor.nbytes / count
         for number in range(_MAX_PARTS * tensor.index, _MAX_PARTS * tensor.index + count):
             seconds, sent = network.all_reduce_s(size), 2 * network.sent_bytes(size)
@@ -231,4 +229,4 @@ def partitioned_program(
         *interleaved(BACKWARD, times.backward_s, backward),
         *computed(STEP, workload.fixed_step_s),
     ]
-    return Program(f"parts of {partition_mb:g} MiB", tuple(ops))
+    return Program(f"parts of {PARTITION_MB:g} MiB", tuple(ops))

@@ -219,10 +219,9 @@ def _signed(share: float) -> str:
 def _picture(cases: Cases) -> Any:
     """Draw gains over what is fused, on each network of the larger claim if there is one."""
     shown = [name for name in cases if "ethernet" in name] or list(cases)
-    models = [case.workload.name for case in cases[shown[0]]]
-    ways = [
-        way for way in cases[shown[0]][0].steps_s if way.startswith(("ddp", "horovod", "mgwfbp"))
-    ]
+    first = cases[shown[0]]
+    models = [case.workload.name for case in first]
+    ways = [way for way in first[0].steps_s if way.startswith(("ddp", "horovod", "mgwfbp"))]
     panels = {
         name: {way: [100 * case.gain(way) for case in cases[name]] for way in ways}
         for name in shown

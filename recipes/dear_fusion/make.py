@@ -99,9 +99,7 @@ def _step(planner: FusionPlanner, workload: Workload, network: Network) -> Simul
     # Our engine gathers nothing before backward has ended where NCCL sends.
     times = replace(workload.times, allows_early=not network.has_reduce_scatter)
     workload = replace(workload, times=times)
-    build = planned(planner.plan)
-    if isinstance(planner, SearchingPlanner):
-        build = searched(planner)
+    build = searched(planner) if isinstance(planner, SearchingPlanner) else planned(planner.plan)
     return simulate(build(workload, network))
 
 

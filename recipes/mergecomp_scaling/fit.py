@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from omegaconf import DictConfig
 
@@ -84,8 +85,7 @@ def read_figures() -> list[Figure]:
     ]
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(NamedTuple):
     """What one compressor takes of a step beyond computing, whatever it is made of.
 
     Attributes:

@@ -35,7 +35,11 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
     predicted = list(server.predicted(published))
     simulated = list(_simulated(cfg, server, published))
     kinds = {"published": published, "predicted": predicted, "simulated": simulated}
-    rows = [_row(kind, one, server) for kind, figures in kinds.items() for one in figures]
+    rows = [
+        _row(kind, one, alone_s(server.workloads[one.model]), server.host(one))
+        for kind, figures in kinds.items()
+        for one in figures
+    ]
     return Report(
         list(claims_of(cfg, server, published, predicted, simulated)),
         [*rows, *_measured(siblings)],
@@ -84,20 +88,20 @@ def _merged(workload: Workload, network: Network) -> float:
     return max(fit.scaling(cut_at(place), workload, network) for place in places)
 
 
-def _row(kind: str, one: fit.Figure, server: fit.Server) -> Row:
+def _row(kind: str, one: fit.Figure, compute_s: float, host: tuple[float, float | None]) -> Row:
     """Return a summary's row: a figure, and the host with which it holds."""
-    host = server.host(one)
+    per_tensor_s, per_byte_s = host
     return {
         "kind": kind,
         "network": one.network,
         "num_gpus": one.num_gpus,
         "model": one.model,
         "compressor": one.compressor,
-        "compute_s": alone_s(server.workloads[one.model]),
+        "compute_s": compute_s,
         "layerwise": one.pair[0],
         "scheduled": one.pair[1],
-        "host_per_tensor_s": host.per_tensor_s,
-        "host_per_byte_s": host.per_byte_s,
+        "host_per_tensor_s": per_tensor_s,
+        "host_per_byte_s": per_byte_s,
     }
 
 
@@ -111,18 +115,10 @@ def _measured(siblings: Mapping[str, Sibling]) -> Iterator[Row]:
             )
             saved_s = float(layerwise["step_s"]) - float(merged["step_s"])
             num_merged = int(layerwise["num_buckets"]) - int(merged["num_buckets"])
-            yield {
-                "kind": "measured",
-                "network": name,
-                "num_gpus": int(alone["world_size"]),
-                "model": alone["model"],
-                "compressor": compressor,
-                "compute_s": float(alone["step_s"]),
-                "layerwise": float(alone["ratio"]) / float(layerwise["ratio"]),
-                "scheduled": float(alone["ratio"]) / float(merged["ratio"]),
-                "host_per_tensor_s": saved_s / num_merged,
-                "host_per_byte_s": None,
-            }
+            ratio, num_ranks = float(alone["ratio"]), int(alone["world_size"])
+            pair = ratio / float(layerwise["ratio"]), ratio / float(merged["ratio"])
+            figure = fit.Figure(name, num_ranks, alone["model"], compressor, pair)
+            yield _row("measured", figure, float(alone["step_s"]), (saved_s / num_merged, None))
 
 
 def _picture(published: Sequence[fit.Figure], predicted: Sequence[fit.Figure]) -> Any:

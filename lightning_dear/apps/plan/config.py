@@ -8,9 +8,9 @@ from omegaconf import DictConfig
 
 from lightning_dear.compression import Compressor
 from lightning_dear.simulator import Algorithm, Curve, Link, Network, Workload
-from lightning_dear.simulator.ranking import pairs
+from lightning_dear.simulator.ranking import Pair, pairs
 from lightning_dear.simulator.saved import load_workload
-from lightning_dear.simulator.strategies import HOOKS, STRATEGIES, Strategy, resolve_strategy
+from lightning_dear.simulator.strategies import HOOKS, STRATEGIES, resolve_strategy
 from lightning_dear.studies.device_costs import Device, halves_costs, whole_costs
 from lightning_dear.workloads.replay.profile import load_profile, planned
 
@@ -214,9 +214,7 @@ def ranks_per_node(cluster: DictConfig) -> int:
     return cluster.devices
 
 
-def cases_of(
-    cfg: DictConfig, workload: Workload, world_size: int
-) -> list[tuple[Strategy, Workload]]:
+def cases_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[Pair]:
     """Return each strategy with each compressor to predict, and DDP's hooks in any case.
 
     Where none are named, the strategies are all that can be used for the workload.
