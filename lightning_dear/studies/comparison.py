@@ -124,9 +124,7 @@ def describe(row: Line) -> str:
 def verdicts(rows: Sequence[Line]) -> Iterator[str]:
     """A sentence for each point: which entry is the fastest, if one is clearly."""
     for group in _by_point(rows):
-        judged = [
-            row for row in group if row["ratio"] is not None and row["entry"] != COMPUTE_ALONE
-        ]
+        judged = [row for row in group if row["ratio"] and row["entry"] != COMPUTE_ALONE]
         if len(judged) < 2:
             continue
         best, first = min(judged, key=itemgetter("ratio")), judged[0]

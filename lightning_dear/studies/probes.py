@@ -123,10 +123,8 @@ def measure(
 # --- exchanges ------------------------------------------------------------------------------------
 
 
-def half_times(
-    collectives: Collectives, device: torch.device, name: str, nbytes: int
-) -> list[float]:
-    """Seconds of the backend's own all-gather, or reduce-scatter, of `nbytes`; of repeats.
+def half_times(collectives: Collectives, device: torch.device, name: str, size: int) -> list[float]:
+    """Seconds of the backend's own all-gather, or reduce-scatter, of `size` bytes; of repeats.
 
     Each is the mean of several, one after the other as FSDP2 has them: ranks that do not begin
     together catch up in the first. The slowest rank's. Collective, blocks.
@@ -135,9 +133,9 @@ def half_times(
         collectives: Training's.
         device: Where parameters are.
         name: In torch.distributed.
-        nbytes: Of the whole buffer.
+        size: Bytes of the whole buffer.
     """
-    shard = torch.zeros(max(nbytes // 4 // collectives.world.size, 1), device=device)
+    shard = torch.zeros(max(size // 4 // collectives.world.size, 1), device=device)
     whole = torch.zeros(shard.numel() * collectives.world.size, device=device)
     out_and_in = (whole, shard) if name == ALL_GATHER else (shard, whole)
 
@@ -300,9 +298,8 @@ class Unit(nn.Module):
 
 
 def _module_of(units: Units, device: torch.device) -> nn.Sequential:
-    return nn.Sequential(
-        *(Unit(torch.zeros(numel, device=device) for numel in unit) for unit in units)
-    )
+    made = (Unit(torch.zeros(numel, device=device) for numel in unit) for unit in units)
+    return nn.Sequential(*made)
 
 
 def first_of(units: Units, most: int) -> tuple[list[list[int]], float]:

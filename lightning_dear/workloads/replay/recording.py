@@ -114,9 +114,7 @@ def _by_layer(owned: Owned, times: ModelTimes) -> tuple[list[float], list[float]
         ends.append(max(times.ready_s[index] for index in indices))
     begins = [0.0, *accumulate(begins[1:], max), times.forward_s]
     ends = [0.0, *accumulate(ends[:0:-1], max), times.backward_s]
-    forward, backward = (
-        [after - before for before, after in pairwise(cuts)] for cuts in (begins, ends)
-    )
+    forward, backward = ([end - begin for begin, end in pairwise(cuts)] for cuts in (begins, ends))
     return forward, backward[::-1]
 
 
