@@ -251,11 +251,9 @@ def remove_stale_namespaces() -> list[str]:
     Returns:
         Names of the removed namespaces.
     """
-    stale = []
-    for path in sorted(NAMESPACES.glob("dear-*")):
-        match = _NAME.fullmatch(path.name)
-        if match and not Path("/proc", match["pid"]).exists():
-            stale.append(path.name)
+    names = sorted(path.name for path in NAMESPACES.glob("dear-*"))
+    ours = filter(None, map(_NAME.fullmatch, names))
+    stale = [one.string for one in ours if not Path("/proc", one["pid"]).exists()]
     end_processes_in(stale)
     for name in stale:
         _delete_namespace(name)

@@ -272,9 +272,8 @@ def _plan_of(chosen: Sequence[Sequence[_Group]], model: StepModel) -> BucketPlan
     plan = fusion.fuse_groups("", model.tensors, model.world_size, [group for group, _ in groups])
     # Buckets are in another order than groups; any of its tensors tells which one it is.
     left = {index for group, is_left in groups if is_left for index in group}
-    uncompressed = (
-        number for number, bucket in enumerate(plan.buckets) if bucket.slices[0].tensor in left
-    )
+    first_tensors = [bucket.slices[0].tensor for bucket in plan.buckets]
+    uncompressed = (number for number, first in enumerate(first_tensors) if first in left)
     return _with_early(replace(plan, uncompressed=tuple(uncompressed)), model)
 
 
@@ -360,10 +359,9 @@ class MergeCompSearch(Contest):
         which = "" if best is self.incumbent else f" of {best.name}"
         predicted = f"predicted {1e3 * self.expected_s(best):.3g} ms/step"
         what = f"mergecomp: {described(best)}{which}, {predicted}"
-        others = sorted((plan for plan in self.plans if plan is not best), key=self.mean_s)
-        measured = [
-            f"{1e3 * self.mean_s(plan):.4g} of {plan.name}" for plan in others if self.count(plan)
-        ]
+        others = [plan for plan in self.plans if plan is not best and self.count(plan)]
+        others.sort(key=self.mean_s)
+        measured = [f"{1e3 * self.mean_s(plan):.4g} of {plan.name}" for plan in others]
         if not self.count(best):
             return f"{what}, nothing measured"
         against = f" against {', '.join(measured)}" if measured else ""

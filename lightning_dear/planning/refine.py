@@ -17,7 +17,7 @@ from lightning_dear.planning.fusion import MIB, fuse_groups, runs_of
 from lightning_dear.planning.measured import LinkCost, ModelTimes
 from lightning_dear.planning.plan import BucketPlan, TensorSpec
 from lightning_dear.planning.predict import StepModel
-from lightning_dear.planning.step import ALL_GATHER, Carried
+from lightning_dear.planning.step import ALL_GATHER
 
 _MIN_EARLY_GAIN = 1e-3
 """Share of the step below which an early gather is not worth its second buffer."""
@@ -49,9 +49,8 @@ def choose_early(
     plan = replace(plan, early=())
     model = StepModel(tensors, plan.world_size, times, link)
     chosen = fitting(plan, model) if times.allows_early else ()
-    steps_s = {
-        early: model.step_s(replace(plan, early=early)) for early in ((), *_beginnings(chosen))
-    }
+    tried = ((), *_beginnings(chosen))
+    steps_s = {early: model.step_s(replace(plan, early=early)) for early in tried}
     enough_s = min(steps_s.values()) + _MIN_EARLY_GAIN * steps_s[()]
     return replace(plan, early=next(e for e, step_s in steps_s.items() if step_s <= enough_s))
 
@@ -69,7 +68,10 @@ def fitting(plan: BucketPlan, model: StepModel) -> tuple[int, ...]:
     chosen: list[int] = []
     reduced: set[int] = set()
     free_s = launched_s = 0.0
-    for span, limit_s in zip(spans, _latest_begins(spans), strict=True):
+    # When each of them may begin at the latest so that the last one is in time.
+    earlier_s = [span.begin_s - span.end_s for span in spans[-2::-1]]
+    limits_s = list(accumulate(earlier_s, initial=spans[-1].begin_s))[::-1]
+    for span, limit_s in zip(spans, limits_s, strict=True):
         launched_s = max(launched_s, model.times.ready_of(plan.buckets[span.bucket]))
         while free_s < launched_s:
             fits = [one for one in reduced if free_s + gather_s[one] <= limit_s]
@@ -84,12 +86,6 @@ def fitting(plan: BucketPlan, model: StepModel) -> tuple[int, ...]:
         if span.bucket not in plan.all_reduced:
             reduced.add(span.bucket)
     return tuple(chosen)
-
-
-def _latest_begins(spans: Sequence[Carried]) -> list[float]:
-    """When each of the reduce-scatters may begin at the latest so that the last one is in time."""
-    earlier_s = [span.begin_s - span.end_s for span in spans[-2::-1]]
-    return list(accumulate(earlier_s, initial=spans[-1].begin_s))[::-1]
 
 
 def choose_all_reduce(

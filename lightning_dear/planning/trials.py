@@ -106,18 +106,14 @@ def _all_reducing(
     """What to try with all-reduced buckets, each followed by the same without."""
     tensors, step_s = model.tensors, model.step_s
     chosen: list[BucketPlan] = []
-    changed = {
-        refine.choose_all_reduce(plan, tensors, model.times, model.link, max_share): plan
-        for plan in plans
-    }
+    known = model.times, model.link, max_share
+    changed = {refine.choose_all_reduce(plan, tensors, *known): plan for plan in plans}
     best = min(changed, key=step_s)
     if best.all_reduced and step_s(best) < min(map(step_s, plans)):
         chosen += [best, changed[best]]
     if max_share == 1:
-        everything = min(
-            (refine.everything_all_reduced(tensors, model.world_size, d) for d in _DDP_DIVISORS),
-            key=step_s,
-        )
+        world_size, all_of = model.world_size, refine.everything_all_reduced
+        everything = min((all_of(tensors, world_size, d) for d in _DDP_DIVISORS), key=step_s)
         if step_s(everything) <= _MAX_DDP_RATIO * min(map(step_s, [*plans, *chosen])):
             chosen.append(everything)
     return chosen
