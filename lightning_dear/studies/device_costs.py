@@ -241,13 +241,8 @@ def _at_once(cost: CodecCost, world_size: int) -> CodecCost:
         return cost
     shard = cost.encode_shard
     publish = Linear(shard.alpha, shard.beta / world_size)
-    return replace(
-        cost,
-        decode_sum=total(cost.decode_sum, publish, cost.decode),
-        encode_shard=Linear(),
-        decode=Linear(),
-        way="both_halves",
-    )
+    summed, nothing = total(cost.decode_sum, publish, cost.decode), Linear()
+    return replace(cost, decode_sum=summed, encode_shard=nothing, decode=nothing, way="both_halves")
 
 
 def _words_per_element(made: SparseAllReduce, world_size: int) -> float:

@@ -50,6 +50,9 @@ _MOST_NUMEL = 1 << 26
 Units = Sequence[Sequence[int]]
 """Elements of the tensors of each of FSDP2's units, in fp32."""
 
+Run = Callable[[], None]
+"""What is timed."""
+
 log = logging.getLogger(__name__)
 
 
@@ -101,10 +104,8 @@ def measure(
     device = next(module.parameters()).device
     nbytes = 4 * sum(map(sum, units))
     begin("what exchanges cost")
-    links = [
-        measure_collectives(collectives, device, max(nbytes, _LEAST_BYTES))
-        for _ in range(_NUM_SPREAD)
-    ]
+    size = max(nbytes, _LEAST_BYTES)
+    links = [measure_collectives(collectives, device, size) for _ in range(_NUM_SPREAD)]
     begin("how all-reduces start")
     links, cpu_s = with_starts(links, collectives, device, ready_s)
     begin("the backend's own halves")
@@ -319,7 +320,7 @@ def alike(optimizer: Optimizer, module: nn.Module) -> Optimizer:
     return other
 
 
-def _step(module: nn.Module, optimizer: Optimizer | None = None) -> Callable[[], None]:
+def _step(module: nn.Module, optimizer: Optimizer | None = None) -> Run:
     def step() -> None:
         module.zero_grad()
         module(torch.ones((), requires_grad=True)).backward()
@@ -329,15 +330,13 @@ def _step(module: nn.Module, optimizer: Optimizer | None = None) -> Callable[[],
     return step
 
 
-def _difference_s(
-    collectives: Collectives, device: torch.device, *runs: Callable[[], None]
-) -> float:
+def _difference_s(collectives: Collectives, device: torch.device, *runs: Run) -> float:
     """Seconds that the second takes beyond the first."""
     first_s, second_s = (median(_times(collectives, device, run)) for run in runs)
     return second_s - first_s
 
 
-def _times(collectives: Collectives, device: torch.device, run: Callable[[], None]) -> list[float]:
+def _times(collectives: Collectives, device: torch.device, run: Run) -> list[float]:
     """Seconds of repeats, after some that do not count; of each the slowest rank's."""
     clock = clock_of(device)
     own = []

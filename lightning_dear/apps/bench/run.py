@@ -90,12 +90,12 @@ def run_groups(groups: Sequence[tuple[config.Setting, Sequence[config.Setting]]]
     folder = Path(hydra.runtime.output_dir)
     try:
         for number, (cluster, points) in enumerate(groups):
-            own = [
-                *config.overrides_of(cluster),
-                config.as_override("points", list(points)),
-                config.as_override("sweep", None),
-                config.as_override("hydra.run.dir", str(folder / str(number))),
-            ]
+            part = {
+                "points": list(points),
+                "sweep": None,
+                "hydra.run.dir": f"{folder / str(number)}",
+            }
+            own = config.overrides_of({**cluster, **part})
             labels = "; ".join(config.label_of(point) or "as configured" for point in points)
             print(f"Part {number + 1} of {len(groups)}: {labels}", flush=True)
             argv = [sys.executable, "-m", MODULE, *config.merged(job_arguments(hydra, 0), own)]

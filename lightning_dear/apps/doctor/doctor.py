@@ -176,11 +176,9 @@ def _own_version() -> str:
 
 def version_problems(facts: Sequence[dict[str, str]]) -> list[str]:
     """Return one sentence for each version that is not the same on all ranks."""
-    return [
-        f"{name} differs: {_spread(facts, name)}. Install the same version on every host."
-        for name in facts[0]
-        if len({one[name] for one in facts}) > 1
-    ]
+    differing = [name for name in facts[0] if len({one[name] for one in facts}) > 1]
+    advice = "Install the same version on every host."
+    return [f"{name} differs: {_spread(facts, name)}. {advice}" for name in differing]
 
 
 def version_rows(facts: Sequence[dict[str, str]]) -> Rows:
@@ -257,31 +255,26 @@ def compute_rows(compute: Compute) -> Rows:
     ]
 
 
-def verdict(
-    world_size: int, compute: Compute, cost: LinkCost | None, num_accumulated: int = 1
-) -> str:
+def verdict(world_size: int, compute: Compute, cost: LinkCost | None, num_batches: int = 1) -> str:
     """Say whether plain DDP would do, with the figures.
 
     Args:
         world_size: Number of ranks.
         compute: The slowest rank's.
         cost: Of exchanges; None at one rank. What ours cost is said of DDP's all-reduces, too.
-        num_accumulated: Batches for each optimizer step, of which only the last communicates.
+        num_batches: Batches for each optimizer step, of which only the last communicates.
     """
     if cost is None:
         return "One rank sends nothing: strategy=single would do as well."
     sent_s = 2 * cost.reduce_scatter_s(compute.gradient_bytes, world_size)
-    computed_s = compute.total_s * num_accumulated
+    computed_s = compute.total_s * num_batches
     share = sent_s / (sent_s + computed_s)
-    figures = (
-        f"Communication is {share:.0%} of a step ({_milli(sent_s)} beside {_milli(computed_s)} of"
-        " forward and backward)"
-    )
+    both = f"{_milli(sent_s)} beside {_milli(computed_s)} of forward and backward"
+    figures = f"Communication is {share:.0%} of a step ({both})"
     if share < NEGLIGIBLE_SHARE:
         return f"{figures}: strategy=ddp would do as well."
-    ddp, dear = (
-        _milli(max(0.0, sent_s - hidden_s)) for hidden_s in (compute.backward_s, compute.total_s)
-    )
+    hidden_s = compute.backward_s, compute.total_s
+    ddp, dear = (_milli(max(0.0, sent_s - one_s)) for one_s in hidden_s)
     said = (
         f"{figures}. At best strategy=ddp, which hides it behind backward, leaves {ddp} of it, and"
         f" strategy=dear, behind backward and the next forward, {dear}: time both."

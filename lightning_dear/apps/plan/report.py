@@ -189,10 +189,8 @@ class Report:
         if self.best.compressor == "none" or not lossless:
             return []
         row = ranking.recommended(lossless, self.enough)
-        return [
-            f"Without a compressor, {_ms(row.step.step_s)} ms ({row.name}): dear-train"
-            f" {row.overrides}"
-        ]
+        takes = f"{_ms(row.step.step_s)} ms ({row.name})"
+        return [f"Without a compressor, {takes}: dear-train {row.overrides}"]
 
     # --- files ------------------------------------------------------------------------------------
 

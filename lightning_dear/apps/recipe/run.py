@@ -128,7 +128,5 @@ def _machine() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     processor = names[0] if names else platform.processor() or platform.machine()
-    return (
-        f"{processor}, {os.cpu_count()} cores; Python {platform.python_version()},"
-        f" torch {torch.__version__}"
-    )
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{processor}, {os.cpu_count()} cores; {versions}"

@@ -73,13 +73,10 @@ def jobs_end() -> None:
     """Prints a table over the jobs of a sweep, if there were several."""
     if len(_JOBS) > 1:
         alike, titles = set.intersection(*(set(words) for words, _ in _JOBS)), list(_JOBS[0][1])
-        cells = [
-            [
-                " ".join(one for one in words if one not in alike),
-                *(found.get(one, "") for one in titles),
-            ]
-            for words, found in _JOBS
-        ]
+        cells = []
+        for words, found in _JOBS:
+            job = " ".join(one for one in words if one not in alike)
+            cells.append([job, *(found.get(one, "") for one in titles)])
         print(tables.format_table(["job", *titles], cells, tables.WIDTH))
 
 
