@@ -55,11 +55,9 @@ class SparseAllReduce(FewOfMany):
 
     @override
     def check_with(self, setting: Setting) -> None:
-        largest = (
-            "sends the mean gradient's largest elements, and gather='parameters' has no use for"
-            " these"
-        )
-        self._check_gathers_gradients(setting, largest)
+        sends = "sends the mean gradient's largest elements"
+        no_use = "gather='parameters' has no use for these"
+        self._check_gathers_gradients(setting, f"{sends}, and {no_use}")
         if not setting.decouple and not self.all_reduces:
             raise ValueError(
                 f"decouple=False gathers nothing after the step, and {self.name} gathers what"

@@ -179,10 +179,8 @@ class EmulatedCluster:
         switch = self._add_namespace(f"{prefix}-switch")
         _ip(switch, f"link add bridge mtu {self.mtu} type bridge")
         _ip(switch, "link set bridge up")
-        self.hosts = tuple(
-            self._add_host(index, f"{prefix}-host{index}", switch)
-            for index in range(self.num_hosts)
-        )
+        names = [f"{prefix}-host{index}" for index in range(self.num_hosts)]
+        self.hosts = tuple(self._add_host(index, name, switch) for index, name in enumerate(names))
 
     def _add_namespace(self, name: str) -> str:
         self._namespaces.append(name)

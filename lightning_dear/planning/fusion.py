@@ -6,16 +6,8 @@ from itertools import pairwise
 from numbers import Real
 from typing import Protocol, TypeVar
 
-from lightning_dear.planning.plan import (
-    ALIGNMENT,
-    MAX_BUCKETS,
-    BucketPlan,
-    Part,
-    TensorSpec,
-    aligned,
-    bucket_of,
-    reduce_order,
-)
+from lightning_dear.planning import plan as layout
+from lightning_dear.planning.plan import BucketPlan, Part, TensorSpec
 
 MIB = 1 << 20
 
@@ -85,7 +77,7 @@ class ThresholdFusion:
             cap_mb = least_mb * (most_mb / least_mb) ** (step / num_steps)
             planner = ThresholdFusion(bucket_cap_mb=cap_mb, first_bucket_cap_mb=first_mb)
             plan = planner.plan(tensors, world_size)
-            is_possible = len(plan.buckets) <= MAX_BUCKETS or step == num_steps
+            is_possible = len(plan.buckets) <= layout.MAX_BUCKETS or step == num_steps
             if is_possible and not any(map(plan.has_buckets_of, plans.values())):
                 plans[cap_mb] = plan
         return plans
@@ -155,7 +147,7 @@ def _fuse(
     groups: dict[tuple[str, bool], list[TensorSpec]] = {}
     for tensor in sorted(tensors, key=use_key):
         groups.setdefault((tensor.family, tensor.is_used), []).append(tensor)
-    unit = ALIGNMENT * world_size
+    unit = layout.ALIGNMENT * world_size
     buckets: list[list[Part]] = []
     for group in groups.values():
         # The first bucket of each group is the one nearest the input.
@@ -170,7 +162,7 @@ def _fuse(
                     buckets.append(bucket)
                     bucket, filled, open_cap_bytes = [], 0, cap_bytes
                 bucket.append((tensor, start, stop))
-                filled += aligned(stop - start)
+                filled += layout.aligned(stop - start)
         buckets.append(bucket)
     return _plan_of(name, tensors, world_size, buckets)
 
@@ -181,8 +173,8 @@ def _plan_of(
     """A plan with a bucket for each of `parts`, in the order in which forward reads them."""
     # Sorting keeps the order of the parts of one tensor.
     in_use_order = sorted(parts, key=lambda bucket: use_key(bucket[0][0]))
-    buckets = tuple(bucket_of(bucket, world_size) for bucket in in_use_order)
-    return BucketPlan(name, world_size, buckets, reduce_order(buckets, tensors))
+    buckets = tuple(layout.bucket_of(bucket, world_size) for bucket in in_use_order)
+    return BucketPlan(name, world_size, buckets, layout.reduce_order(buckets, tensors))
 
 
 def runs_of(
@@ -220,5 +212,5 @@ def _cuts(numel: int, first_cap: float, cap: float, unit: int) -> list[tuple[int
     # A cap below one unit still has to make progress.
     first = max(int(first_cap) // unit, 1) * unit
     num_parts = -(-(numel - first) // max(int(cap) // unit * unit, unit))
-    size = aligned(-(-(numel - first) // num_parts), unit)
+    size = layout.aligned(-(-(numel - first) // num_parts), unit)
     return list(pairwise([0, *range(first, numel, size), numel]))

@@ -84,9 +84,8 @@ class _MeasuredStep(steps.PlannedStep):
     @override
     def gather(self, number: int) -> steps.Message:
         size = self.costs[number].gather_bytes
-        return steps.Message(
-            steps.ALL_GATHER, number, self._link.all_gather_s(size, self.plan.world_size)
-        )
+        seconds = self._link.all_gather_s(size, self.plan.world_size)
+        return steps.Message(steps.ALL_GATHER, number, seconds)
 
 
 def predict(

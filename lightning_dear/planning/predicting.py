@@ -141,9 +141,8 @@ class MergeCompHeuristicFusion(PredictingPlanner):
         """Returns the plan that the search finds, without early gathers."""
         groups: list[list[int]] = []
         for course in programme.courses_of(model, self.max_pieces):
-            groups += programme.members_of(
-                course.pieces, best_cuts(course, self.max_groups, self.min_gain)
-            )
+            cuts = best_cuts(course, self.max_groups, self.min_gain)
+            groups += programme.members_of(course.pieces, cuts)
         return fusion.fuse_groups(self.name, model.tensors, model.world_size, groups)
 
 
@@ -167,14 +166,12 @@ def best_cuts(
     return best
 
 
-def _search(
-    course: programme.Course, before: list[int], num_groups: int
-) -> tuple[float, list[int]]:
+def _search(course: programme.Course, before: list[int], count: int) -> tuple[float, list[int]]:
     """Step and cuts of the best way found to go on after the cuts `before` with so many groups."""
     begin, size = (before or [0])[-1], len(course.pieces)
-    if num_groups > 2:
-        firsts = range(begin + 1, size - num_groups + 2)
-        return min(_search(course, [*before, first], num_groups - 1) for first in firsts)
+    if count > 2:
+        firsts = range(begin + 1, size - count + 2)
+        return min(_search(course, [*before, first], count - 1) for first in firsts)
 
     def at(cut: int) -> tuple[float, list[int]]:
         cuts = [*before, cut, size]
@@ -288,10 +285,8 @@ def _simpler_plans(model: StepModel) -> list[BucketPlan]:
 
 def _simple_plans(model: StepModel) -> list[BucketPlan]:
     """What fixed rules make, compressed and not, and what MergeComp's own search finds."""
-    plans = [
-        _plan_by(rule, model)
-        for rule in (fusion.SingleFusion(), fusion.NoFusion(), fusion.ThresholdFusion())
-    ]
+    rules = fusion.SingleFusion(), fusion.NoFusion(), fusion.ThresholdFusion()
+    plans = [_plan_by(rule, model) for rule in rules]
     if model.codecs.may_mix:
         plans += [_uncompressed(plan) for plan in plans]
     plans.append(MergeCompHeuristicFusion().best_plan(model))
@@ -340,11 +335,8 @@ class MergeCompSearch(Contest):
         """
         predicted_s = self.step_s(plan)
         measured = [other for other in self.plans if self.count(other)]
-        known = [
-            (self.step_s(other), self.mean_s(other) - self.step_s(other))
-            for other in measured
-            if other is not plan
-        ]
+        others = [other for other in measured if other is not plan]
+        known = [(self.step_s(one), self.mean_s(one) - self.step_s(one)) for one in others]
         start = self.fitted_to
         if start is not None and not any(map(start.has_buckets_of, (plan, *measured))):
             known.append((self.step_s(start), 0.0))

@@ -324,11 +324,8 @@ class PlannedStep(ABC):
 
     def forward(self) -> list[Op]:
         """Stands still at a bucket's first read until it is there; decodes, and steps, it there."""
-        uses = sorted(
-            (self.times.first_use_of(bucket), number)
-            for number, bucket in enumerate(self.plan.buckets)
-            if number not in self.plan.all_reduced
-        )
+        gathered = [n for n in range(len(self.plan.buckets)) if n not in self.plan.all_reduced]
+        uses = sorted((self.times.first_use_of(self.plan.buckets[n]), n) for n in gathered)
         events = [(at_s, self.before_use(number)) for at_s, number in uses]
         return interleaved(FORWARD, self.times.forward_s, events)
 

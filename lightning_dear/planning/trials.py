@@ -100,18 +100,16 @@ class AutoFusion(ThresholdFusion, search.StepModelPlanner):
         return AutoSearch(fixed, candidates[:num_candidates], model.step_s)
 
 
-def _all_reducing(
-    plans: Sequence[BucketPlan], model: StepModel, max_share: float
-) -> list[BucketPlan]:
-    """What to try with all-reduced buckets, each followed by the same without."""
+def _all_reducing(plans: Sequence[BucketPlan], model: StepModel, share: float) -> list[BucketPlan]:
+    """What to try with at most this share all-reduced, each followed by the same without."""
     tensors, step_s = model.tensors, model.step_s
     chosen: list[BucketPlan] = []
-    known = model.times, model.link, max_share
+    known = model.times, model.link, share
     changed = {refine.choose_all_reduce(plan, tensors, *known): plan for plan in plans}
     best = min(changed, key=step_s)
     if best.all_reduced and step_s(best) < min(map(step_s, plans)):
         chosen += [best, changed[best]]
-    if max_share == 1:
+    if share == 1:
         world_size, all_of = model.world_size, refine.everything_all_reduced
         everything = min((all_of(tensors, world_size, d) for d in _DDP_DIVISORS), key=step_s)
         if step_s(everything) <= _MAX_DDP_RATIO * min(map(step_s, [*plans, *chosen])):
@@ -254,10 +252,9 @@ class BayesianSearch:
         if not self._measured:
             return f"bayesian: {search.described(self.start)}, nothing measured"
         step_s, cap_mb, plan = min(self._measured, key=lambda trial: trial[:2])
-        return (
-            f"bayesian: {search.described(plan)} (cap {cap_mb:.3g} MiB),"
-            f" {1e3 * step_s:.4g} ms/step, the best of {len(self._measured)} caps measured"
-        )
+        cost = f"(cap {cap_mb:.3g} MiB), {1e3 * step_s:.4g} ms/step"
+        best = f"the best of {len(self._measured)} caps measured"
+        return f"bayesian: {search.described(plan)} {cost}, {best}"
 
     def next(self) -> BucketPlan | None:
         """See `PlanSearch`: the start, a fifth from either end, then what is suggested."""
@@ -290,10 +287,9 @@ class BayesianSearch:
         from sklearn.gaussian_process import GaussianProcessRegressor
         from sklearn.gaussian_process.kernels import Matern, WhiteKernel
 
-        kernel = Matern(length_scale=2.0, length_scale_bounds=(0.5, 10.0), nu=2.5) + WhiteKernel(
-            noise_level=1e-2, noise_level_bounds=(1e-4, 0.3)
-        )
-        process = GaussianProcessRegressor(kernel, random_state=self.seed)
+        smooth = Matern(length_scale=2.0, length_scale_bounds=(0.5, 10.0), nu=2.5)
+        noise = WhiteKernel(noise_level=1e-2, noise_level_bounds=(1e-4, 0.3))
+        process = GaussianProcessRegressor(smooth + noise, random_state=self.seed)
         steps_s = [step_s for step_s, _, _ in self._measured]
         # Steps that are all the same have no deviation to count in.
         scale_s = pstdev(steps_s) or 1.0

@@ -117,11 +117,8 @@ def _measured_claims(siblings: Mapping[str, Sibling]) -> Iterator[Claim]:
     rows = [row for sibling in siblings.values() for row in sibling.rows()]
     dear_s = {row["model"]: float(row["step_s"]) for row in rows if row["entry"] == "dear"}
     for name in ("none", "single", "bayesian", "auto"):
-        losses = [
-            100 * (float(row["step_s"]) / dear_s[row["model"]] - 1)
-            for row in rows
-            if row["entry"] == f"dear_{name}"
-        ]
+        own = [row for row in rows if row["entry"] == f"dear_{name}"]
+        losses = [100 * (float(row["step_s"]) / dear_s[row["model"]] - 1) for row in own]
         if losses:
             here = f"{min(losses):+.1f} to {max(losses):+.1f} %"
             yield Claim(*CLAIMS[name], here, "measured")

@@ -1,18 +1,16 @@
 """MergeComp's published figures, what a host must take for each, and what that is checked with."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from statistics import fmean
 
 from omegaconf import DictConfig
 
 from lightning_dear.apps.recipe.report import PLAUSIBLE, Claim, check
 
-from .fit import FITTED, FP32, GPUS, NVLINK, OTHERS, PCIE, Figure, Server
+from .fit import FITTED, FP32, GPUS, NVLINK, OTHERS, PCIE, Figure, Figures, Server
 
 GAIN = 3.83
 """Scheduled over layer by layer, of one compressor, at most, by the paper's abstract."""
-
-Figures = Sequence[Figure]
 
 
 def claims_of(
@@ -51,11 +49,8 @@ def claims_of(
 
 
 def _found(figures: Figures, network: str, num_gpus: int, model: str, compressor: str) -> Figure:
-    return next(
-        one
-        for one in figures
-        if one.is_of(network, num_gpus, model) and one.compressor == compressor
-    )
+    own = (one for one in figures if one.is_of(network, num_gpus, model))
+    return next(one for one in own if one.compressor == compressor)
 
 
 def _shown(one: Figure) -> str:

@@ -70,6 +70,9 @@ class Figure:
         return (self.network, self.num_gpus) == (network, num_gpus) and is_model
 
 
+Figures = Sequence[Figure]
+
+
 def read_figures() -> list[Figure]:
     """Return all that were digitised, each +-0.01."""
     rows = read_rows(Path(__file__).with_name("published.csv"))
@@ -126,7 +129,7 @@ class Server:
     workloads: Mapping[str, Workload]
 
     @classmethod
-    def of(cls, cfg: DictConfig, figures: Sequence[Figure]) -> Server:
+    def of(cls, cfg: DictConfig, figures: Figures) -> Server:
         """Fit it.
 
         Raises:
@@ -159,7 +162,7 @@ class Server:
             return Host(self.waits_s(one) / len(workload.tensors), 0.0)
         return Host.of(workload, one.pair)
 
-    def predicted(self, figures: Sequence[Figure]) -> Iterator[Figure]:
+    def predicted(self, figures: Figures) -> Iterator[Figure]:
         """Yield how the other models scale if compressors cost hosts what they do in ResNet-50."""
         for one in figures:
             if one.is_of(PCIE, GPUS, FITTED) and one.compressor != FP32:

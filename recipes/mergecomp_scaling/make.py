@@ -40,19 +40,14 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
         for kind, figures in kinds.items()
         for one in figures
     ]
-    return Report(
-        list(claims_of(cfg, server, published, predicted, simulated)),
-        [*rows, *_measured(siblings)],
-        _picture(published, predicted),
-    )
+    claims = list(claims_of(cfg, server, published, predicted, simulated))
+    return Report(claims, [*rows, *_measured(siblings)], _picture(published, predicted))
 
 
 # --- what is simulated, and what was measured -----------------------------------------------------
 
 
-def _simulated(
-    cfg: DictConfig, server: fit.Server, figures: Sequence[fit.Figure]
-) -> Iterator[fit.Figure]:
+def _simulated(cfg: DictConfig, server: fit.Server, figures: fit.Figures) -> Iterator[fit.Figure]:
     """Yield how models scale where a host costs nothing: on all GPUs, and on two over NVLink."""
     for one in figures:
         if one.is_of(fit.PCIE, fit.GPUS):
@@ -110,9 +105,8 @@ def _measured(siblings: Mapping[str, Sibling]) -> Iterator[Row]:
     for name, sibling in siblings.items():
         rows = {(row["point"].partition("=")[2], row["entry"]): row for row in sibling.rows()}
         for compressor in dict.fromkeys(compressor for compressor, _ in rows):
-            layerwise, merged, alone = (
-                rows[compressor, entry] for entry in ("layerwise", "heuristic", "compute alone")
-            )
+            entries = "layerwise", "heuristic", "compute alone"
+            layerwise, merged, alone = (rows[compressor, entry] for entry in entries)
             saved_s = float(layerwise["step_s"]) - float(merged["step_s"])
             num_merged = int(layerwise["num_buckets"]) - int(merged["num_buckets"])
             ratio, num_ranks = float(alone["ratio"]), int(alone["world_size"])
@@ -121,7 +115,7 @@ def _measured(siblings: Mapping[str, Sibling]) -> Iterator[Row]:
             yield _row("measured", figure, float(alone["step_s"]), (saved_s / num_merged, None))
 
 
-def _picture(published: Sequence[fit.Figure], predicted: Sequence[fit.Figure]) -> Any:
+def _picture(published: fit.Figures, predicted: fit.Figures) -> Any:
     names = [one.compressor for one in predicted if one.model == fit.OTHERS[0]]
     panels = {}
     for model in fit.OTHERS:

@@ -111,10 +111,8 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
         ValueError: If the config asks for what does not exist, or no rate gives a gain.
     """
     case = Case.of(cfg)
-    fits = {
-        over: case.rate_for(over, gain)
-        for over, gain in ((LEAST_OVER, LEAST), (MOST_OVER, MOST), ("gtopk", LEAST))
-    }
+    goals = {LEAST_OVER: LEAST, MOST_OVER: MOST, "gtopk": LEAST}
+    fits = {over: case.rate_for(over, gain) for over, gain in goals.items()}
     rates = sorted({*map(float, cfg.rates), case.rate, *fits.values()})
     simulated = list(_simulated(case, rates))
     counted = list(_counted())
