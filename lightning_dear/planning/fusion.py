@@ -7,7 +7,7 @@ from numbers import Real
 from typing import Protocol, TypeVar
 
 from lightning_dear.planning import plan as layout
-from lightning_dear.planning.plan import BucketPlan, Part, TensorSpec
+from lightning_dear.planning.plan import BucketPlan, Part, Specs, TensorSpec
 
 MIB = 1 << 20
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 class FusionPlanner(Protocol):
     """Turns tensors into buckets."""
 
-    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+    def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
         """Assigns every element of every tensor to exactly one bucket; pure."""
 
 
@@ -55,7 +55,7 @@ class ThresholdFusion:
         cap_mb = default_cap_mb(world_size) if self.bucket_cap_mb is None else self.bucket_cap_mb
         return min(self.first_bucket_cap_mb, cap_mb), cap_mb
 
-    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+    def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
         """See `FusionPlanner`. One rank has nothing to overlap: there the caps do not apply."""
         first_mb, cap_mb = self.caps_mb(world_size)
         name = f"threshold({cap_mb:g} MiB, first {first_mb:g} MiB)"
@@ -63,7 +63,7 @@ class ThresholdFusion:
         return _fuse(name, tensors, world_size, *caps)
 
     def plans_of_caps(
-        self, tensors: Sequence[TensorSpec], world_size: int, least_mb: float, most_mb: float
+        self, tensors: Specs, world_size: int, least_mb: float, most_mb: float
     ) -> dict[float, BucketPlan]:
         """Returns caps from `least_mb` to `most_mb`, evenly on a log scale, with their plans.
 
@@ -97,7 +97,7 @@ class NoFusion:
 
     name = "none"
 
-    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+    def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
         """See `FusionPlanner`."""
         return fuse_groups(self.name, tensors, world_size, [[tensor.index] for tensor in tensors])
 
@@ -107,13 +107,13 @@ class SingleFusion:
 
     name = "single"
 
-    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+    def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
         """See `FusionPlanner`."""
         return _fuse(self.name, tensors, world_size)
 
 
 def fuse_groups(
-    name: str, tensors: Sequence[TensorSpec], world_size: int, groups: Iterable[Iterable[int]]
+    name: str, tensors: Specs, world_size: int, groups: Iterable[Iterable[int]]
 ) -> BucketPlan:
     """Makes a bucket for each of `groups` (tensor indices of one family); cuts no tensor.
 
@@ -134,7 +134,7 @@ def fuse_groups(
 
 def _fuse(
     name: str,
-    tensors: Sequence[TensorSpec],
+    tensors: Specs,
     world_size: int,
     first_cap_bytes: float = float("inf"),
     cap_bytes: float = float("inf"),
@@ -168,7 +168,7 @@ def _fuse(
 
 
 def _plan_of(
-    name: str, tensors: Sequence[TensorSpec], world_size: int, parts: Iterable[Sequence[Part]]
+    name: str, tensors: Specs, world_size: int, parts: Iterable[Sequence[Part]]
 ) -> BucketPlan:
     """A plan with a bucket for each of `parts`, in the order in which forward reads them."""
     # Sorting keeps the order of the parts of one tensor.

@@ -4,14 +4,13 @@ Each rank has one link, used by one exchange at a time, the same in all ranks. S
 the beginning of backward, as a step does here: backward, optimizer step, next forward.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from typing_extensions import override
 
 from lightning_dear.planning import step as steps
 from lightning_dear.planning.measured import NO_CODEC, CodecCosts, LinkCost, ModelTimes
-from lightning_dear.planning.plan import BucketPlan, TensorSpec
+from lightning_dear.planning.plan import BucketPlan, Specs
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class StepModel:
         codecs: What encoding costs.
     """
 
-    tensors: Sequence[TensorSpec]
+    tensors: Specs
     world_size: int
     times: ModelTimes
     link: LinkCost
@@ -65,16 +64,14 @@ class _MeasuredStep(steps.PlannedStep):
 
     def __init__(self, plan: BucketPlan, model: StepModel) -> None:
         times = model.times
-        costs = model.codecs.of_all(plan)
-        super().__init__(plan, times, costs, times.step_s, times.late_step_s)
+        super().__init__(plan, times, model.codecs.of_all(plan), times.step_s, times.late_step_s)
         self._link = model.link
 
     @override
     def reduce(self, number: int) -> steps.Message:
         world_size = self.plan.world_size
         if number not in self.plan.all_reduced:
-            size = self.costs[number].reduce_bytes
-            seconds = self._link.reduce_scatter_s(size, world_size)
+            seconds = self._link.reduce_scatter_s(self.costs[number].reduce_bytes, world_size)
             return steps.Message(steps.REDUCE_SCATTER, number, seconds)
         bucket = self.plan.buckets[number]
         # 16-bit gradients are all-reduced in fp32.
@@ -83,14 +80,13 @@ class _MeasuredStep(steps.PlannedStep):
 
     @override
     def gather(self, number: int) -> steps.Message:
-        size = self.costs[number].gather_bytes
-        seconds = self._link.all_gather_s(size, self.plan.world_size)
+        seconds = self._link.all_gather_s(self.costs[number].gather_bytes, self.plan.world_size)
         return steps.Message(steps.ALL_GATHER, number, seconds)
 
 
 def predict(
     plan: BucketPlan,
-    tensors: Sequence[TensorSpec],
+    tensors: Specs,
     times: ModelTimes,
     link: LinkCost,
     codecs: CodecCosts = NO_CODEC,

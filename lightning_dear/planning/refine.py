@@ -15,7 +15,7 @@ from itertools import accumulate, groupby
 
 from lightning_dear.planning.fusion import MIB, fuse_groups, runs_of
 from lightning_dear.planning.measured import LinkCost, ModelTimes
-from lightning_dear.planning.plan import BucketPlan, TensorSpec
+from lightning_dear.planning.plan import BucketPlan, Specs
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.step import ALL_GATHER
 
@@ -31,9 +31,7 @@ _MAX_TRIALS = 24
 _DDP_CAPS_BYTES = 1 * MIB, 25 * MIB
 
 
-def choose_early(
-    plan: BucketPlan, tensors: Sequence[TensorSpec], times: ModelTimes, link: LinkCost
-) -> BucketPlan:
+def choose_early(plan: BucketPlan, tensors: Specs, times: ModelTimes, link: LinkCost) -> BucketPlan:
     """Returns `plan` with `early` set: gathers while backward leaves the link idle.
 
     Whenever the link would stand still before the next reduce-scatter, of the buckets reduced so
@@ -89,11 +87,7 @@ def fitting(plan: BucketPlan, model: StepModel) -> tuple[int, ...]:
 
 
 def choose_all_reduce(
-    plan: BucketPlan,
-    tensors: Sequence[TensorSpec],
-    times: ModelTimes,
-    link: LinkCost,
-    max_share: float,
+    plan: BucketPlan, tensors: Specs, times: ModelTimes, link: LinkCost, max_share: float
 ) -> BucketPlan:
     """Returns `plan` with `all_reduced` set to what `predict` says makes the step shortest.
 
@@ -153,9 +147,7 @@ def _with(plan: BucketPlan, chosen: tuple[int, ...]) -> BucketPlan:
     return replace(plan, all_reduced=chosen, early=early)
 
 
-def everything_all_reduced(
-    tensors: Sequence[TensorSpec], world_size: int, divisor: int = 1
-) -> BucketPlan:
+def everything_all_reduced(tensors: Specs, world_size: int, divisor: int = 1) -> BucketPlan:
     """Returns DDP's exchange: buckets of 25 MiB in gradient order, the first of 1 MiB.
 
     A bucket is closed by the tensor with which it reaches its cap; no tensor is cut. Both caps are

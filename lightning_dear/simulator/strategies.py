@@ -98,9 +98,7 @@ def planned(
 
     def build(workload: Workload, network: Network) -> Program:
         made = plan(workload.tensors, network.world_size)
-        if all_reduces:
-            made = whole(made)
-        return schedule.program(made, workload, network)
+        return schedule.program(whole(made) if all_reduces else made, workload, network)
 
     return build
 
@@ -126,8 +124,7 @@ def searched(planner: planning.SearchingPlanner) -> Builder:
         given = () if codecs.are_none else (codecs,)
         search = planner.search(workload.tensors, world_size, times, link, *given)
         while (plan := search.next()) is not None:
-            program = OURS.program(plan, workload, network)
-            search.tell(plan, simulate(program).step_s)
+            search.tell(plan, simulate(OURS.program(plan, workload, network)).step_s)
         return OURS.program(search.best, workload, network)
 
     return build

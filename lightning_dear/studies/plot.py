@@ -32,8 +32,7 @@ def picture(path: Path, num_bars: Sequence[int]) -> Iterator[Sequence[Any]]:
     with rc_context(_STYLE):
         heights = [1.0 + 0.3 * number for number in num_bars]
         figure = Figure(figsize=(9, sum(heights) + 0.5), layout="constrained")
-        grid = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)
-        axes = list(grid[:, 0])
+        axes = list(figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0])
         yield axes
         for axis in axes:
             axis.invert_yaxis()

@@ -59,6 +59,5 @@ def find_best(names: Sequence[str], num_rounds: int, measure: Callable[[Turn], f
     """
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in turns(dict.fromkeys(names, num_rounds)):
-        tuning = turn._replace(round=TUNING_ROUND - turn.round)
-        seconds[turn.entry].append(measure(tuning))
+        seconds[turn.entry].append(measure(turn._replace(round=TUNING_ROUND - turn.round)))
     return min(names, key=lambda name: median(seconds[name]))

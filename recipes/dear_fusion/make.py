@@ -120,8 +120,7 @@ def _measured_claims(siblings: Mapping[str, Sibling]) -> Iterator[Claim]:
         own = [row for row in rows if row["entry"] == f"dear_{name}"]
         losses = [100 * (float(row["step_s"]) / dear_s[row["model"]] - 1) for row in own]
         if losses:
-            here = f"{min(losses):+.1f} to {max(losses):+.1f} %"
-            yield Claim(*CLAIMS[name], here, "measured")
+            yield Claim(*CLAIMS[name], f"{min(losses):+.1f} to {max(losses):+.1f} %", "measured")
 
 
 def _picture(summary: Sequence[Row]) -> Any:

@@ -66,8 +66,8 @@ class Figure:
 
     def is_of(self, network: str, num_gpus: int, model: str | None = None) -> bool:
         """Whether it is of a network and so many GPUs; and of a model, if one is given."""
-        is_model = model in (None, self.model)
-        return (self.network, self.num_gpus) == (network, num_gpus) and is_model
+        own = self.network, self.num_gpus
+        return own == (network, num_gpus) and model in (None, self.model)
 
 
 Figures = Sequence[Figure]

@@ -160,8 +160,7 @@ def replay_overrides(cfg: DictConfig, world_size: int) -> tuple[str, ...]:
             f"ratio={cfg.ratio:g} must be greater than 0, and needs at least two ranks, on links of"
             " known rate; set model.compute_s instead, or choose another cluster."
         )
-    compute_s = 2 * one_way / cfg.ratio / batches_per_step(cfg)
-    return (as_override("model.compute_s", compute_s),)
+    return (as_override("model.compute_s", 2 * one_way / cfg.ratio / batches_per_step(cfg)),)
 
 
 def one_way_s(cfg: DictConfig, model_bytes: int, world_size: int) -> float | None:

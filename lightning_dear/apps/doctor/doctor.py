@@ -86,8 +86,7 @@ def examine(strategy: Any, cfg: DictConfig) -> Findings:
     """Examine from one started rank. Collective, blocks; see :func:`examine_job`."""
     if not isinstance(strategy, ParallelStrategy) or strategy.world_size == 1:
         compute = measure_compute(cfg, strategy.root_device)
-        facts = [facts_of()]
-        table = [*version_rows(facts), *compute_rows(compute)]
+        table = [*version_rows([facts_of()]), *compute_rows(compute)]
         return Findings([], table, verdict(1, compute, None, _accumulated(cfg)))
     strategy._timeout = timedelta(seconds=cfg.doctor_timeout_s)  # type: ignore[attr-defined]
     strategy.set_world_ranks()  # type: ignore[attr-defined]

@@ -96,8 +96,7 @@ class Report:
 
     def _is_guessed(self, row: ranking.Ranked) -> bool:
         """Whether nothing is known of what encoding takes on this cluster."""
-        is_counted = row.compressor not in ("none", self.workload.compressor)
-        return self.has_no_gpu and is_counted
+        return self.has_no_gpu and row.compressor not in ("none", self.workload.compressor)
 
     def describe(self, source: str) -> str:
         """Return in a few lines what is predicted for what."""

@@ -7,7 +7,6 @@ files beside it as `from . import NAME`.
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -45,9 +44,6 @@ class Sibling:
         return read_rows(self.folder / f"{name}.csv")
 
 
-Make = Callable[[DictConfig, Mapping[str, Sibling]], Report]
-
-
 def load(name: str) -> ModuleType:
     """Import the `make.py` of a recipe, in a checkout and in a wheel.
 
@@ -77,8 +73,8 @@ def run_job(cfg: DictConfig, program: Program) -> None:
     recorded = recipes_dir() / name
     if cfg.measure:
         measure(cfg, folder)
-    make: Make = load(name).make
-    report = make(cfg, siblings_of(cfg, folder if cfg.measure else recorded))
+    siblings = siblings_of(cfg, folder if cfg.measure else recorded)
+    report: Report = load(name).make(cfg, siblings)
     report.write(name, folder)
     print(report.as_text())
     if all(word.startswith("measure=") for word in HydraConfig.get().overrides.task):

@@ -187,11 +187,10 @@ def owned_parameters(model: nn.Module, order: list[str]) -> Owned:
     for path, parameter in trained:
         if parameter not in owners:
             raise ValueError(f"{path} belongs to no module that was called: freeze or remove it.")
-    owned: Owned = {}
-    for name in order:
-        if own := [parameter for parameter, owner in owners.items() if owner == name]:
-            owned[name] = own
-    return owned
+    owned: Owned = {name: [] for name in order}
+    for parameter, owner in owners.items():
+        owned[owner].append(parameter)
+    return {name: own for name, own in owned.items() if own}
 
 
 def _around(path: str, position: dict[str, int]) -> str | None:
