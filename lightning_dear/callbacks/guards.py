@@ -12,19 +12,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear.callbacks.compression_schedule import CompressionSchedule
-from lightning_dear.callbacks.fusion_tuner import FusionTuner
-from lightning_dear.callbacks.monitor import DearMonitor
-from lightning_dear.callbacks.timeline import TimelineCallback
+from lightning_dear.callbacks import compression_schedule, fusion_tuner, monitor, timeline
 
 _AFTER_BACKWARD = ("on_after_backward",)
 _BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
 
 _NON_READERS: set[type[Callback]] = {
-    CompressionSchedule,
-    DearMonitor,
-    FusionTuner,
-    TimelineCallback,
+    compression_schedule.CompressionSchedule,
+    monitor.DearMonitor,
+    fusion_tuner.FusionTuner,
+    timeline.TimelineCallback,
     lightning_callbacks.DeviceStatsMonitor,
     lightning_callbacks.LearningRateMonitor,
     lightning_callbacks.ModelCheckpoint,

@@ -15,14 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_dear.compression import (
-    Bf16,
-    Codec,
-    Compressor,
-    Fp16,
-    SparseAllReduce,
-    resolve_compressor,
-)
+from lightning_dear import compression
+from lightning_dear.compression import Codec, Compressor, SparseAllReduce
 from lightning_dear.planning import CodecCost, CodecCosts, Linear
 from lightning_dear.planning.measured import NO_CODEC
 
@@ -112,7 +106,7 @@ def whole_costs(compressor: str | Compressor, device: Device, world_size: int) -
     if isinstance(made, SparseAllReduce):
         return CodecCosts(_at_once(_sparse(made, device, world_size), world_size), may_plan=False)
     encode, decode, wire = _parts_of(made, device)
-    if isinstance(made, Bf16 | Fp16):
+    if isinstance(made, compression.Bf16 | compression.Fp16):
         numbers = Linear(0.0, 2.0)
         return CodecCosts(CodecCost(encode, decode, reduce_bytes=numbers, way="all_reduce"))
     ours = halves_costs(made, device, world_size).compressed
@@ -134,7 +128,7 @@ def total(*parts: Linear) -> Linear:
 
 
 def _resolved(compressor: str | Compressor) -> Codec | SparseAllReduce | None:
-    made = resolve_compressor(compressor)
+    made = compression.resolve_compressor(compressor)
     if made is not None and made.halves != "both":
         raise ValueError(
             f"Costs are those of both halves, and {made.name} has halves={made.halves!r}; leave"

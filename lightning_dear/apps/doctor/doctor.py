@@ -21,13 +21,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.apps.doctor.measuring import Compute, Pair, measure_compute, measure_links
-from lightning_dear.apps.doctor.reachability import (
-    Door,
-    MeetingPoint,
-    named,
-    open_door,
-    unreachable_from,
-)
+from lightning_dear.apps.doctor.reachability import Door, MeetingPoint, knock_from, named, open_door
 from lightning_dear.apps.train import report
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.world import World
@@ -201,7 +195,7 @@ def _unreachable(meeting: MeetingPoint) -> list[str]:
         doors = [Door(*one) for one in meeting.exchange("doors", own)]
         # A rank knocks at one door after the other, and each may take its full time.
         patience_s = meeting.timeout_s * meeting.world_size
-        failed = meeting.exchange("knocking", unreachable_from(meeting.rank, doors), patience_s)
+        failed = meeting.exchange("knocking", knock_from(meeting.rank, doors), patience_s)
     return [sentence for one in failed for sentence in one]
 
 

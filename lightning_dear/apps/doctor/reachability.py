@@ -131,7 +131,7 @@ def open_door(num_ranks: int) -> socket.socket:
     return socket.create_server((announced_address(), 0), backlog=num_ranks)
 
 
-def unreachable_from(rank: int, doors: Sequence[Door]) -> list[str]:
+def knock_from(rank: int, doors: Sequence[Door]) -> list[str]:
     """Knock at every other rank's door; return one sentence for each that does not open.
 
     Args:
