@@ -149,13 +149,9 @@ def _claims(summary: Rows, reference: str, rate_mbit: float, models: list[str]) 
     for entry in dict.fromkeys(row["entry"] for row in summary if row["entry"] != reference):
         of_entry = {row["model"]: row for row in summary if row["entry"] == entry}
         parts = [f"{model} {_arrival(row)}" for model, row in of_entry.items()]
-        yield Claim(
-            f"{entry}: sooner at {reference}'s last loss",
-            "ours",
-            ", ".join(parts),
-            "measured",
-            f"sending takes longer than computing, as on links of {rate_mbit:g} Mb/s",
-        )
+        what = f"{entry}: sooner at {reference}'s last loss"
+        must = f"sending takes longer than computing, as on links of {rate_mbit:g} Mb/s"
+        yield Claim(what, "ours", ", ".join(parts), "measured", must)
     for model in models:
         if model not in {row["model"] for row in summary}:
             yield Claim(f"{model}: sooner", "ours", "NOT RUN, measure=true does it", "measured")

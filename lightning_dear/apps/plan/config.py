@@ -253,11 +253,8 @@ def world_sizes_of(cfg: DictConfig) -> list[int]:
     own, only = inside * int(cfg.cluster.num_nodes), cfg.cluster.get("only_world_size")
     most = measured.world_size if measured is not None and measured.num_nodes == 1 else math.inf
     asked = set(cfg.world_sizes or (1, *(own * 2**power // 8 for power in range(7))))
-    known = {
-        size
-        for size in asked
-        if (size <= inside or size % inside == 0) and 1 <= size <= most and only in (None, size)
-    }
+    filling = [size for size in asked if size <= inside or size % inside == 0]
+    known = {size for size in filling if 1 <= size <= most and only in (None, size)}
     if cfg.world_sizes and asked != known:
         raise ValueError(
             f"Leave {sorted(asked - known)} out of world_sizes: that many ranks do not fill nodes"

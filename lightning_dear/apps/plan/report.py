@@ -88,11 +88,8 @@ class Report:
     @cached_property
     def _choices(self) -> list[ranking.Ranked]:
         """What may be advised."""
-        return [
-            row
-            for row in self.rows
-            if row.overrides is not None and quality_of(row) != LOSSY and not self._is_guessed(row)
-        ]
+        can_run = [row for row in self.rows if row.overrides is not None]
+        return [row for row in can_run if quality_of(row) != LOSSY and not self._is_guessed(row)]
 
     def _is_guessed(self, row: ranking.Ranked) -> bool:
         """Whether nothing is known of what encoding takes on this cluster."""
@@ -171,11 +168,8 @@ class Report:
 
     def _sureness(self) -> str:
         best_s = self.best.step.step_s
-        near = [
-            row.name
-            for row in self._choices
-            if row is not self.best and abs(row.step.step_s / best_s - 1) <= KNOWN_ERROR
-        ]
+        others = [row for row in self._choices if row is not self.best]
+        near = [row.name for row in others if abs(row.step.step_s / best_s - 1) <= KNOWN_ERROR]
         name = self.best.name
         found = f"every other row differs from {name} by more than that"
         if near:

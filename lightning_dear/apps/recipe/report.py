@@ -13,6 +13,8 @@ from rich.table import Table
 
 Kind = Literal["simulated", "measured"]
 
+Answer = Literal["yes", "no", "not known"]
+
 Rows = Sequence[Mapping[str, Any]]
 
 WIDTH = 100
@@ -50,7 +52,7 @@ class Claim:
     kind: Kind
     must_be_true: str = ""
     checked: str = "none"
-    plausible: Literal["yes", "no", "not known"] = "not known"
+    plausible: Answer = "not known"
 
 
 def check(what: str, fitted: float, other: float) -> dict[str, Any]:
@@ -65,7 +67,7 @@ def check(what: str, fitted: float, other: float) -> dict[str, Any]:
     return {"checked": words, "plausible": is_plausible(fitted, other)}
 
 
-def is_plausible(fitted: float, other: float) -> Literal["yes", "no"]:
+def is_plausible(fitted: float, other: float) -> Answer:
     """Return whether a fitted value is near enough to one from another source; both positive."""
     return "yes" if max(fitted / other, other / fitted) <= PLAUSIBLE else "no"
 
