@@ -90,11 +90,8 @@ def run_groups(groups: Sequence[tuple[config.Setting, Sequence[config.Setting]]]
     folder = Path(hydra.runtime.output_dir)
     try:
         for number, (cluster, points) in enumerate(groups):
-            part = {
-                "points": list(points),
-                "sweep": None,
-                "hydra.run.dir": f"{folder / str(number)}",
-            }
+            own_folder = str(folder / str(number))
+            part = {"points": list(points), "sweep": None, "hydra.run.dir": own_folder}
             own = config.overrides_of({**cluster, **part})
             labels = "; ".join(config.label_of(point) or "as configured" for point in points)
             print(f"Part {number + 1} of {len(groups)}: {labels}", flush=True)

@@ -112,7 +112,9 @@ class Study:
         self, entry: config.Entry, options: config.Options, base_lr: float, buckets: str, seed: int
     ) -> Line:
         """Return a training: as the folder has it, or once it has ended. Collective, blocks."""
-        lr, phase = base_lr * options.lr_factor, "final" if seed in self._cfg.seeds else "tuning"
+        lr = base_lr * options.lr_factor
+        # Options are chosen on other seeds.
+        phase = "final" if seed in self._cfg.seeds else "tuning"
         cfg = config.config_of(entry, self._buckets[buckets], options, lr)
         key = config.key_of(cfg, seed, self._metric.name, self._cfg.loss_steps)
         labels = {
