@@ -18,7 +18,7 @@ from tests.apps.test_recipe import read_claims
 
 RECIPE = load("mergecomp_scaling")
 FOLDER = recipes_dir() / "mergecomp_scaling"
-PUBLISHED = RECIPE.read_figures()
+PUBLISHED = RECIPE.fit.read_figures()
 
 
 def config(*overrides: str) -> DictConfig:
@@ -27,12 +27,12 @@ def config(*overrides: str) -> DictConfig:
 
 
 def predicted(figures: Sequence[Any], *overrides: str) -> list[Any]:
-    return list(RECIPE.Server.of(config(*overrides), figures).predicted(figures))
+    return list(RECIPE.fit.Server.of(config(*overrides), figures).predicted(figures))
 
 
 @pytest.fixture(scope="module")
 def server() -> Any:
-    return RECIPE.Server.of(config(), PUBLISHED)
+    return RECIPE.fit.Server.of(config(), PUBLISHED)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_published_figures_are_those_of_the_claims(report: Report) -> None:
 
 def test_fp32_of_every_model_scales_as_published(server: Any) -> None:
     for model, workload in server.workloads.items():
-        here = RECIPE.scaling(RECIPE.LAYERWISE, workload, server.network)
+        here = RECIPE.fit.scaling(RECIPE.fit.LAYERWISE, workload, server.network)
         assert here == pytest.approx(figure(model, "fp32").pair[0], rel=1e-8)
 
 
@@ -131,11 +131,11 @@ def test_two_groups_are_no_slower_than_any_other_two(server: Any) -> None:
     workload, network = server.workloads["resnet50"], server.network
     encoded = RECIPE._compressed(config(), workload, "signsgd", network)
     best = RECIPE._merged(encoded, network)
-    assert best > RECIPE.scaling(RECIPE.LAYERWISE, encoded, network)
+    assert best > RECIPE.fit.scaling(RECIPE.fit.LAYERWISE, encoded, network)
     single = RECIPE.Strategy(
         "single", RECIPE.planned(SingleFusion().plan, all_reduces=True), compresses="whole"
     )
-    assert best > RECIPE.scaling(single, encoded, network)
+    assert best > RECIPE.fit.scaling(single, encoded, network)
 
 
 @pytest.mark.parametrize(
@@ -147,4 +147,4 @@ def test_two_groups_are_no_slower_than_any_other_two(server: Any) -> None:
 )
 def test_what_makes_no_sense_is_refused(override: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        RECIPE.Server.of(config(override), PUBLISHED)
+        RECIPE.fit.Server.of(config(override), PUBLISHED)
