@@ -112,7 +112,7 @@ TWO_HOPS = [
     Mutation(
         "holding what the first hop was given until the second is over",
         "NativeTwoHopCollectives._two_hops",
-        "[(*one, first) for one in launch_second()]",
+        "[(*wait, first) for wait in launch_second()]",
         "launch_second()",
         ("tests/collectives/test_native.py",),
     ),
