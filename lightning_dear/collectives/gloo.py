@@ -207,10 +207,7 @@ class PairwiseCollectives(Collectives):
         # A posted receive writes into the memory of its `expect` call, whatever this launch asks
         # for.
         if receives is not None and data_ptr != buffer.data_ptr():
-            raise RuntimeError(
-                f"{lane} of bucket {tag} is expected in another buffer. Launch it with the buffer"
-                " of the expect call, into which the posted receives write."
-            )
+            raise RuntimeError(f"{lane} of bucket {tag} expects another buffer. Launch with that.")
         return self._receive(lane, rows, tag) if receives is None else receives
 
     def _sends(self, lane: str, outgoing: RankRows, tag: int) -> Waits:

@@ -73,11 +73,11 @@ class CompressedBucket(ABC):
         # takes all of them. In an all-reduced bucket each rank takes 1/world_size.
         self._num_owners = world_size if bucket.role.is_all_reduced else 1
         # Offset from the bucket's index of this rank's shard to its index in `worker`.
-        begins = accumulate((one.stop - one.start for one in self.encoded), initial=0)
+        begins = accumulate((part.stop - part.start for part in self.encoded), initial=0)
         self._own_shift = next(
-            begin - one.start
-            for begin, one in zip(begins, self.encoded, strict=False)
-            if one.start <= self.own.start < one.stop
+            begin - part.start
+            for begin, part in zip(begins, self.encoded, strict=False)
+            if part.start <= self.own.start < part.stop
         )
         self._unused: tuple[slice, ...] = ()
         self._own_unused: tuple[slice, ...] = ()
@@ -99,7 +99,7 @@ class CompressedBucket(ABC):
 
     def part_of(self, flat: Tensor) -> Tensor:
         """Returns what `worker` holds of the flat bucket `flat`; a copy, unless that is all."""
-        return flat if len(self.encoded) == 1 else torch.cat([flat[one] for one in self.encoded])
+        return flat if len(self.encoded) == 1 else torch.cat([flat[part] for part in self.encoded])
 
     def whole_of(self, kept: Tensor) -> Tensor:
         """Returns `kept`, laid out as `worker`, as a flat bucket, with 0 in all other places."""

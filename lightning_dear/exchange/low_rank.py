@@ -122,9 +122,8 @@ class LowRankBucket(CompressedBucket):
     @override
     def _make_room(self) -> None:
         pieces = self.spec.slices
-        own = [
-            None if self.compressor.is_identity else self.factors.get(one.tensor) for one in pieces
-        ]
+        factors = {} if self.compressor.is_identity else self.factors
+        own = [factors.get(piece.tensor) for piece in pieces]
         firsts = [
             piece.numel if factor is None else piece.numel // len(factor) * factor.shape[1]
             for piece, factor in zip(pieces, own, strict=True)
@@ -237,7 +236,7 @@ class LowRankExchange(CompressedExchange):
         self.coded: Sequence[LowRankBucket] = [
             LowRankBucket(bucket, compressor, traffic) for bucket in traffic.flat.buckets
         ]
-        if self.collectives.world.rank == 0 and not any(one.factors for one in self.coded):
+        if self.collectives.world.rank == 0 and not any(low.factors for low in self.coded):
             warnings.warn(
                 "compressor='powersgd' compresses nothing. Choose a smaller rank, or leave it out."
                 f" With rank={compressor.rank} the factors of each weight have more than 1/"
@@ -303,4 +302,4 @@ class LowRankExchange(CompressedExchange):
     def compression_ratio(self) -> float:
         dense = sum(low.bucket.mean.nbytes for low in self.coded)
         messages = [low.messages for low in self.coded]
-        return dense / sum(one.first.nbytes + one.second.nbytes for one in messages)
+        return dense / sum(message.first.nbytes + message.second.nbytes for message in messages)

@@ -117,7 +117,7 @@ class ExchangeOptions(Setting):
         Votes of a host's sum would not be votes of its ranks.
         """
         codecs = [self.compressor, *(compressor for _, compressor in self.groups)]
-        return all(isinstance(one, Codec) and not one.votes for one in codecs)
+        return all(isinstance(codec, Codec) and not codec.votes for codec in codecs)
 
     def role_of(self, plan: BucketPlan, number: int, dtype: torch.dtype) -> Role:
         """Returns the role of bucket `number` of the plan, whose parameters have `dtype`."""
@@ -141,7 +141,7 @@ def default_gather(compressor: Compressor | None, groups: Groups = ()) -> str:
     That is "parameters", unless a codec cannot send differences of parameters.
     """
     codecs = [] if compressor is None else [compressor, *(other for _, other in groups)]
-    send_differences = all(one.halves == "reduce" or one.lag == "small" for one in codecs)
+    send_differences = all(codec.halves == "reduce" or codec.lag == "small" for codec in codecs)
     return "parameters" if send_differences else "gradients"
 
 

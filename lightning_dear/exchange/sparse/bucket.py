@@ -204,8 +204,8 @@ class SparseBucket(CompressedBucket):
         """
         own, head = messages[self._rank], 1 + num_notes
         room[self._rank, : len(own)] = own
-        others = (one for rank, one in messages.items() if rank != self._rank)
-        self.tally.words_sent += sum(len(one) - head for one in others)
+        others = (message for rank, message in messages.items() if rank != self._rank)
+        self.tally.words_sent += sum(len(message) - head for message in others)
         sources = range(self._world_size)
         return self._collectives.launch_messages(lane, messages, sources, room, tag, head)
 
@@ -285,10 +285,10 @@ class SparseBucket(CompressedBucket):
         The caller empties the list when it knows which entries have had an effect. `discard`
         empties it, too, so that nothing of a dropped step is added back to the residual.
         """
-        for one in self._sent:
+        for entries in self._sent:
             for part in self._unused:
-                is_unused = (one.places >= part.start) & (one.places < part.stop)
-                one.numbers.masked_fill_(is_unused, 0.0)
+                is_unused = (entries.places >= part.start) & (entries.places < part.stop)
+                entries.numbers.masked_fill_(is_unused, 0.0)
         return self._sent
 
     @override

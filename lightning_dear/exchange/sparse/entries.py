@@ -32,7 +32,7 @@ class Entries:
     def packed(self, *notes: Tensor) -> Tensor:
         """Returns [1 + words + 2 n] int32: n, the [words] int32 notes, places, and values' bits."""
         # By numpy: for many short messages the overhead of torch's calls would be most of the time.
-        parts = [np.array([len(self.places)], dtype=np.int32), *(one.numpy() for one in notes)]
+        parts = [np.array([len(self.places)], dtype=np.int32), *(note.numpy() for note in notes)]
         parts += [self.places.numpy().astype(np.int32), self.numbers.numpy().view(np.int32)]
         return torch.from_numpy(np.concatenate(parts))
 
@@ -73,7 +73,7 @@ class Entries:
 
 def joined(parts: Sequence[Entries]) -> Entries:
     """Returns the entries of all `parts`, one part after another."""
-    places, numbers = ([one.places for one in parts], [one.numbers for one in parts])
+    places, numbers = ([part.places for part in parts], [part.numbers for part in parts])
     return Entries(torch.cat(places), torch.cat(numbers))
 
 
@@ -84,14 +84,14 @@ def unpacked(row: Tensor, num_notes: int = 0) -> Entries:
     return Entries(row[begin:middle], row[middle:end].view(torch.float32))
 
 
-def added(one: Entries, other: Entries) -> Entries:
+def added(own: Entries, other: Entries) -> Entries:
     """Returns the sum of both, in each place in which either has an entry; places ascending."""
-    both = torch.cat([one.places.long(), other.places.long()])
+    both = torch.cat([own.places.long(), other.places.long()])
     places, at = torch.unique(both, return_inverse=True)
-    # No place comes twice from one rank, and the values of `one` come first, so that the order of
+    # No place comes twice from one rank, and the values of `own` come first, so that the order of
     # the sum is fixed.
-    sums = one.numbers.new_zeros(len(places)).index_add_(
-        0, at, torch.cat([one.numbers, other.numbers])
+    sums = own.numbers.new_zeros(len(places)).index_add_(
+        0, at, torch.cat([own.numbers, other.numbers])
     )
     return Entries(places, sums)
 

@@ -54,8 +54,8 @@ def check_buckets(compressor: SparseAllReduce, traffic: Traffic) -> None:
         ValueError: If a bucket has more elements than an int32 can number.
     """
     collectives, uncompressed = traffic.collectives, traffic.uncompressed
-    meant = [one for one in traffic.flat.buckets if one.number not in uncompressed]
-    longest = max((one.spec.padded_numel for one in meant), default=0)
+    meant = [bucket for bucket in traffic.flat.buckets if bucket.number not in uncompressed]
+    longest = max((bucket.spec.padded_numel for bucket in meant), default=0)
     if longest > torch.iinfo(torch.int32).max:
         raise ValueError(
             f"compressor={compressor.name!r} numbers elements with 32 bits, and a bucket has"
@@ -63,7 +63,7 @@ def check_buckets(compressor: SparseAllReduce, traffic: Traffic) -> None:
         )
     # A single rank sends nothing, whatever the compressor is.
     num_ranks = collectives.world.size
-    is_sparse = any(compressor.saves(one.spec.numel, num_ranks) for one in meant)
+    is_sparse = any(compressor.saves(bucket.spec.numel, num_ranks) for bucket in meant)
     if meant and num_ranks > 1 and not is_sparse and collectives.world.rank == 0:
         warnings.warn(
             f"compressor={compressor.name!r} compresses nothing. Raise density or bucket_cap_mb, or"
@@ -92,47 +92,47 @@ class WholeSparseExchange(CompressedExchange):
 
     @override
     def reduce_calls(self, bucket: Bucket) -> Sequence[str]:
-        one = self.coded[bucket.number]
-        if one.is_sparse:
-            return ["all_to_all" if one.sparse.is_static else "messages"]
-        return ["reduce_scatter" if one.sparse.is_scattered else "all_reduce"]
+        coded = self.coded[bucket.number]
+        if coded.is_sparse:
+            return ["all_to_all" if coded.sparse.is_static else "messages"]
+        return ["reduce_scatter" if coded.sparse.is_scattered else "all_reduce"]
 
     @override
     def expect_reduce(self, bucket: Bucket) -> None:
-        one, tag = self.coded[bucket.number], self.tag_of(bucket)
-        if one.is_sparse:
-            one.expect("reduce_scatter", tag)
-        elif one.sparse.is_scattered:
-            self.collectives.expect_reduce_scatter(one.received, tag)
+        coded, tag = self.coded[bucket.number], self.tag_of(bucket)
+        if coded.is_sparse:
+            coded.expect("reduce_scatter", tag)
+        elif coded.sparse.is_scattered:
+            self.collectives.expect_reduce_scatter(coded.received, tag)
         else:
             super().expect_reduce(bucket)
 
     @override
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
         """Selects large entries of the bucket's gradients, or all elements in a dense step."""
-        one, tag = self.coded[bucket.number], self.tag_of(bucket)
-        if not one.is_sparse:
-            self._look_for_inf(one.flushed(scale))
+        coded, tag = self.coded[bucket.number], self.tag_of(bucket)
+        if not coded.is_sparse:
+            self._look_for_inf(coded.flushed(scale))
             dense = partial(Exchange.launch_reduce, self, bucket)
-            return Sending(partial(one.launch_all, tag) if one.sparse.is_scattered else dense)
-        waiting = one.accumulated(scale)
-        selected = one.select(waiting)
+            return Sending(partial(coded.launch_all, tag) if coded.sparse.is_scattered else dense)
+        waiting = coded.accumulated(scale)
+        selected = coded.select(waiting)
         # A value of nan or inf is among the selected entries, since it is the largest.
         if len(selected.numbers):
             self._look_for_inf(selected.numbers)
-        launch = one.pack(waiting, selected, scale)
-        return Sending(partial(launch, tag), one.sum_up)
+        launch = coded.pack(waiting, selected, scale)
+        return Sending(partial(launch, tag), coded.sum_up)
 
     @property
     @override
     def compression_ratio(self) -> float:
         """4-byte words of dense all-reduces, divided by those that are usually sent."""
         num_ranks, dense, sent = self.collectives.world.size, 0.0, 0.0
-        for one in self.coded:
+        for coded in self.coded:
             # A dense all-reduce consists of a reduce-scatter and an all-gather.
-            own = 2 * one.numel * (num_ranks - 1) / num_ranks
+            own = 2 * coded.numel * (num_ranks - 1) / num_ranks
             dense += own
-            sent += one.sparse.usual_words(one.numel, num_ranks) if one.is_sparse else own
+            sent += coded.sparse.usual_words(coded.numel, num_ranks) if coded.is_sparse else own
         return dense / sent if num_ranks > 1 else 1.0
 
 
@@ -250,8 +250,9 @@ class SparseExchange(WholeSparseExchange):
 
     @override
     def calls_behind_sums(self) -> Sequence[str]:
-        static = [one for one in self.coded if isinstance(one, StaticBucket) and one.is_sparse]
-        return ["all_reduce"] if any(one.are_regions_due for one in static) else []
+        static = [coded for coded in self.coded if isinstance(coded, StaticBucket)]
+        is_due = any(coded.is_sparse and coded.are_regions_due for coded in static)
+        return ["all_reduce"] if is_due else []
 
     def _choose(self) -> Sending:
         """Lets owners choose the sums that they keep in the mean, in all sparse buckets.
@@ -260,18 +261,18 @@ class SparseExchange(WholeSparseExchange):
             The message by which ranks agree on sums of exact steps, or on new regions, if any.
         """
         # Only `RegionBucket` reads values on the host, and so needs the loss scale as a float.
-        looks = any(isinstance(one, RegionBucket) and one.is_sparse for one in self.coded)
+        looks = any(isinstance(coded, RegionBucket) and coded.is_sparse for coded in self.coded)
         scale = self._loss_scale() if looks else None
         factor = 1.0 if scale is None else float(scale)
         static, asked = list[StaticBucket](), list[tuple[RegionBucket, Entries]]()
-        for one in self.coded:
-            if not one.is_sparse:
+        for coded in self.coded:
+            if not coded.is_sparse:
                 continue
-            if isinstance(one, StaticBucket):
-                one.keep_largest()
-                static.append(one)
-            elif (own := one.choose(factor)) is not None:
-                asked.append((one, own))
+            if isinstance(coded, StaticBucket):
+                coded.keep_largest()
+                static.append(coded)
+            elif (own := coded.choose(factor)) is not None:
+                asked.append((coded, own))
         if asked:
             return Sending(partial(self._agree, asked), partial(_keep, asked, factor))
         place = self.collectives, self.first_tag
@@ -287,66 +288,66 @@ class SparseExchange(WholeSparseExchange):
             asked: Buckets, and the sums that this rank as an owner may keep. If only some may be
                 kept, the list is changed to these.
         """
-        buckets, sums = [one for one, _ in asked], [own for _, own in asked]
+        buckets, sums = [coded for coded, _ in asked], [own for _, own in asked]
         place = self.collectives, self.first_tag
-        if all(one.sparse.is_regional for one in buckets):
-            kept = largest_of_all(sums, [one.selection.k for one in buckets], *place)
+        if all(coded.sparse.is_regional for coded in buckets):
+            kept = largest_of_all(sums, [coded.selection.k for coded in buckets], *place)
             asked[:] = zip(buckets, kept, strict=True)
         else:
-            numels = [one.numel for one in buckets]
-            for one, is_filled in zip(buckets, are_filled(sums, numels, *place), strict=True):
-                one.is_filled = is_filled
+            numels = [coded.numel for coded in buckets]
+            for coded, is_filled in zip(buckets, are_filled(sums, numels, *place), strict=True):
+                coded.is_filled = is_filled
         return Work.done()
 
     # --- the gather half --------------------------------------------------------------------------
 
     @override
     def expect_gather(self, bucket: Bucket) -> None:
-        one, tag = self.coded[bucket.number], self.tag_of(bucket)
-        if one.is_sparse and not one.is_filled:
-            one.expect("all_gather", tag)
+        coded, tag = self.coded[bucket.number], self.tag_of(bucket)
+        if coded.is_sparse and not coded.is_filled:
+            coded.expect("all_gather", tag)
         else:
             self.collectives.expect_all_gather(bucket.gradients, tag)
 
     @override
     def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
         """Packs the sums that this rank has kept. The returned function sends them to all ranks."""
-        one = self.coded[bucket.number]
-        if one.is_sparse and not one.is_filled:
-            return self._encode_now(bucket, partial(self._pack, one))
-        if one.is_sparse:
+        coded = self.coded[bucket.number]
+        if coded.is_sparse and not coded.is_filled:
+            return self._encode_now(bucket, partial(self._pack, coded))
+        if coded.is_sparse:
             # All elements are gathered from equal regions, so that all that was sent arrives.
-            one.take_sent().clear()
-            one.count_words(one.spec.padded_numel // self.collectives.world.size)
-        return partial(self._send_as_it_is, one)
+            coded.take_sent().clear()
+            coded.count_words(coded.spec.padded_numel // self.collectives.world.size)
+        return partial(self._send_as_it_is, coded)
 
-    def _pack(self, one: OwnedBucket) -> Sending:
-        message, gathered, tag = one.message(), one.gathered, self.tag_of(one.bucket)
-        arrive = partial(one.arrive, gathered, one.take_sent(), self._is_nan)
-        return Sending(partial(one.spread, message, gathered, tag), arrive)
+    def _pack(self, coded: OwnedBucket) -> Sending:
+        message, gathered, tag = coded.message(), coded.gathered, self.tag_of(coded.bucket)
+        arrive = partial(coded.arrive, gathered, coded.take_sent(), self._is_nan)
+        return Sending(partial(coded.spread, message, gathered, tag), arrive)
 
-    def _send_as_it_is(self, one: OwnedBucket) -> Work:
-        tag = self.tag_of(one.bucket)
-        work = self.collectives.launch_all_gather(one.bucket.gradients, tag)
+    def _send_as_it_is(self, coded: OwnedBucket) -> Work:
+        tag = self.tag_of(coded.bucket)
+        work = self.collectives.launch_all_gather(coded.bucket.gradients, tag)
         # `then` makes the work not done, even with one rank: a bucket is stepped by the thread that
         # waits for it.
         return work.then()
 
     @override
     def launch_gather_gradients(self, bucket: Bucket) -> Work:
-        one = self.coded[bucket.number]
+        coded = self.coded[bucket.number]
         tag = self.tag_of(bucket) + GRADIENT_TAGS
         if self._refusal is not None:
             # No rank has chosen sums, so that there is nothing to gather.
             bucket.gradients.fill_(math.nan)
             return Work.done()
-        if one.is_filled or not one.is_sparse:
+        if coded.is_filled or not coded.is_sparse:
             return self.collectives.launch_all_gather(bucket.gradients, tag)
-        gathered, words_sent = torch.empty_like(one.gathered), one.tally.words_sent
-        work = one.spread(one.message(), gathered, tag)
+        gathered, words_sent = torch.empty_like(coded.gathered), coded.tally.words_sent
+        work = coded.spread(coded.message(), gathered, tag)
         # Not counted, as the sums are sent once more before the step.
-        one.tally.words_sent = words_sent
-        return work.then(partial(one.write, gathered))
+        coded.tally.words_sent = words_sent
+        return work.then(partial(coded.write, gathered))
 
     @override
     def look_again(self) -> None:
@@ -355,12 +356,12 @@ class SparseExchange(WholeSparseExchange):
         Collective, blocks.
         """
         if self._refusal is not None:
-            for one in self.coded:
-                one.bucket.mean.fill_(math.nan)
+            for coded in self.coded:
+                coded.bucket.mean.fill_(math.nan)
             return
-        is_denser = [one.take_back() for one in self.coded if one.is_sparse]
-        for one in self.coded:
-            one.clear_others()
+        is_denser = [coded.take_back() for coded in self.coded if coded.is_sparse]
+        for coded in self.coded:
+            coded.clear_others()
         flags = self._look_at_means(torch.stack(is_denser).any() if is_denser else None)
         # nan excuses other changes: a hook that clips by a norm of nan changes all elements.
         if flags[1] and not flags[0]:
@@ -372,8 +373,8 @@ class SparseExchange(WholeSparseExchange):
 
 
 def _keep(chosen: Sequence[tuple[RegionBucket, Entries]], scale: float) -> None:
-    for one, own in chosen:
-        one.keep(own, scale)
+    for coded, own in chosen:
+        coded.keep(own, scale)
 
 
 def _kind_of(compressor: SparseAllReduce) -> type[SparseBucket]:

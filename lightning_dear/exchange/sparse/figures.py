@@ -53,18 +53,19 @@ def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
         received, whichever is larger, divided by `SparseAllReduce.most_words`. "num_kept" and
         "imbalance" are left out if owners keep all sums.
     """
-    selected = sum(int(one.num_selected) for one in tallies)
-    sent = sum(int(one.num_sent) for one in tallies)
+    selected = sum(int(tally.num_selected) for tally in tallies)
+    sent = sum(int(tally.num_sent) for tally in tallies)
     # The bound holds for each direction, so that the busier one is compared with it.
-    words = max(sum(one.words_sent for one in tallies), sum(one.words_received for one in tallies))
-    counts = [(int(one.most_kept), int(one.num_kept)) for one in tallies]
+    received = sum(tally.words_received for tally in tallies)
+    words = max(sum(tally.words_sent for tally in tallies), received)
+    counts = [(int(tally.most_kept), int(tally.num_kept)) for tally in tallies]
     # Baselines do not choose among sums, so that they keep none in particular.
     kept = [(most, count) for most, count in counts if count]
     figures = {
-        "num_wanted": float(sum(one.num_wanted for one in tallies)),
+        "num_wanted": float(sum(tally.num_wanted for tally in tallies)),
         "num_selected": float(selected),
         "held_back": 1 - sent / selected if selected else 0.0,
-        "share_of_bound": words / (sum(one.most_words for one in tallies) or 1.0),
+        "share_of_bound": words / (sum(tally.most_words for tally in tallies) or 1.0),
     }
     if kept:
         figures["num_kept"] = float(sum(count for _, count in kept))

@@ -135,7 +135,7 @@ class RegionBucket(SparseBucket):
         notes = torch.empty((self._world_size, 0), dtype=torch.int32)
         if self._num_notes:
             notes = sliced(summary_of(selected.places, len(waiting)), self._world_size)
-        messages = {rank: one.times(scale).packed(notes[rank]) for rank, one in enumerate(parts)}
+        messages = {rank: part.times(scale).packed(notes[rank]) for rank, part in enumerate(parts)}
         return partial(self.launch, "reduce_scatter", messages, self.incoming, self._num_notes)
 
     # --- what is kept of the sums -----------------------------------------------------------------
@@ -181,7 +181,7 @@ class RegionBucket(SparseBucket):
         self._report = OwnerReport(count, count if num_reached is None else num_reached, smallest)
 
     def take_back(self) -> Tensor:
-        """Sets the region to 0 outside `chosen`. Returns whether any other value was not 0: a bool."""
+        """Sets the region to 0 outside `chosen`. Returns whether it was not 0 there, as a bool."""
         own, places = self.bucket.mean[self.region], self.chosen - self.region.start
         kept = own[places]
         is_denser = own.index_fill_(0, places, 0.0).any()
@@ -234,12 +234,12 @@ class RegionBucket(SparseBucket):
         # In whatever context somebody reads a parameter.
         with plain_mode(self.bucket.parameters.device.type):
             selected, gradients = self.write(gathered), self.bucket.gradients
-            for one in sent:
+            for own in sent:
                 # In most steps an element is not 0 exactly if a gathered sum was written there.
-                has_arrived = (gradients.index_select(0, one.places) != 0) & (one.numbers != 0)
+                has_arrived = (gradients.index_select(0, own.places) != 0) & (own.numbers != 0)
                 if self._has_zeros:
-                    has_arrived = one.are_among(selected, self.spec.padded_numel)
-                self.worker.settle(one, has_arrived)
+                    has_arrived = own.are_among(selected, self.spec.padded_numel)
+                self.worker.settle(own, has_arrived)
             sent.clear()
             heads = gathered[:, : 1 + self._num_told]
             counts = self.note_received(heads)
@@ -258,7 +258,7 @@ class RegionBucket(SparseBucket):
         """
         smallest = notes[:, 1].contiguous().view(torch.float32).tolist()
         told = zip(counts, notes[:, 0].tolist(), smallest, strict=True)
-        reports = [OwnerReport(*one) for one in told]
+        reports = [OwnerReport(*report) for report in told]
         if self._follows_shares:
             k, cap = self._settled.k, self._settled.most_owned
             self.shares = self.shares.after(reports, k, cap, is_exact=self._is_exact)
@@ -333,7 +333,7 @@ class StaticBucket(SparseBucket):
 
     @override
     def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> LaunchWithTag:
-        """Takes the entries that fit into messages out of `waiting`, and makes a message per owner."""
+        """Takes entries that fit into messages out of `waiting`, and makes a message per owner."""
         room, places, numbers = self.selection.most_sent, selected.places, selected.numbers
         is_number = (numbers != 0).long()
         self.summary = summary_of(places, self.spec.padded_numel, is_number)
@@ -373,7 +373,7 @@ class StaticBucket(SparseBucket):
         self._leave(self.chosen, kept)
 
     def take_back(self) -> Tensor:
-        """Sets the mean to 0 outside `chosen`. Returns whether a hook filled other places: a bool."""
+        """Sets the mean to 0 outside `chosen`. Returns whether a hook filled other places."""
         mean, end = self.bucket.mean, self.spec.padded_numel
         kept = mean[self.chosen]
         was_shown = torch.zeros(end + 1, dtype=torch.bool, device=mean.device)
@@ -420,8 +420,8 @@ class StaticBucket(SparseBucket):
         # The thread that waits may be inside a context of the user's, such as autocast.
         with plain_mode(self.bucket.parameters.device.type):
             selected = self.write(gathered)
-            for one in sent:
-                self.worker.settle(one, one.are_among(selected, end))
+            for own in sent:
+                self.worker.settle(own, own.are_among(selected, end))
             sent.clear()
             counts = torch.stack([(part.places < end).sum() for part in _parts(gathered)])
             self.tally.num_kept, self.tally.most_kept = counts.sum(), counts.max()
@@ -451,14 +451,14 @@ def add_up_summaries(
     buckets: Sequence[StaticBucket], collectives: Collectives, first_tag: int
 ) -> Work:
     """Sums the summaries over ranks, for the buckets that get new regions. Collective, blocks."""
-    due = [one for one in buckets if one.are_regions_due]
+    due = [bucket for bucket in buckets if bucket.are_regions_due]
     if not due:
         return Work.done()
-    total = torch.stack([one.summary for one in due]).to(torch.int32)
+    total = torch.stack([bucket.summary for bucket in due]).to(torch.int32)
     with as_metadata(collectives):
         collectives.launch_all_reduce(total.view(-1), SELECTION_TAGS + first_tag).wait()
-    for one, part in zip(due, total, strict=True):
-        one.follow(part)
+    for bucket, part in zip(due, total, strict=True):
+        bucket.follow(part)
     return Work.done()
 
 

@@ -142,15 +142,15 @@ class Shares:
             cap: Largest number of sums that one owner may keep.
             is_exact: Whether owners have kept the k largest of all sums.
         """
-        kept = [one for one in reports if one.num_kept]
+        kept = [report for report in reports if report.num_kept]
         if not kept:
             return Shares(0.0, self.quotas)
         if is_exact:
-            threshold = min(one.smallest for one in kept)
+            threshold = min(report.smallest for report in kept)
         else:
-            total = sum(one.num_kept for one in kept)
-            threshold = math.fsum(one.num_kept * one.smallest for one in kept) / total
-        weights = [one.num_reached for one in reports]
+            total = sum(report.num_kept for report in kept)
+            threshold = math.fsum(report.num_kept * report.smallest for report in kept) / total
+        weights = [report.num_reached for report in reports]
         # If only a few sums reach the threshold, as after a spike, their distribution over owners
         # says little, and quotas stay.
         says_enough = is_exact or FEWEST_REACHED * k <= sum(weights)
@@ -167,20 +167,20 @@ def divided(total: int, weights: Sequence[int], cap: int) -> list[int]:
     Returns:
         A part for each weight. The sum of parts is at most `total`, because parts are rounded down.
     """
-    parts, open_ones = [0] * len(weights), list(range(len(weights)))
-    while open_ones:
-        own = [weights[one] for one in open_ones]
-        own = own if any(own) else [1] * len(open_ones)
+    parts, unfilled = [0] * len(weights), list(range(len(weights)))
+    while unfilled:
+        own = [weights[index] for index in unfilled]
+        own = own if any(own) else [1] * len(unfilled)
         wanted = [total * weight // sum(own) for weight in own]
-        full = [one for one, part in zip(open_ones, wanted, strict=True) if part >= cap]
+        full = [index for index, part in zip(unfilled, wanted, strict=True) if part >= cap]
         if not full:
-            for one, part in zip(open_ones, wanted, strict=True):
-                parts[one] = part
+            for index, part in zip(unfilled, wanted, strict=True):
+                parts[index] = part
             break
-        for one in full:
-            parts[one] = cap
+        for index in full:
+            parts[index] = cap
         total -= cap * len(full)
-        open_ones = [one for one in open_ones if one not in full]
+        unfilled = [index for index in unfilled if index not in full]
     return parts
 
 
@@ -248,7 +248,7 @@ def largest_of_all(
         above = [own > at for own, at in zip(sizes, thresholds, strict=True)]
         equal = [own == at for own, at in zip(sizes, thresholds, strict=True)]
         pairs = zip(above, equal, strict=True)
-        counts = [(int(one.count_nonzero()), int(other.count_nonzero())) for one, other in pairs]
+        counts = [(int(more.count_nonzero()), int(same.count_nonzero())) for more, same in pairs]
         told = _told(counts, collectives, first_tag)
     # Of sums equal to the threshold, those of the ranks before this one are kept first.
     rooms = torch.tensor(ks) - told[:, :, 0].sum(1) - told[:, : collectives.world.rank, 1].sum(1)
@@ -280,7 +280,7 @@ def kth_largest(
         empty. Equal on all ranks.
     """
     # The bits of floats above 0, read as integers, have the same order as the floats.
-    bits = [one.view(torch.int32) for one in sizes]
+    bits = [part.view(torch.int32) for part in sizes]
     prefixes, wanted, shift = [0] * len(ks), list(ks), sum(DIGITS)
     for width in DIGITS:
         shift -= width
