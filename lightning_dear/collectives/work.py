@@ -256,8 +256,9 @@ class Collectives(ABC):
         """Sends each rank its part, on the gather group; `incoming` gets what ranks send here.
 
         Args:
-            outgoing: Must not be mutated before `wait`, and has no elements for this rank itself.
-            incoming: Of the same dtype; overwritten.
+            outgoing: Elements to send, none of them to this rank itself. Must not be mutated before
+                `wait`.
+            incoming: Buffer of the same dtype; overwritten.
             tag: Tag of the message, equal on all ranks.
         """
 

@@ -36,7 +36,7 @@ class GradientsNotFinite(RuntimeError):
 
 @dataclass(frozen=True)
 class Traffic:
-    """What an exchange moves, and what it moves it with.
+    """The buckets that an exchange moves, and the means to move them.
 
     Attributes:
         collectives: Launches the messages.
@@ -58,7 +58,7 @@ class Traffic:
 
 
 class Exchange:
-    """Reduces the gradients of buckets to their owners, and gathers what the owners make of them.
+    """Reduces gradients to the owners of shards, and gathers parameters or means from these.
 
     This class sends buckets uncompressed; subclasses compress them. A bucket that is all-reduced
     gets the whole mean gradient on every rank at once, by the backend's own all-reduce, as in
@@ -70,8 +70,8 @@ class Exchange:
     Attributes:
         collectives: Same as in `Traffic`.
         first_tag: Same as in `Traffic`.
-        coded: What encoding keeps of each bucket, in the order of bucket numbers. Empty if nothing
-            is compressed.
+        coded: Each bucket's compressor and residuals, in the order of bucket numbers. Empty if
+            nothing is compressed.
     """
 
     def __init__(self, traffic: Traffic) -> None:

@@ -41,7 +41,7 @@ class CodedExchange(CompressedExchange):
     gradient, before the gather half has arrived.
 
     Args:
-        traffic: The buckets, in which each rank owns a shard, and what moves them.
+        traffic: The buckets, in which each rank owns a shard, and their collectives.
         options: Options whose compressor is a codec.
         codecs: For each bucket the codec of its tensors. None means the codec of `options`.
     """
@@ -150,7 +150,10 @@ class CodedExchange(CompressedExchange):
 
     @override
     def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
-        """Encodes this rank's shard of the mean, or of the lag. The result sends it to all."""
+        """Encodes this rank's shard of the mean, or the lag of its parameters.
+
+        The returned function sends it to all ranks.
+        """
         coded = self.coded[bucket.number]
         if coded.is_sent_back:
             encode = partial(coded.encode_gather, self._is_nan, self._look_for_inf)

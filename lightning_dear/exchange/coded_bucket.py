@@ -248,8 +248,9 @@ class CodedBucket(CompressedBucket):
     def encode_gather(
         self, is_nan: Tensor | None, look: Callable[[Tensor, float], None]
     ) -> Sending:
-        """Encodes this rank's shard of the mean, or its lag, into its row of `outgoing`.
+        """Encodes this rank's shard of the mean into its row of `outgoing`.
 
+        If parameters are gathered, encodes the lag instead: the stepped shard minus the replica.
         Mutates the mean, which is not needed any more once the shard has been stepped.
 
         Args:

@@ -165,7 +165,7 @@ class CompressedBucket(ABC):
 
     @property
     def residual_norms(self) -> list[Tensor]:
-        """2-norms of what is still to be sent: of this rank's gradients, and of its shard's mean.
+        """2-norms of the residuals: of this rank's gradients, and of its shard's mean.
 
         The residuals are divided by the memories' rates, so that codecs can be compared. A memory
         without a residual has no entry.

@@ -227,7 +227,7 @@ class LowRankExchange(CompressedExchange):
     """All-reduces the two factors of each matrix, and all other tensors uncompressed.
 
     Args:
-        traffic: The buckets, which are all-reduced, and what moves them.
+        traffic: The buckets, which are all-reduced, and their collectives.
         compressor: Says which tensors are factored.
     """
 

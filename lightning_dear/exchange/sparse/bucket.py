@@ -237,7 +237,7 @@ class SparseBucket(CompressedBucket):
             # No place comes twice from one rank, so that the order of each sum is fixed.
             mean.scatter_add_(0, part.places.long(), part.numbers.to(mean.dtype))
 
-    # --- the reduce half: dense ---------------------------------------------------------------
+    # --- the reduce half: dense -------------------------------------------------------------------
 
     def flushed(self, scale: Tensor | None) -> Tensor:
         """Returns the bucket's gradients, to which the whole residual has been added in place."""
@@ -252,7 +252,7 @@ class SparseBucket(CompressedBucket):
         work = self._collectives.launch_reduce_scatter(self.bucket.gradients, *place)
         return work.then(self.clear_others)
 
-    # --- what is kept of the sums -----------------------------------------------------------------
+    # --- choosing among the sums ------------------------------------------------------------------
 
     def clear_others(self) -> None:
         """Sets the mean to 0 outside this rank's region."""
@@ -280,7 +280,7 @@ class SparseBucket(CompressedBucket):
     # --- around a step ----------------------------------------------------------------------------
 
     def take_sent(self) -> list[Entries]:
-        """Returns what this rank has sent in this step, with 0 for parameters that no rank uses.
+        """Returns the entries that this rank has sent in this step, 0 for unused parameters.
 
         The caller empties the list when it knows which entries have had an effect. `discard`
         empties it, too, so that nothing of a dropped step is added back to the residual.

@@ -96,11 +96,11 @@ def added(own: Entries, other: Entries) -> Entries:
     return Entries(places, sums)
 
 
-# --- what is not sent -----------------------------------------------------------------------------
+# --- unsent values --------------------------------------------------------------------------------
 
 
 class Unsent(Memory):
-    """What this rank has not sent: the residual. acc = gradient + residual is what may be sent.
+    """Keeps the residual, which is not sent yet. acc = gradient + residual may be sent.
 
     Values that are sent are taken out of acc, and added back if they had no effect. That is known
     only when the gather half has arrived, so that `settle` may come after `commit`.
@@ -200,7 +200,7 @@ class Forgotten(Unsent):
 
     @override
     def settle(self, sent: Entries, has_arrived: Tensor) -> None:
-        """Does nothing, since what had no effect is not sent once more."""
+        """Does nothing, since values without effect are not sent once more."""
 
 
 def new_unsent(compressor: SparseAllReduce, numel: int, device: torch.device) -> Unsent:

@@ -78,7 +78,7 @@ class WholeSparseExchange(CompressedExchange):
     """Sends each rank's selected entries to all ranks, and sums them on every rank (TopkA).
 
     Args:
-        traffic: The buckets, which are all-reduced if there are several ranks, and what moves them.
+        traffic: The buckets, which are all-reduced if there are several ranks, and collectives.
         compressor: Says which entries are selected.
     """
 

@@ -48,10 +48,10 @@ def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
     Returns:
         Name -> figure. "num_wanted", "num_selected" and "num_kept" are the sums of these counts in
         `Tally`. "held_back" is the share of selected entries that exceeded messages and stayed in
-        the residual. "imbalance" is what the owner that kept most has kept, divided by the mean of
-        all owners, in the least balanced bucket. "share_of_bound" is the number of words sent or
-        received, whichever is larger, divided by `SparseAllReduce.most_words`. "num_kept" and
-        "imbalance" are left out if owners keep all sums.
+        the residual. "imbalance" is the largest number of sums that one owner has kept, divided by
+        the mean over owners, in the least balanced bucket. "share_of_bound" is the number of words
+        sent or received, whichever is larger, divided by `SparseAllReduce.most_words`. "num_kept"
+        and "imbalance" are left out if owners keep all sums.
     """
     selected = sum(int(tally.num_selected) for tally in tallies)
     sent = sum(int(tally.num_sent) for tally in tallies)

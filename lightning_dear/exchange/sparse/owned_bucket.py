@@ -35,7 +35,7 @@ LOOKED_AT_FIRST = 0.95
 
 
 class RegionBucket(SparseBucket):
-    """A sparse bucket for gloo: the host reads numbers of entries, and messages carry them.
+    """A sparse bucket for gloo: the host reads how many entries there are. Messages say it.
 
     Notes in this step's messages tell all ranks what they need for the next step. In backward each
     rank cuts the summary of its selection into slices, one for each owner, and each owner adds up
@@ -138,7 +138,7 @@ class RegionBucket(SparseBucket):
         messages = {rank: part.times(scale).packed(notes[rank]) for rank, part in enumerate(parts)}
         return partial(self.launch, "reduce_scatter", messages, self.incoming, self._num_notes)
 
-    # --- what is kept of the sums -----------------------------------------------------------------
+    # --- choosing among the sums ------------------------------------------------------------------
 
     def choose(self, scale: float) -> Entries | None:
         """Keeps the largest sums of this owner's region, as many as its quota.
@@ -147,8 +147,9 @@ class RegionBucket(SparseBucket):
             scale: Loss scale, by which sums are multiplied.
 
         Returns:
-            None means that sums are kept. In an exact step, or if owners keep all sums, returns the
-            sums of which ranks must agree what is kept; then the caller calls `keep`.
+            None means that the sums have been kept. In an exact step, or if owners keep all sums,
+            nothing is kept yet: the candidates are returned, ranks must agree on a choice, and the
+            caller then calls `keep`.
         """
         if self._is_exact:
             return self._sums().largest(self.selection.most_owned)
@@ -231,7 +232,6 @@ class RegionBucket(SparseBucket):
             is_nan: Bool tensor: whether all gradients are made nan. None means that they are not.
         """
         # The thread that waits may be inside a context of the user's, such as autocast.
-        # In whatever context somebody reads a parameter.
         with plain_mode(self.bucket.parameters.device.type):
             selected, gradients = self.write(gathered), self.bucket.gradients
             for own in sent:
@@ -362,7 +362,7 @@ class StaticBucket(SparseBucket):
         for part in _parts(self.incoming):
             mean.index_add_(0, part.places, part.numbers.to(mean.dtype))
 
-    # --- what is kept of the sums -----------------------------------------------------------------
+    # --- choosing among the sums ------------------------------------------------------------------
 
     def keep_largest(self) -> None:
         """Keeps the largest sums, as many as there is room for; `restore` adds the others."""

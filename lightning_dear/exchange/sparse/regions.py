@@ -25,7 +25,7 @@ NUM_BINS = 256
 
 
 def equal_regions(numel: int, num_regions: int) -> list[int]:
-    """Returns the begins of `num_regions` equal regions (but for rounding), and the end."""
+    """Returns the begins of `num_regions` regions, equal up to rounding, and the end."""
     return [numel * region // num_regions for region in range(num_regions + 1)]
 
 
@@ -184,7 +184,7 @@ def divided(total: int, weights: Sequence[int], cap: int) -> list[int]:
     return parts
 
 
-# --- what owners have to agree on -----------------------------------------------------------------
+# --- agreement between owners ---------------------------------------------------------------------
 
 FILLED = 2
 """If one element in this many is not 0, all elements are gathered, without places. That needs no
