@@ -156,7 +156,7 @@ class Exchange:
         return self.collectives.launch_all_gather(bucket.gradients, tag)
 
     def sync(self, bucket: Bucket) -> None:
-        """Gathers the exact parameters of a bucket whose replicas lag. Collective, blocks."""
+        """If replicas lag, gathers the stepped shards uncompressed into them. Collective, blocks."""
         if bucket.role.lags:
             Exchange.prepare_gather(self, bucket)().wait()
             bucket.note_published()
@@ -243,7 +243,7 @@ class Exchange:
         """Keeps new residuals, as the step was made with the reduced gradients."""
 
     def discard(self) -> None:
-        """Forgets what was reduced since the last step, residuals included: no step was made."""
+        """Forgets gradients reduced since the last step, and their residuals: no step was made."""
 
 
 @dataclass(frozen=True)
