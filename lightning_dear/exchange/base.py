@@ -156,7 +156,7 @@ class Exchange:
         return self.collectives.launch_all_gather(bucket.gradients, tag)
 
     def sync(self, bucket: Bucket) -> None:
-        """If replicas lag, gathers the stepped shards uncompressed into them. Collective, blocks."""
+        """Gathers the stepped shards of a bucket with lag, uncompressed. Collective, blocks."""
         if bucket.role.lags:
             Exchange.prepare_gather(self, bucket)().wait()
             bucket.note_published()
