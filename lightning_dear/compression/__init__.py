@@ -1,7 +1,5 @@
 """Public names of all compressors, and the lookup of a compressor by its name."""
 
-from __future__ import annotations
-
 from importlib.metadata import entry_points
 from inspect import signature
 

@@ -6,8 +6,6 @@ the lowest bits of byte 0. Products overflow on purpose: torch's integers wrap, 
 modulo 2^64 (2^32 for pairs) matters.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

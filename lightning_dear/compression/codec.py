@@ -5,8 +5,6 @@ bytes, and sends each row to its rank. A codec knows nothing of ranks or of earl
 and `error_feedback` do the rest. docs/write-a-codec.md tells how to write one.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -21,7 +19,7 @@ from typing_extensions import Self, override
 # `error_feedback` alone would be hidden by the option of this name in the classes below.
 from lightning_dear.compression import error_feedback as feedback
 
-CompressorKind = Literal["contractive", "unbiased", "vote"]
+Kind = Literal["contractive", "unbiased", "vote"]
 """What holds for C(x), the values that arrive when x is sent.
 
 contractive: |C(x) - x|^2 <= (1 - d) |x|^2 for a d > 0. The error x - C(x) is kept and added to the
@@ -116,6 +114,7 @@ class Compressor(ABC):
     has_density: ClassVar[bool] = False
     overflows: ClassVar[str] = ""
     randomness: ClassVar[Randomness] = "none"
+    lag: ClassVar[Lag] = "unbounded"
 
     error_feedback: bool | None = None
 
@@ -129,7 +128,7 @@ class Compressor(ABC):
             # command line would fail later, in a comparison that does not name the option.
             if type(option.default) in (int, float) and not isinstance(value, (int, float)):
                 raise ValueError(f"{option.name} of {self.name} must be a number, got {value!r}.")
-        for what, names in ("kind", CompressorKind), ("lag", Lag), ("randomness", Randomness):
+        for what, names in ("kind", Kind), ("lag", Lag), ("randomness", Randomness):
             self._check_name(what, get_args(names))
         self._check_name("halves", HALVES)
         if self.error_feedback and self.kind != "contractive":
@@ -152,8 +151,8 @@ class Compressor(ABC):
 
     @property
     @abstractmethod
-    def kind(self) -> CompressorKind:
-        """Returns what holds for the values that arrive: see `CompressorKind`."""
+    def kind(self) -> Kind:
+        """Returns what holds for the values that arrive: see `Kind`."""
 
     @property
     def votes(self) -> bool:
@@ -191,11 +190,6 @@ class Compressor(ABC):
         """Returns what is compressed: "both" halves, or the "reduce" half alone."""
         return "both"
 
-    @property
-    def lag(self) -> Lag:
-        """Returns how far replicas stay behind their owner: see `Lag`."""
-        return "unbounded"
-
     def at_density(self, density: float) -> Self:
         """Returns a copy with another density in (0, 1]; itself if it has no density."""
         return self
@@ -231,8 +225,10 @@ class Compressor(ABC):
     def _check_gathers_gradients(self, setting: Setting, reason: str) -> None:
         """Refuses gather="parameters"; for compressors that bring mean gradients to the ranks."""
         if not setting.is_of_gradients:
-            how = "set gather='gradients', or leave gather out"
-            raise ValueError(f"gather='parameters' does not fit {self.name}: {how}. {reason}")
+            raise ValueError(
+                f"gather='parameters' does not fit {self.name}: set gather='gradients', or leave"
+                f" gather out. {reason}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,7 +381,6 @@ def field(wire: Tensor, dtype: torch.dtype, begin: int, count: int) -> Tensor:
         [R, count] of `dtype`, a view of `wire`; an empty tensor of its own if `count` is 0.
     """
     # torch refuses to view an empty row as wider values, since its stride is 1.
-    # torch views no empty rows of bytes as wider numbers: their stride is 1.
     if not count:
         return wire.new_empty((len(wire), 0), dtype=dtype)
     return wire[:, begin : begin + count * dtype.itemsize].view(dtype)

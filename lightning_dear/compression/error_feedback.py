@@ -9,8 +9,6 @@ scale, or if `zero_grad` was called instead of `step`. A compressor chooses its 
 Gradients may be multiplied by a loss scale. Kept values never are, so that the scale may change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Codecs that send each value as a float, of 16 bits (half the bytes) or of 32 bits (unchanged)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +9,7 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_dear.compression.blocks import tiles
-from lightning_dear.compression.codec import Codec, CompressorKind, Lag, field, padded_bytes
+from lightning_dear.compression.codec import Codec, Kind, Lag, field, padded_bytes
 
 
 class _Float(Codec):
@@ -20,7 +18,7 @@ class _Float(Codec):
     Wire: [numel x the float's bytes | zeros to a multiple of 4].
     """
 
-    kind: ClassVar[CompressorKind] = "contractive"
+    kind: ClassVar[Kind] = "contractive"
     lag: ClassVar[Lag] = "small"
     block_size: ClassVar[int] = 1
     wire_dtype: ClassVar[torch.dtype]

@@ -1,7 +1,5 @@
 """Different codecs for some parameters, by name: such as no compression of norms and biases."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 

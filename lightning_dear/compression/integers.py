@@ -4,8 +4,6 @@ The scale follows the largest element of a block, not of a bucket, so that fusin
 bucket costs no accuracy.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +13,7 @@ from typing_extensions import override
 
 from lightning_dear.compression import error_feedback as feedback
 from lightning_dear.compression.blocks import BlockCodec, largest_of_blocks
-from lightning_dear.compression.codec import CompressorKind, Lag
+from lightning_dear.compression.codec import Kind, Lag
 from lightning_dear.torch_modes import saves_calls
 
 _FP32 = torch.finfo(torch.float32)
@@ -53,7 +51,7 @@ class _BlockIntegers(ScaledIntegers):
     their own. It is limited so that L s cannot overflow.
     """
 
-    kind: ClassVar[CompressorKind] = "contractive"
+    kind: ClassVar[Kind] = "contractive"
     lag: ClassVar[Lag] = "small"
     _levels: ClassVar[int]
 

@@ -1,7 +1,5 @@
 """PowerSGD: two thin matrices are sent in place of each weight's gradient."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +7,7 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_dear.compression.codec import Compressor, CompressorKind, Setting
+from lightning_dear.compression.codec import Compressor, Kind, Setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +40,7 @@ class PowerSGD(Compressor):
     """
 
     name: ClassVar[str] = "powersgd"
-    kind: ClassVar[CompressorKind] = "contractive"
+    kind: ClassVar[Kind] = "contractive"
     all_reduces: ClassVar[bool] = True
     overflows: ClassVar[str] = " Values whose products might overflow count as inf, too."
 

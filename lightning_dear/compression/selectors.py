@@ -9,8 +9,6 @@ A place is the index of a value in its row or bucket. nan counts as the largest 
 gradient of nan reaches other ranks.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from typing import Any

@@ -4,8 +4,6 @@ A bit is 1 where x < 0, so that zero, of either sign, counts as positive. Scales
 not to buckets: fusing tensors of different scale into one bucket then costs no accuracy.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +14,7 @@ from typing_extensions import override
 
 from lightning_dear.compression.bits import pack_bits, unpack_bits
 from lightning_dear.compression.blocks import BLOCK_SIZES, BlockCodec, Tiles, block_tiles
-from lightning_dear.compression.codec import Codec, CompressorKind, padded_bytes
+from lightning_dear.compression.codec import Codec, Kind, padded_bytes
 from lightning_dear.compression.error_feedback import Memory
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -28,7 +26,7 @@ class _BlockSigns(BlockCodec):
     Bit i of a row is 1 where x_i < 0.
     """
 
-    kind: ClassVar[CompressorKind] = "contractive"
+    kind: ClassVar[Kind] = "contractive"
     _bits: ClassVar[int] = 1
     _num_scratch: ClassVar[int] = 0
     """Number of temporary tensors that decoding a tile needs."""
@@ -149,7 +147,7 @@ class SignSGD(Codec):
     """
 
     name: ClassVar[str] = "signsgd"
-    kind: ClassVar[CompressorKind] = "vote"
+    kind: ClassVar[Kind] = "vote"
     block_size: ClassVar[int] = 1
 
     @override

@@ -3,8 +3,6 @@
 A place is the index of an element in its row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_dear.compression.codec import Codec, CompressorKind, FewOfMany, Randomness, field
+from lightning_dear.compression.codec import Codec, FewOfMany, Kind, Randomness, field
 from lightning_dear.compression.error_feedback import Encoded, Memory
 from lightning_dear.compression.selectors import SELECTORS, select
 
@@ -41,7 +39,7 @@ class TopK(FewOfMany, Codec):
     """
 
     name: ClassVar[str] = "topk"
-    kind: ClassVar[CompressorKind] = "contractive"
+    kind: ClassVar[Kind] = "contractive"
 
     selector: str = "exact"
 
@@ -203,7 +201,7 @@ class RandomK(FewOfMany, Codec):
     """
 
     name: ClassVar[str] = "randomk"
-    kind: ClassVar[CompressorKind] = "contractive"
+    kind: ClassVar[Kind] = "contractive"
     randomness: ClassVar[Randomness] = "turns"
     is_summable: ClassVar[bool] = True
 
@@ -214,8 +212,7 @@ class RandomK(FewOfMany, Codec):
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
         k = self.entries(rows.shape[1])
-        places = _draw(rows, k, generator)
-        field(wire, torch.float32, 0, k).copy_(rows.index_select(1, places))
+        field(wire, torch.float32, 0, k).copy_(rows.index_select(1, _draw(rows, k, generator)))
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:

@@ -8,8 +8,6 @@ wanted, acc a rank's gradient / P + residual, and u the mean gradient that all r
 the index of a value in its bucket. A word is 4 bytes: a value or a place.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -21,14 +19,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.compression.codec import CompressorKind, FewOfMany, Setting
-from lightning_dear.compression.selectors import (
-    MOST,
-    LocalThreshold,
-    all_above,
-    largest,
-    true_places,
-)
+from lightning_dear.compression import selectors
+from lightning_dear.compression.codec import FewOfMany, Kind, Setting
+from lightning_dear.compression.selectors import LocalThreshold
 
 FEWEST_PER_RANK = 4
 """A bucket travels uncompressed if fewer values than this times the world size would be sent."""
@@ -55,7 +48,7 @@ class SparseAllReduce(FewOfMany):
         error_feedback: See `Compressor`.
     """
 
-    kind: ClassVar[CompressorKind] = "contractive"
+    kind: ClassVar[Kind] = "contractive"
     is_tree: ClassVar[bool] = False
     """Whether sums go from rank to rank up a tree, and the result back down."""
 
@@ -199,11 +192,11 @@ class Gaussiank(SparseAllReduce):
         deviation = torch.linalg.vector_norm(distances) / math.sqrt(max(1, len(waiting) - 1))
         floor = float(deviation) * NormalDist().inv_cdf(1 - self.density / 2)
         # `all_above` selects nan, too, so that a nan, or a mean of nan, is sent and found.
-        places = all_above(distances, _nudged(distances, floor, k))
+        places = selectors.all_above(distances, _nudged(distances, floor, k))
         if not len(places):
-            places = largest(waiting, k)
+            places = selectors.largest(waiting, k)
         found = waiting.index_select(0, places)
-        kept = true_places(found != 0)
+        kept = selectors.true_places(found != 0)
         return places.index_select(0, kept), found.index_select(0, kept)
 
 
@@ -376,7 +369,7 @@ class OkTopk(ByThreshold):
     @override
     def caps(self, k: int, world_size: int) -> tuple[int, int, int | None]:
         # Values beyond the caps wait in the residual.
-        most = k if self.is_static else int(MOST * k)
+        most = k if self.is_static else int(selectors.MOST * k)
         most_sent = int(min(most, self.message_cap * k / world_size))
         if self.is_static:
             return most, most_sent, k // world_size

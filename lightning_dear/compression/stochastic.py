@@ -4,8 +4,6 @@ torch draws multiples of 2^-24 in [0, 1). The mean of C(x) may therefore be off 
 distance between the two levels that x is rounded to, which is about fp32's own precision.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +14,7 @@ from typing_extensions import override
 
 from lightning_dear.compression.bits import pack_pairs, unpack_pairs
 from lightning_dear.compression.blocks import largest_of_blocks, tiles
-from lightning_dear.compression.codec import Codec, CompressorKind, Randomness, padded_bytes
+from lightning_dear.compression.codec import Codec, Kind, Randomness, padded_bytes
 from lightning_dear.compression.integers import ScaledIntegers
 
 _FP32 = torch.finfo(torch.float32)
@@ -31,7 +29,7 @@ class _BlockLevels(ScaledIntegers):
     so that blocks of zeros and of denormals need no case of their own.
     """
 
-    kind: ClassVar[CompressorKind] = "unbiased"
+    kind: ClassVar[Kind] = "unbiased"
     randomness: ClassVar[Randomness] = "private"
 
     @override
@@ -156,7 +154,7 @@ class Natural(Codec):
     """
 
     name: ClassVar[str] = "natural"
-    kind: ClassVar[CompressorKind] = "unbiased"
+    kind: ClassVar[Kind] = "unbiased"
     block_size: ClassVar[int] = 1
     randomness: ClassVar[Randomness] = "private"
     max_exponent: ClassVar[int] = 64

@@ -67,6 +67,10 @@ class TensorSpec:
         return self.numel * self.itemsize
 
 
+Specs = Sequence[TensorSpec]
+"""All tensors of one optimizer, as planners get them."""
+
+
 @dataclass(frozen=True)
 class Slice:
     """Describes the part of one tensor that lies in a bucket.
@@ -125,16 +129,15 @@ class BucketSpec:
         return self.numel * self.itemsize
 
 
-TensorRange = tuple[TensorSpec, int, int]
+Part = tuple[TensorSpec, int, int]
 """A tensor, and the range [start, stop) of its elements that lies in a bucket."""
 
 
-def bucket_of(ranges: Sequence[TensorRange], world_size: int) -> BucketSpec:
+def bucket_of(ranges: Sequence[Part], world_size: int) -> BucketSpec:
     """Returns a bucket that holds `ranges` one after the other, each aligned.
 
     Raises:
         ValueError: If the tensors are of several families.
-    """
     """
     families = {tensor.family for tensor, _, _ in ranges}
     if len(families) != 1:
@@ -208,7 +211,7 @@ class BucketPlan:
         """Tells whether the two plans are equal except for their names."""
         return self == replace(other, name=self.name)
 
-    def to_dict(self, tensors: Sequence[TensorSpec]) -> dict[str, Any]:
+    def to_dict(self, tensors: Specs) -> dict[str, Any]:
         """Returns the plan in a form that JSON can hold, with the names and sizes of `tensors`.
 
         Args:
@@ -227,9 +230,7 @@ class BucketPlan:
         }
 
     @classmethod
-    def from_dict(
-        cls, data: dict[str, Any], tensors: Sequence[TensorSpec], world_size: int
-    ) -> BucketPlan:
+    def from_dict(cls, data: dict[str, Any], tensors: Specs, world_size: int) -> BucketPlan:
         """Returns the plan that `to_dict` has written, for `tensors`, which are matched by name.
 
         Args:
@@ -265,7 +266,7 @@ class BucketPlan:
         return plan
 
 
-def check_plan(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> None:
+def check_plan(plan: BucketPlan, tensors: Specs) -> None:
     """Refuses a plan that does not hold every element of `tensors` exactly once, in order.
 
     A tensor that is cut must go on at the beginning of the next bucket of its family.
@@ -307,7 +308,7 @@ def check_plan(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> None:
         raise ValueError("The plan's all-reduced buckets cannot be early: they are not gathered.")
 
 
-def _matched(saved: Sequence[Any], tensors: Sequence[TensorSpec]) -> dict[int, TensorSpec]:
+def _matched(saved: Sequence[Any], tensors: Specs) -> dict[int, TensorSpec]:
     """Returns saved index -> the tensor of the same name; refuses a plan for other tensors."""
     names = {tensor.name: tensor for tensor in tensors}
     matched = {}
@@ -322,12 +323,11 @@ def _matched(saved: Sequence[Any], tensors: Sequence[TensorSpec]) -> dict[int, T
             )
         matched[index] = tensor
     if names:
-        missing = next(iter(names))
-        raise ValueError(f"The plan is for another model: it does not know {missing}.")
+        raise ValueError(f"The plan lacks {next(iter(names))} of this model. Make it again.")
     return matched
 
 
-def reduce_order(buckets: Sequence[BucketSpec], tensors: Sequence[TensorSpec]) -> tuple[int, ...]:
+def reduce_order(buckets: Sequence[BucketSpec], tensors: Specs) -> tuple[int, ...]:
     """Returns bucket numbers by the time of the last gradient; buckets that lack one go last."""
     ready = {tensor.index: tensor.ready for tensor in tensors}
 
@@ -346,7 +346,7 @@ def distinct(plans: Iterable[BucketPlan]) -> list[BucketPlan]:
     return list(kept.values())
 
 
-def with_whole_tensors(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> BucketPlan:
+def with_whole_tensors(plan: BucketPlan, tensors: Specs) -> BucketPlan:
     """Returns `plan` with a bucket of its own for every tensor that `plan` cuts. Pure.
 
     For optimizers that must see whole tensors. The tensors before a cut one in its bucket stay
@@ -382,7 +382,7 @@ def with_whole_tensors(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> Bucke
     return BucketPlan(name, plan.world_size, tuple(buckets), order, (), (), tuple(uncompressed))
 
 
-def save_plan(path: str | Path, plan: BucketPlan, tensors: Sequence[TensorSpec]) -> None:
+def save_plan(path: str | Path, plan: BucketPlan, tensors: Specs) -> None:
     """Writes `plan`, over `tensors`, as a JSON file that `FixedPlan` reads. Local."""
     Path(path).write_text(json.dumps(plan.to_dict(tensors)) + "\n")
 
@@ -398,7 +398,7 @@ class FixedPlan:
     def __init__(self, path_or_plan: str | Path | BucketPlan) -> None:
         self.path_or_plan = path_or_plan
 
-    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+    def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
         """Returns the plan, matched to `tensors`: see `FusionPlanner`.
 
         Raises:
