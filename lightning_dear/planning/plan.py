@@ -143,8 +143,8 @@ def bucket_of(ranges: Sequence[Part], world_size: int) -> BucketSpec:
     if len(families) != 1:
         names = ", ".join(tensor.name for tensor, _, _ in ranges[:2])
         raise ValueError(
-            f"The plan puts {names} in one bucket; here they differ in type or compressor."
-            " Make it again."
+            f"The plan puts {names} in one bucket, but here they differ in dtype, device or"
+            " compressor. Make it again."
         )
     slices, filled = [], 0
     for tensor, start, stop in ranges:
@@ -253,7 +253,7 @@ class BucketPlan:
             )
         matched = _matched(data["tensors"], tensors)
         if unknown := {part[0] for parts in data["buckets"] for part in parts} - matched.keys():
-            raise ValueError(f"The plan lacks tensor {min(unknown)} of a bucket. Make it again.")
+            raise ValueError(f"A bucket holds the unknown tensor {min(unknown)}. Make it again.")
         # Tensors are matched by name, since indices may have changed since the plan was made.
         buckets = tuple(
             bucket_of([(matched[index], *span) for index, *span in parts], world_size)
@@ -279,13 +279,14 @@ def check_plan(plan: BucketPlan, tensors: Specs) -> None:
     families = {tensor.index: tensor.family for tensor in tensors}
     for bucket in plan.buckets:
         if {families[part.tensor] for part in bucket.slices} != {bucket.family}:
-            raise ValueError("The plan puts types or compressors in one bucket. Make it again.")
+            raise ValueError("The plan mixes dtypes or compressors in a bucket. Make it again.")
         for number, part in enumerate(bucket.slices):
             continues = number == 0 and filled_by.get(bucket.family) == part.tensor
             is_next = part.start == reached[part.tensor] < part.stop
             if not is_next or (part.start > 0 and not continues):
                 raise ValueError(
                     f"The plan does not hold tensor {part.tensor} once, in order, unbroken."
+                    " Make it again."
                 )
             reached[part.tensor] = part.stop
         last = bucket.slices[-1]
@@ -299,13 +300,13 @@ def check_plan(plan: BucketPlan, tensors: Specs) -> None:
     if sorted(plan.reduce_order) != numbers:
         raise ValueError("The plan's reduce_order does not name every bucket once. Make it again.")
     if len(set(plan.early)) < len(plan.early) or not set(plan.early) <= set(plan.reduce_order[:-1]):
-        raise ValueError("The plan's early buckets must differ and not be reduced last.")
+        raise ValueError("Early buckets must differ and not be reduced last: correct the plan.")
     for kind in ("all_reduced", "uncompressed"):
         named = getattr(plan, kind)
         if list(named) != sorted(set(named)) or not set(named) <= set(numbers):
-            raise ValueError(f"The plan's {kind} must name some of its buckets, once and in order.")
+            raise ValueError(f"The plan's {kind} must be bucket numbers, once and in order.")
     if not set(plan.all_reduced).isdisjoint(plan.early):
-        raise ValueError("The plan's all-reduced buckets cannot be early: they are not gathered.")
+        raise ValueError("The plan's all-reduced buckets cannot be early. Leave them out of early.")
 
 
 def _matched(saved: Sequence[Any], tensors: Specs) -> dict[int, TensorSpec]:
