@@ -225,10 +225,8 @@ class Compressor(ABC):
     def _check_gathers_gradients(self, setting: Setting, reason: str) -> None:
         """Refuses gather="parameters"; for compressors that bring mean gradients to the ranks."""
         if not setting.is_of_gradients:
-            raise ValueError(
-                f"gather='parameters' does not fit {self.name}: set gather='gradients', or leave"
-                f" gather out. {reason}"
-            )
+            how = "set gather='gradients', or leave gather out"
+            raise ValueError(f"gather='parameters' does not fit {self.name}: {how}. {reason}")
 
 
 @dataclass(frozen=True, kw_only=True)

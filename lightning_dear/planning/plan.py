@@ -284,10 +284,8 @@ def check_plan(plan: BucketPlan, tensors: Specs) -> None:
             continues = number == 0 and filled_by.get(bucket.family) == part.tensor
             is_next = part.start == reached[part.tensor] < part.stop
             if not is_next or (part.start > 0 and not continues):
-                raise ValueError(
-                    f"The plan does not hold tensor {part.tensor} once, in order, unbroken."
-                    " Make it again."
-                )
+                broken = f"does not hold tensor {part.tensor} once, in order, unbroken"
+                raise ValueError(f"The plan {broken}. Make it again.")
             reached[part.tensor] = part.stop
         last = bucket.slices[-1]
         # Padding at the end of this bucket would separate the parts of a tensor that is cut here.
