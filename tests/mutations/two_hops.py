@@ -83,7 +83,7 @@ TWO_HOPS = [
     ),
     Mutation(
         "a row for each host",
-        "Rows.of",
+        "RowLayout.of",
         'self.together if kind[0] == "worker" else 1',
         "1",
         (GOES_ON,),
