@@ -134,14 +134,15 @@ class BlockCodec(Codec):
         return padded_bytes(self._ends(numel)[1])
 
     def _ends(self, numel: int) -> tuple[int, int]:
-        """Indices of the first byte after a row's statistics, and after its values."""
+        """Returns the index of the first byte after a row's statistics, and after its values."""
         begin = -(-numel // self.block_size) * self._num_statistics * 4
         return begin, begin + -(-numel * self._bits // 8)
 
     def _tiles(self, rows: Tensor, wire: Tensor, num_scratch: int = 0) -> Tiles:
-        """Tiles of `rows` [r, b, elements], of values [r, b, bytes] and of fp32 statistics.
+        """Yields tiles of `rows`, of the bytes of their values, and of their fp32 statistics.
 
-        The statistics are [r, b, num_statistics]. Temporaries like the first follow; see `tiles`.
+        A tile is rows [r, b, elements], values [r, b, bytes], statistics [r, b, num_statistics],
+        and then `num_scratch` temporaries like the rows; see `tiles`.
         """
         begin, end = self._ends(rows.shape[1])
         # torch refuses to view empty rows of bytes as wider values.

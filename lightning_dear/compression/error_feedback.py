@@ -149,7 +149,7 @@ class Memory:
 
     @property
     def _now(self) -> dict[str, Tensor]:
-        """The kept tensors, or the pending ones if a round of this step has encoded already."""
+        """Returns the kept tensors, or the pending ones if this step has encoded before."""
         return self._pending if self._has_pending else self._kept
 
     def _latest(self, name: str, like: Tensor) -> Tensor:
@@ -191,10 +191,11 @@ class Residual(Memory):
         self._keep(self._next("residual", lost).copy_(lost), before, scale)
 
     def _decayed(self, like: Tensor) -> Tensor | None:
-        """The residual's share (1 - rate) that a moving average keeps; None for plain feedback."""
+        """Returns (1 - rate) x residual, which a moving average keeps. None means a rate of 1."""
         return self._latest("residual", like) * (1 - self.rate) if self.rate < 1 else None
 
     def _keep(self, lost: Tensor, before: Tensor | None, scale: Tensor | None) -> None:
+        """Makes the pending residual from the error `lost`, which is that tensor, in place."""
         if scale is not None:
             lost.div_(scale)
         if before is not None:

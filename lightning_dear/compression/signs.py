@@ -90,7 +90,7 @@ class EFSignSGD(_BlockSigns):
 
 @dataclass(frozen=True, kw_only=True)
 class OneBit(_BlockSigns):
-    """Sends the mean of the numbers below zero, or that of the others, for each block of B.
+    """Sends two means for each block of B elements: of those below zero, and of all others.
 
     A bit says which of the block's two means an element decodes to, in 32 B / (B + 64) times fewer
     bytes than fp32. With N the sum of the c elements below zero and P the sum of the n - c others,
@@ -166,7 +166,7 @@ class SignSGD(Codec):
             tile.copy_(_signs(unpack_bits(packed, tile.shape[2])))
 
     def _tiles(self, rows: Tensor, wire: Tensor, num_scratch: int = 0) -> Tiles:
-        """Tiles of `rows` [r, b, elements], of bits [r, b, bytes] and of temporaries like rows."""
+        """Yields tiles of rows [r, b, elements], bits [r, b, bytes], temporaries like the rows."""
         packed, size = wire[:, : _packed_bytes(rows.shape[1])], BLOCK_SIZES[0]
         return block_tiles(rows, packed, block_size=size, bits=1, num_scratch=num_scratch)
 
@@ -198,7 +198,7 @@ class Signum(SignSGD):
     @property
     @override
     def takes_weight_decay(self) -> bool:
-        # A vote is +1 or -1 whatever the momentum, so decay weighs the same against it.
+        # A vote is +1 or -1 with any momentum, so that weight decay always weighs the same.
         return True
 
     @override

@@ -168,8 +168,8 @@ class Velocity(Memory):
     def note_sent(self, rows: Tensor, wire: Tensor, encoded: Encoded, scale: Tensor | None) -> None:
         codec = encoded.codec
         if not isinstance(codec, TopK) or codec.density == 1:
-            # All of v was sent. u is kept, as SGD with momentum does: masking is for what waits.
-
+            # All of v was sent. u is kept, as SGD with momentum keeps it: only elements that have
+            # waited in v for several steps have to lose their momentum.
             self._next("residual", rows).zero_()
             return
         sent = torch.empty_like(rows, dtype=torch.bool)

@@ -174,9 +174,9 @@ class Gaussiank(SparseAllReduce):
     Top-k Sparsification in Distributed Deep Learning"). As real tails differ, the threshold is
     corrected by 2 % at a time, at most 20 times, until between 3 k / 4 and 5 k / 4 values exceed
     it, as in the experiments of Ok-Topk's paper. If no value exceeds it, as when all are of one
-    size, the k largest are selected, which would else wait for ever. At most k values are sent, the
-    largest: sum of acc = u + sum of residuals. If 20 corrections leave only a few values, values
-    wait several times as long as with `TopkA`.
+    size, the k largest are selected, since they would otherwise wait for ever. At most k values are
+    sent, the largest: sum of acc = u + sum of residuals. If 20 corrections leave only a few values,
+    values wait several times as long as with `TopkA`.
 
     Args:
         density: See `SparseAllReduce`.

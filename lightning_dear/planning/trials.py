@@ -86,7 +86,7 @@ class AutoFusion(ThresholdFusion, search.StepModelPlanner):
             raise ValueError(f"num_steps must be >= {least}, got {num_steps}.")
         if not 0 <= all_reduced_share <= 1:
             raise ValueError(f"all_reduced_share must be 0..1, got {all_reduced_share}.")
-        # The order of attributes is that in which plans found before name their planner's options.
+        # Found plans are kept under a key that lists the options in this order of assignments.
         self.num_steps = num_steps
         super().__init__(bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=first_bucket_cap_mb)
         self.all_reduced_share = all_reduced_share
@@ -233,7 +233,7 @@ class BayesianFusion(ThresholdFusion, search.StepModelPlanner):
         self.min_cap_mb = min_cap_mb
         self.max_cap_mb = max_cap_mb
         self.seed = seed
-        # The order of attributes is that in which plans found before name their planner's options.
+        # Found plans are kept under a key that lists the options in this order of assignments.
         super().__init__(bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=first_bucket_cap_mb)
 
     @override

@@ -134,7 +134,7 @@ def fitted_line(sizes: Sequence[int], values: Sequence[float]) -> Linear:
 class _Probe:
     """Measures the exchange of one bucket on this rank, without communication. Local.
 
-    The exchange is the one of training. Only its collectives are replaced, by `_Nobody`.
+    The exchange is the one of training. Only its collectives are replaced, by `_SilentCollectives`.
 
     Args:
         pipeline: Training whose options and device are used.
@@ -157,12 +157,12 @@ class _Probe:
         role_of = partial(options.role_of, plan)
         flat = allocate(plan, parameters, role_of, rank, lambda _: 0, keeps_gradients=True)
         self._bucket = flat.buckets[0]
-        self._nobody = _Nobody(collectives)
-        nobody = cast(Collectives, self._nobody)
+        self._silent = _SilentCollectives(collectives)
+        silent = cast(Collectives, self._silent)
         # `Fp32` is measured as a bucket that a plan leaves uncompressed: the training's codec still
         # keeps the memory that belongs to the bucket.
         left = (0,) if codec.is_identity else ()
-        traffic = Traffic(nobody, 0, flat, options.is_of_gradients, left)
+        traffic = Traffic(silent, 0, flat, options.is_of_gradients, left)
         self._exchange = new_exchange(options, [None], traffic)
 
     def times_s(self) -> list[float]:
@@ -188,20 +188,20 @@ class _Probe:
 
         bucket.gradients.copy_(self._noise)
         work = timed(partial(exchange.launch_reduce, bucket))
-        self._nobody.deliver()
+        self._silent.deliver()
         timed(work.wait)
         # A stand-in for the optimizer step: if differences of parameters are sent, they are not 0.
         bucket.shard.add_(bucket.mean, alpha=1e-3)
         launch = timed(partial(exchange.prepare_gather, bucket))
         work = launch()
-        self._nobody.deliver()
+        self._silent.deliver()
         timed(work.wait)
         exchange.commit()
         moments = [clock.seconds(mark) for mark in marks]
         return [end - begin for begin, end in zip(moments[::2], moments[1::2], strict=True)]
 
 
-class _Nobody:
+class _SilentCollectives:
     """Stand-in for `Collectives` that sends nothing.
 
     `deliver` copies what this rank would have sent into the receive buffers of all ranks' messages.
