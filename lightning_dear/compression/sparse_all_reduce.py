@@ -31,8 +31,8 @@ FEWEST_PER_RANK = 4
 
 NUDGE, MOST_NUDGES = 1.02, 20
 NUDGED_BELOW, NUDGED_ABOVE = 3 / 4, 5 / 4
-"""`Gaussiank` multiplies or divides a threshold by NUDGE, at most MOST_NUDGES times, until the number
-of values above the threshold is between NUDGED_BELOW x k and NUDGED_ABOVE x k."""
+"""`Gaussiank` multiplies or divides a threshold by NUDGE until the number of values above it is
+between NUDGED_BELOW x k and NUDGED_ABOVE x k, but at most MOST_NUDGES times."""
 
 Found = tuple[Tensor, Tensor]
 """(places, values): [n] int64 places, and the [n] fp32 values in these places."""
@@ -305,8 +305,8 @@ class GTopk(ByThreshold):
 
 
 MODES = ("exact", "static")
-"""Values of `OkTopk.mode`. "exact": messages are as long as their content. "static": messages have a
-fixed length."""
+"""Values of `OkTopk.mode`. "exact": messages are as long as their content. "static": messages have
+a fixed length."""
 
 NUM_FIRST_STEPS = 64
 """Number of sparse steps at the beginning of training in which `OkTopk` makes new regions in every
@@ -341,7 +341,7 @@ class OkTopk(ByThreshold):
     keeps the bound above.
 
     Mode "static" is for NCCL: messages are always as long as the caps allow, so that no host waits
-    for lengths. There are no thresholds: each rank takes its k largest values (of equal values any),
+    for lengths. There are no thresholds: each rank takes its k largest values, of equal ones any,
     and each owner keeps its k / P largest sums. If large sums are unevenly spread over regions,
     fewer than k sums are sent, and the rest stays in the residuals. A rank sends at most
     2 (message_cap + 1) k (P - 1) / P words a step, which is 5 k (P - 1) / P with the default cap.
