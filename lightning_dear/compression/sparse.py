@@ -102,9 +102,9 @@ class DGC(TopK):
     Messages are those of `TopK`. On each rank a `Velocity` replaces plain error feedback. With g
     the gradient, u = momentum u + g and v = v + u (section 3.2, momentum correction). v is encoded,
     and u and v become 0 where v was sent (section 3.3, momentum factor masking). An optimizer with
-    momentum is refused, and so is weight decay that the optimizer adds to gradients: it would have
-    to be part of u. Local gradient clipping (3.2) is left out. For warm-up (3.3) use a
-    `CompressionSchedule`.
+    momentum is refused. Weight decay that the optimizer adds to gradients is refused, too, unless
+    `momentum` is 0: it would have to be part of u. Local gradient clipping (3.2) is left out. For
+    warm-up (3.3) use a `CompressionSchedule`.
 
     In the gather half owners select the k largest elements of their shard of the mean, with plain
     error feedback, so that bytes do not grow with the number of ranks. (In the paper every rank
@@ -198,9 +198,10 @@ class RandomK(FewOfMany, Codec):
 
     A starting place is drawn at random in each stratum. The following ceil(numel / k) steps send
     the elements of the stratum one after the other from there, and go on at its beginning after its
-    end. Then another starting place is drawn. So each element is sent in one of ceil(numel / k)
-    steps, and waits for at most 2 ceil(numel / k) - 1 steps, however small it is. Both halves of a
-    step send elements at the same places, since at other places the mean has not changed.
+    end. Then another starting place is drawn. So each element is sent at least once in
+    ceil(numel / k) steps, and waits for at most 2 ceil(numel / k) - 1 steps, however small it is.
+    Both halves of a step send elements at the same places, since at other places the mean of what
+    arrived is 0.
 
     Rows with the same places may be added up. So a reduce-scatter sums encoded rows. Contractive:
     E|C(x) - x|^2 <= (1 - d) |x|^2 with d = 1 / ceil(numel / k).

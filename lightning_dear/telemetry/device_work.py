@@ -99,7 +99,7 @@ def _sleep(seconds: float) -> None:
 
 
 def device_work_s() -> float:
-    """Returns the seconds that the calling thread has spent in `device_work` so far, with sleeps."""
+    """Returns the seconds that the calling thread has spent in `device_work`, with sleeps."""
     return float(getattr(_of_thread, "total_s", 0.0))
 
 

@@ -104,7 +104,7 @@ class Instruments:
                 self.timeline.record("wait", reason, start, end)
 
     def begin_step(self) -> None:
-        """Marks the beginning of the optimizer step on a bucket. Does nothing without a timeline."""
+        """Marks the beginning of the optimizer step on a bucket, if a timeline is recorded."""
         self._step_began = None if self.timeline is None else self.clock.mark()
 
     def record_step(self, number: int) -> None:
