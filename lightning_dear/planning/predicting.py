@@ -122,9 +122,10 @@ class MergeCompHeuristicFusion(PredictingPlanner):
     """Makes a few groups of neighbours by MergeComp's own search. No bucket is left uncompressed.
 
     Meant for comparisons: with the default options, the predicted step of the plan of
-    `MergeCompFusion` is at most 0.2 % longer, and with a compressor not longer. Training begins with the buckets of `ThresholdFusion`. Once times have
-    been measured, the plan is made, and used without measuring it against other plans. No tensor is
-    cut. Each family is planned separately, as if no other family used the link.
+    `MergeCompFusion` is at most 0.2 % longer, and with a compressor not longer. Training
+    begins with the buckets of `ThresholdFusion`. Once times have been measured, the plan is made,
+    and used without measuring it against other plans. No tensor is cut. Each family is planned
+    separately, as if no other family used the link.
 
     Args:
         max_groups: Most groups of a family. Each group beyond two multiplies the time to plan by

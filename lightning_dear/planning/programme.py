@@ -16,9 +16,10 @@ all-gather, d to decode it (and to step it, if every rank steps whole buckets). 
     f_y = max(f_(y-1), ready_y + E_y) + r          the link is free after its reduce-scatter
     h_y = max(h_(y-1), f_y) + s                    it is summed, if backward ended long before
     D_y = D_(y-1) + d                              decodings of it and of what forward reads later
-    l_y = max(l_(y-1), D_y - use_y) + g            by how much its gather, if it begins at time 0,
-                                                   makes forward end later
-    c_y = max(c_(y-1), l_y) + p                    the same, if its step begins at time 0
+    l_y = max(l_(y-1), D_y - use_y) + g            if its gather begins at t, forward ends not
+                                                   before t + l_y + forward
+    c_y = max(c_(y-1), l_y) + p                    if its step begins at t, forward ends not
+                                                   before t + c_y + forward
 
     step = max(backward + sum e + sum s, h_N) + max(sum p + sum d, c_N) + forward
 
