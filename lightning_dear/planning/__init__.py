@@ -1,7 +1,8 @@
 """Planners, which decide which tensors share a bucket.
 
-They decide by the sizes of tensors, and some of them by measured times. A planner returns a `BucketPlan`. Planning is pure: it touches no tensors and communicates with no
-other process. (`FixedPlan` reads a file.)
+They decide by the sizes of tensors, and some of them by measured times. A planner returns a
+`BucketPlan`. Planning is pure: it touches no tensors and communicates with no other process. (But
+`FixedPlan` may read a file.)
 """
 
 from typing import Any

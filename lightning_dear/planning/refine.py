@@ -40,8 +40,8 @@ def choose_early(plan: BucketPlan, tensors: Specs, times: ModelTimes, link: Link
     """Returns `plan` with `early` set: buckets to gather while the link would be idle in backward.
 
     First, a list of buckets is made by going through the reduce-scatters of the predicted backward;
-    see `fitting`. Of all beginnings of the list that are tried, the shortest is kept whose predicted
-    step is at most 0.1 % longer than with the best beginning. So `early` becomes empty if early
+    see `fitting`. Of all beginnings of the list that are tried, the shortest is kept with which the
+    predicted step is at most 0.1 % longer than with the best one. So `early` becomes empty if early
     gathers gain no more than that, or if `times` do not allow them. Pure.
 
     Args:
@@ -60,7 +60,7 @@ def choose_early(plan: BucketPlan, tensors: Specs, times: ModelTimes, link: Link
 
 
 def _beginnings(numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns at most `_MAX_TRIALS` beginnings of `numbers`, shortest first; the last is all of it."""
+    """Returns at most `_MAX_TRIALS` beginnings of `numbers`, shortest first; the last is all."""
     size = -(-len(numbers) // _MAX_TRIALS) or 1
     return [tuple(numbers[:count]) for count in (*range(size, len(numbers), size), len(numbers))]
 
