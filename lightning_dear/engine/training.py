@@ -20,7 +20,8 @@ from lightning_dear.planning import FusionPlanner
 from lightning_dear.telemetry.statistics import Instruments
 
 REFUSALS = "_lightning_dear_refusals"
-"""Attribute of an optimizer whose training has ended: its step hooks, which raise and say so."""
+"""Name of an attribute that optimizers get when their training has ended under Fabric: the handles
+of step hooks, which refuse further steps."""
 
 
 @dataclass(eq=False)
