@@ -74,10 +74,10 @@ class ModuleTree:
             yield from chain(module.children(), module.parameters(recurse=False))
 
     def buffers(self) -> Sequence[list[Tensor]]:
-        """Returns the module's buffers without ignored ones (`ignored_names`), a list for each dtype.
+        """Returns the module's buffers, one list for each dtype, without `ignored_names`. Local.
 
-        Buffers that were replaced in a module since the last call are found. Modules that were put
-        into the tree since the last `look` may be missing. Local.
+        Buffers that were replaced in a module since the last call are found. Buffers of modules
+        that were put into the tree since the last `look` may be missing.
         """
         dicts = map(itemgetter(private_names.BUFFERS.name), self._dicts)
         own = chain.from_iterable(map(dict.values, dicts))
