@@ -47,7 +47,7 @@ class ParameterGatherer:
 
     `complete` is a local wait. It launches no collective, so any rank may call it alone at any
     time. Between `begin_step` and `end_step` only the stepping thread completes buckets. Other
-    threads that read parameters then wait for the end of the step.
+    threads that call `complete` then wait for the end of the step.
 
     Args:
         module: Module whose parameters are gathered. Mutated: it gets gates and forward pre-hooks.

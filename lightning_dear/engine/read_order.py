@@ -80,7 +80,7 @@ class ForwardRecorder:
         stack.callback(all_modules.register_module_forward_pre_hook(self._enter).remove)
         leaving = all_modules.register_module_forward_hook(self._leave, always_call=True)
         stack.callback(leaving.remove)
-        stack.enter_context(ReadMode(self._note_read))
+        stack.enter_context(ReadMode(self._record_read))
         return stack
 
     def note_gradient(self, index: int) -> None:
@@ -112,7 +112,8 @@ class ForwardRecorder:
         if self._running and self._running[-1] is module:
             self._running.pop()
 
-    def _note_read(self, value: Any) -> None:
+    def _record_read(self, value: Any) -> None:
+        """Records a read of `value`, if it is one of the parameters."""
         index = self._index.get(id(value))
         if index is None:
             return

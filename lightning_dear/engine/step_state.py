@@ -46,7 +46,7 @@ class StepState(Enum):
     REDUCED = "the shards hold the mean gradient, unchanged; `.grad` is None"
     CHANGED = "the shards hold the mean gradient, clipped or otherwise changed; `.grad` is None"
     EXPOSED = "`.grad` holds the whole mean gradient; the step will use it with all changes to it"
-    STEPPING = "the optimizer steps bucket by bucket; other threads' reads of parameters wait"
+    STEPPING = "the optimizer steps bucket by bucket; forwards in other threads wait for the end"
     ENDED = "`detach` was called; a further backward or reduction of this pipeline raises"
 
 
