@@ -267,7 +267,7 @@ class BucketRound:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a bucket was launched since `begin_step`."""
+        """Whether a bucket was launched in this round, or buckets hold means of this step."""
         return self.has_means or bool(self.launched)
 
     def release(self) -> None:
@@ -441,10 +441,11 @@ class BucketRound:
         if any(flag != USED for flag in says):
             flags[: len(says)] = torch.tensor(says, dtype=torch.uint8)
         self._notes.write(flags[len(says) : end])
-        # Blocks until the sums of this host are encoded, if there are two hops.
+        # With two hops, blocks until the sums of this host are encoded: only then inf is found.
         found = self._exchange.take_found_inf()
         if self._collectives.world.size == 1:
-            # Not copied to `flags`, which may be on another device: the host would wait for it.
+            # No other rank needs it. To copy it to `flags`, which may be on another device, would
+            # make the host wait.
             return flags, torch.as_tensor(found)
         flags[end] = found
         return flags, flags[end]

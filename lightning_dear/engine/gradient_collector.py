@@ -145,7 +145,8 @@ class GradientCollector:
             )
         if home is not None:
             parameter.grad = None
-            # Other code that refers to the gradient could change it before the bucket is full.
+            # A gradient that other code refers to is copied at once: that code could change it
+            # before the bucket is full.
             is_ours = not gradient.requires_grad and getrefcount(gradient) <= _OF_A_LOCAL
             if not is_first:
                 self._copy_held(placement.buckets[0])
@@ -173,7 +174,8 @@ class GradientCollector:
         scale = self._round.weight.scale
         self._collectives.streams.follow(self._round.written_on)
         homes, gradients = map(list, zip(*held, strict=True))
-        # Both ways give the same bits. `_foreach_mul_` would not: on a CPU it rounds the factor.
+        # Both branches give the same bits as `torch.mul`. The in-place `_foreach_mul_` would not:
+        # on a CPU it rounds the factor.
         if len(held) == self._num_tensors[number]:
             torch._foreach_copy_(homes, gradients)
             self._buckets[number].gradients.mul_(scale)

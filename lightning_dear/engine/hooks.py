@@ -40,7 +40,8 @@ class GradientHooks:
     def __init__(self, parameters: Sequence[Parameter], on_gradient: OnGradient) -> None:
         self._parameters: Sequence[Any] = parameters
         frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-        # Held here, since a parameter does not hold its node, and the node holds the hook.
+        # Nodes are held here, since a parameter does not keep its node alive. A node that is freed
+        # would take the hook with it.
         self._nodes = [get_gradient_edge(one.requires_grad_()).node for one in parameters]
         for parameter in frozen:
             parameter.requires_grad_(False)

@@ -137,7 +137,7 @@ class MeanGradient:
         Without buckets `.grad` is left as it is.
 
         Raises:
-            RuntimeError: If this backward has stepped early buckets; also what `reduce` raises.
+            RuntimeError: If this backward steps early buckets; also what `reduce` raises.
         """
         if self.progress.state is StepState.EXPOSED:
             return
@@ -156,7 +156,7 @@ class MeanGradient:
             mutates: Whether the caller changes these gradients. If so, the state becomes CHANGED.
 
         Raises:
-            RuntimeError: If `mutates` and this backward has stepped early buckets.
+            RuntimeError: If `mutates` and this backward steps early buckets.
         """
         if mutates:
             self._refuse_changes()

@@ -189,7 +189,8 @@ class ParameterGatherer:
         self._unexpected.pop(number, None)
         work = self._exchange.launch_gather(bucket)
         if not work.is_done:
-            # An early bucket becomes pending when the step ends: backward reads its old values.
+            # An early bucket becomes pending only when the step ends: until then backward reads its
+            # old values, and must not wait.
             (self._staged if bucket.role.is_staged else self.pending)[number] = work
         self._expect_next(1)
 

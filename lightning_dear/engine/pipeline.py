@@ -64,7 +64,8 @@ class Pipeline:
 
     Args:
         module: The module. Mutated: its parameters get gradient hooks. From the first step on they
-            are views of flat buffers, and its modules get gates and forward pre-hooks.
+            are views of flat buffers, and its modules get gates and forward pre-hooks. At world
+            size 1 without a compressor there are only flat buffers.
         optimizers: Optimizers of parameters of `module`; no parameter may be in two of them. Where
             shards are stepped they must be element-wise. With `gather="gradients"` it is enough
             that they treat each tensor on its own. Mutated: they get step hooks, and another
@@ -364,8 +365,8 @@ class Pipeline:
         is local. An all-gather that fails then gives a warning: an error would hide the exception
         because of which `abandon` was called.
 
-        State of shards stays in this object, for `optimizer_state_dict`. With `gather="gradients"`
-        the whole state is in `optimizer.state`, on every rank. Idempotent.
+        State of shards stays in `parts`, for `OptimizerPipeline.optimizer_state_dict`. With
+        `gather="gradients"` the whole state is in `optimizer.state`, on every rank. Idempotent.
         """
         self._strangers.remove()
         if all(part.progress.state is StepState.ENDED for part in self.parts):

@@ -124,7 +124,7 @@ class PlanLifecycle:
             self.trained.watch(self._on_gradient)
 
     def start(self) -> ActivePlan:
-        """Makes the first plan from the recorded step, and puts it to work. Collective, blocks."""
+        """Makes a plan from the recorded step, and what the plan needs. Collective, blocks."""
         training, collectives = self._training, self._training.collectives
         self.recording = Recording.agreed(self.trained, collectives, training.options)
         tensors = self.recording.tensors
@@ -281,7 +281,7 @@ class PlanLifecycle:
         """
         check_replaces(compressor, self._training.options.compressor)
         if not compressor.is_identity and compressor != self.compressor:
-            # For its checks: it raises if the constructor refuses these options.
+            # Only for the constructor's checks, which raise if these options do not fit together.
             _ = replace(self._training.options, compressor=compressor)
         self.compressor = compressor
         if self.active is not None:
@@ -323,7 +323,7 @@ class PlanLifecycle:
         return self._tell_of_masters(self._stepper.adopt_state())
 
     def _tell_of_masters(self, adopted: AdoptedState) -> bool:
-        """Warns on rank 0 if masters were dropped; returns whether masters were adopted."""
+        """Warns on rank 0 if dropped masters differ from weights. Returns `brings_masters`."""
         if adopted.loses_masters and self._training.world.rank == 0:
             warnings.warn(
                 f"The masters in a checkpoint ('{MASTER_KEY}') are dropped where they differ from"

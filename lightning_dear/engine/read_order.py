@@ -162,9 +162,9 @@ class ReadMode(TorchFunctionMode):
 
 
 def has_compiled_region(module: Module) -> bool:
-    """Whether `torch.compile` was applied to the module, or to a submodule or its methods.
+    """Whether `torch.compile` was applied to the module or to one of its submodules.
 
-    Functions that were compiled outside the module are not found.
+    Compiled functions and methods are not found.
     """
     return any(
         private_names.COMPILED_CALL.of(part) is not None

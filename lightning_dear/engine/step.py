@@ -461,7 +461,7 @@ class OptimizerPipeline:
         self.plans.inherit([other.plans for other in own])
 
     def sync_replicas(self) -> None:
-        """See `DearStrategy.sync_replicas`. Collective, blocks."""
+        """See `ActivePlan.sync_replicas`. Without a plan it does nothing. Collective, blocks."""
         self.prepare_state("sync_replicas")
         if self.plans.active is not None:
             self.plans.active.sync_replicas()

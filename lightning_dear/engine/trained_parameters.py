@@ -204,7 +204,7 @@ def why_untrainable(module: Module, optimizer: Optimizer, world_size: int) -> st
     """Why training the optimizer's parameters would give other results than under torch. Local.
 
     None means that there is no such reason: no parameter stands twice in the groups, shares its
-    memory with another tensor, or is one of `ignored_names`.
+    memory with another tensor, or (with several ranks) is one of `ignored_names`.
     """
     kind, managed = type(optimizer).__name__, dict(managed_parameters(module, optimizer))
     held = Counter(id(one) for group in optimizer.param_groups for one in group["params"])
@@ -342,7 +342,7 @@ def _how(options: ExchangeOptions, collectives: Collectives) -> str:
 
 
 def _describe(module: Module, optimizer: Optimizer) -> Described:
-    """Name and layout of each trained parameter."""
+    """Name and layout of each trained parameter, to be compared between ranks."""
     group_of = {
         id(parameter): number
         for number, group in enumerate(optimizer.param_groups)

@@ -102,7 +102,7 @@ class Training:
                 self.broadcast.wait()
 
     def refuse_stranger(self, optimizer: Optimizer) -> None:
-        """Refuses a step of another training's optimizer on parameters of this training's module.
+        """Refuses a step of an unknown optimizer that holds parameters of this training's module.
 
         Called before every step of any optimizer in the process. Does nothing if gradients pass
         through no buckets, or if `fabric.setup` has ended the optimizer's training (`REFUSALS`).
@@ -110,10 +110,11 @@ class Training:
         Raises:
             RuntimeError: If `optimizer` is not in `optimizers` and holds any of `parameters`.
         """
-        # A twin that makes a part of a step shares its optimizer's state, see `DeferredStep`.
+        # Compared by state: with gathered gradients buckets are stepped by copies of an optimizer,
+        # which share its state (see `DeferredStep`).
         is_ours = any(optimizer.state is one.state for one in self.optimizers)
         is_known = is_ours or REFUSALS in vars(optimizer)
-        # Without buckets `.grad` holds the gradient that any optimizer expects.
+        # Without buckets `.grad` holds the gradient as under plain torch, for any optimizer.
         if is_known or not self.uses_buckets:
             return
         groups = optimizer.param_groups
