@@ -141,7 +141,11 @@ class Notes:
         return sum(note.num_bytes for note in self._notes)
 
     def write(self, room: Tensor) -> None:
-        """Asks each note for this rank's bytes, and writes them into `room`, [num_bytes] uint8."""
+        """Asks each note that sends bytes for this rank's, and writes them into `room`.
+
+        Args:
+            room: Overwritten, [num_bytes] uint8.
+        """
         parts = torch.split(room, [note.num_bytes for note in self._notes])
         for note, part in zip(self._notes, parts, strict=True):
             if note.num_bytes:
@@ -335,7 +339,10 @@ class BucketRound:
     # --- how far a bucket is --------------------------------------------------------------------
 
     def has_launched(self, number: int) -> bool:
-        """Whether bucket `number` was launched in this round. Its gradients must not be written."""
+        """Whether bucket `number` was launched in this round.
+
+        From then on until `finish` its gradients must not be written.
+        """
         return number in self.launched
 
     def is_on_host(self, number: int) -> bool:
@@ -453,7 +460,7 @@ class BucketRound:
     def _hear(
         self, says: Sequence[int], absent: dict[int, int], flags: Tensor, found: Tensor
     ) -> Sequence[int]:
-        """Passes the maxima in `flags` on to notes and exchange, and refuses split votes.
+        """Passes the maxima in `flags` on to notes and exchange; see also `_refuse_votes`.
 
         Returns:
             For each parameter the maximum of its flag over ranks.

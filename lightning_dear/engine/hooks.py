@@ -125,13 +125,13 @@ class StepHooks:
 
     @property
     def are_in_front(self) -> bool:
-        """Whether other code has pre-hooks: of this optimizer, or of all optimizers."""
+        """Whether other code has pre-hooks of `step`: of this optimizer, or of all optimizers."""
         ours = 1 + sum(getattr(hook, "func", None) is _call for hook in self._lists[0].values())
         return len(self._lists[0]) + len(self._lists[1]) > ours
 
     @property
     def are_behind(self) -> bool:
-        """Whether other code has post-hooks: of this optimizer, or of all optimizers."""
+        """Whether other code has post-hooks of `step`: of this optimizer, or of all optimizers."""
         return len(self._lists[2]) + len(self._lists[3]) > 1
 
     def remove(self) -> None:

@@ -308,7 +308,7 @@ class PlanLifecycle:
             # weights win: once more compare weights with masters.
             self.active.flat.adopt_writes(but)
         if self._training.options.encodes_differences:
-            # Masters still in `optimizer.state` were loaded for parameters that are in no plan.
+            # Masters still in `optimizer.state` are of parameters in no plan, and are dropped.
             self._tell_of_masters(AdoptedState(False, drop_masters(self._stepper.optimizer)))
 
     def adopt_state(self) -> bool:

@@ -65,7 +65,7 @@ class OptimizerPipeline:
         self.sending = SendTime.IN_BACKWARD
         self.progress = StepProgress(partial(getattr, training, "uses_buckets"))
         self._backward = Backward.NONE
-        # Early buckets that the present backward is to step, but has not stepped yet.
+        # Numbers of early buckets that the present backward is to step, but has not stepped yet.
         self._early: list[int] = []
         self._hooks = self._hook_into(optimizer)
         self._zero_grad = optimizer.zero_grad

@@ -295,7 +295,8 @@ def _first_problem(
 
     Local. The arguments are those of `check_layout`.
     """
-    # All parameters, since those that are frozen now may be trained later.
+    # All parameters: a compressor's group may name parameters that are frozen now, and trained
+    # later.
     named = [(name, one.ndim) for name, one in module.named_parameters()]
     problems = (
         *(_local_problem(module, one, options) for one in unknown),
