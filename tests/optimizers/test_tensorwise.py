@@ -90,8 +90,8 @@ def test_a_stranger_with_a_small_rate_passes_within_a_short_default_dtype() -> N
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (GlobalNorm, "becomes another one if it is stepped by itself"),
-        (CountsInState, "becomes another one if it is stepped by itself"),
+        (GlobalNorm, "gets other values if it is stepped by itself"),
+        (CountsInState, "gets other values if it is stepped by itself"),
         (NeedsGradients, r"must skip parameters whose \.grad is None"),
         (torch.optim.LBFGS, "LBFGS does not allow that"),
     ],
