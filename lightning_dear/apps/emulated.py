@@ -7,19 +7,13 @@ from inspect import signature
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from lightning_dear import emulation
 from lightning_dear.apps import job
-from lightning_dear.emulation import (
-    AS_OWN_ROOT,
-    EmulatedCluster,
-    EmulationUnavailable,
-    run_on_cluster,
-    why_unavailable,
-)
 from lightning_dear.emulation.launch import HOST_VARIABLE
 from lightning_dear.strategy.launchers import job_arguments
 from lightning_dear.studies.interrupts import INTERRUPTS
 
-OPTIONS = tuple(signature(EmulatedCluster).parameters)
+OPTIONS = tuple(signature(emulation.EmulatedCluster).parameters)
 """What conf/cluster/emulated.yaml says of the hosts and their links."""
 
 
@@ -52,27 +46,34 @@ def restart_on_cluster(cfg: DictConfig, module: str) -> bool:
             " or sweep on cluster=local."
         )
     try:
-        if reason := why_unavailable(as_own_root=True):
-            raise EmulationUnavailable(reason)
+        if reason := emulation.why_unavailable(as_own_root=True):
+            raise emulation.EmulationUnavailable(reason)
         code = _run(cfg, module) if os.geteuid() == 0 else _run_as_own_root(module)
     except KeyboardInterrupt as interrupt:
         code = next(iter(interrupt.args), 130)
-    except EmulationUnavailable as error:
-        raise EmulationUnavailable(f"{error}. Without emulated hosts: cluster=local") from None
+    except emulation.EmulationUnavailable as error:
+        raise emulation.EmulationUnavailable(
+            f"{error}. Without emulated hosts: cluster=local"
+        ) from None
     if code:
         raise SystemExit(code)
     return True
 
 
 def _run(cfg: DictConfig, module: str) -> int:
-    node = cfg.cluster
-    hosts = EmulatedCluster(**{name: node[name] for name in OPTIONS})
+    node, config = cfg.cluster, HydraConfig.get()
+    arguments = job_arguments(config, 0)
+    # A log file for each rank, by a name that each rank resolves for itself.
+    arguments.append(f"hydra.job.name='{config.job.name}_rank${{oc.env:RANK}}'")
+    if node.beta_s_per_byte is None and node.rate_mbit is not None:
+        arguments.append(f"cluster.beta_s_per_byte={8e-6 / node.rate_mbit:.6g}")
+    hosts = emulation.EmulatedCluster(**{name: node[name] for name in OPTIONS})
     with INTERRUPTS.raised(), hosts as cluster:
-        return run_on_cluster(
+        return emulation.run_on_cluster(
             cluster,
-            [sys.executable, "-m", module, *_arguments(cfg)],
+            [sys.executable, "-m", module, *arguments],
             ranks_per_host=node.ranks_per_host,
-            cwd=HydraConfig.get().runtime.cwd,
+            cwd=config.runtime.cwd,
         )
 
 
@@ -81,16 +82,6 @@ def _run_as_own_root(module: str) -> int:
     config = HydraConfig.get()
     argv = [sys.executable, "-m", module, *job_arguments(config, 0)]
     # Whoever kills this process ends that one.
-    command = [*AS_OWN_ROOT, "setpriv", "--pdeathsig", "TERM", *argv]
+    command = [*emulation.AS_OWN_ROOT, "setpriv", "--pdeathsig", "TERM", *argv]
     # Interrupted, it ends its ranks, and says how far it came.
     return job.run_child(command, cwd=config.runtime.cwd)
-
-
-def _arguments(cfg: DictConfig) -> list[str]:
-    config = HydraConfig.get()
-    arguments = job_arguments(config, 0)
-    # A log file for each rank, by a name that each rank resolves for itself.
-    arguments.append(f"hydra.job.name='{config.job.name}_rank${{oc.env:RANK}}'")
-    if cfg.cluster.beta_s_per_byte is None and cfg.cluster.rate_mbit is not None:
-        arguments.append(f"cluster.beta_s_per_byte={8e-6 / cfg.cluster.rate_mbit:.6g}")
-    return arguments

@@ -4,8 +4,6 @@ A program's groups, such as model and strategy, are checked by whoever builds fr
 stand in `conf/`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys
@@ -222,8 +220,7 @@ def _resolved(cfg: DictConfig, name: str) -> Any:
     try:
         return OmegaConf.to_container(value, resolve=True)
     except InterpolationResolutionError:
-        text = OmegaConf.to_yaml(value).replace("${", "$ {")
-        return OmegaConf.create(text)
+        return OmegaConf.create(OmegaConf.to_yaml(value).replace("${", "$ {"))
 
 
 class Check(Callback):

@@ -1,7 +1,5 @@
 """Changes what encodes gradients as training goes on."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import pairwise

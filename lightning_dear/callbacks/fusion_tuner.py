@@ -1,7 +1,5 @@
 """Finds the plan of `fusion="auto"` and its like while training goes on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer

@@ -12,19 +12,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear.callbacks.compression_schedule import CompressionSchedule
-from lightning_dear.callbacks.fusion_tuner import FusionTuner
-from lightning_dear.callbacks.monitor import DearMonitor
-from lightning_dear.callbacks.timeline import TimelineCallback
+from lightning_dear.callbacks import compression_schedule, fusion_tuner, monitor, timeline
 
 _AFTER_BACKWARD = ("on_after_backward",)
 _BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
 
 _NON_READERS: set[type[Callback]] = {
-    CompressionSchedule,
-    DearMonitor,
-    FusionTuner,
-    TimelineCallback,
+    compression_schedule.CompressionSchedule,
+    monitor.DearMonitor,
+    fusion_tuner.FusionTuner,
+    timeline.TimelineCallback,
     lightning_callbacks.DeviceStatsMonitor,
     lightning_callbacks.LearningRateMonitor,
     lightning_callbacks.ModelCheckpoint,
@@ -37,21 +34,13 @@ _NON_READERS: set[type[Callback]] = {
 not at all. Waiting before every callback would undo the overlap: progress bars have such hooks."""
 
 
-def _completing(hook: str) -> Callable[..., None]:
-    """That hook of a `CompletionGuard`, where it waits whoever is behind it."""
-
-    def complete(guard: CompletionGuard, *_: Any) -> None:
-        guard.complete(hook)
-
-    return complete
-
-
-def _completing_for_readers(hook: str) -> Callable[..., None]:
-    """That hook of a `CompletionGuard`, where it waits if anybody behind it may read weights."""
+def _completing(hook: str, *, for_readers: bool = False) -> Callable[..., None]:
+    """That hook of a `CompletionGuard`: waits always, or if a hook behind it may read weights."""
 
     def complete(guard: CompletionGuard, trainer: Any, module: LightningModule, *_: Any) -> None:
-        reader = guard.reader_of(hook, trainer.callbacks, module)
-        if reader is not None:
+        if not for_readers:
+            guard.complete(hook)
+        elif reader := guard.reader_of(hook, trainer.callbacks, module):
             guard.complete(f"{reader}.{hook}")
 
     return complete
@@ -100,8 +89,8 @@ class CompletionGuard(Callback):
             self._readers[key] = next(readers, None)
         return self._readers[key]
 
-    on_train_batch_start = _completing_for_readers("on_train_batch_start")
-    on_train_batch_end = _completing_for_readers("on_train_batch_end")
+    on_train_batch_start = _completing("on_train_batch_start", for_readers=True)
+    on_train_batch_end = _completing("on_train_batch_end", for_readers=True)
     on_train_epoch_start = _completing("on_train_epoch_start")
     on_train_epoch_end = _completing("on_train_epoch_end")
     on_train_end = _completing("on_train_end")

@@ -1,7 +1,5 @@
 """Logs what a step cost: step time, exposed communication, bytes on the wire."""
 
-from __future__ import annotations
-
 import time
 from statistics import median
 from typing import Any
@@ -99,7 +97,5 @@ class DearMonitor(Callback):
 
     def summary(self) -> dict[str, float]:
         """Returns medians over the steps after the first few: `step_s`, `exposed_s`, ..."""
-        return {
-            name: median(values[_NUM_WARM_UP_STEPS:] or values)
-            for name, values in self._steps.items()
-        }
+        steps = self._steps.items()
+        return {name: median(values[_NUM_WARM_UP_STEPS:] or values) for name, values in steps}

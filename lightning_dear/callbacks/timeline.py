@@ -1,7 +1,5 @@
 """Records two real steps and draws what overlapped with what."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

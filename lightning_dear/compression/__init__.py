@@ -1,7 +1,5 @@
 """Finds compressors by name; they encode gradients on their way."""
 
-from __future__ import annotations
-
 from importlib.metadata import entry_points
 from inspect import signature
 

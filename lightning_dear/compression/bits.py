@@ -5,8 +5,6 @@ and another, with a mask, scatters them again. Element 0 is the lowest bits of b
 overflow; what matters is modulo 2^64 (2^32 for pairs), as integers of torch wrap.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

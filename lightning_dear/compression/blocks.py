@@ -1,7 +1,5 @@
 """How codecs go through long rows: in tiles that a cache holds, in blocks that share statistics."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from typing import ClassVar

@@ -4,8 +4,6 @@ An exchange cuts a bucket into one row for each rank, or host, and sends each ro
 codec knows nothing of that, nor of what was lost before. To write one, see docs/write-a-codec.md.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -103,6 +101,7 @@ class Compressor(ABC):
     has_density: ClassVar[bool] = False
     overflows: ClassVar[str] = ""
     randomness: ClassVar[Randomness] = "none"
+    lag: ClassVar[Lag] = "unbounded"
 
     error_feedback: bool | None = None
 
@@ -173,11 +172,6 @@ class Compressor(ABC):
     def halves(self) -> str:
         """See the class."""
         return "both"
-
-    @property
-    def lag(self) -> Lag:
-        """See the class."""
-        return "unbounded"
 
     def at_density(self, density: float) -> Self:
         """Returns the same with another density in (0, 1]; itself where it has none."""

@@ -9,8 +9,6 @@ beside the codec.
 Gradients may come multiplied by a loss scale; what is kept is not, so that a scale may change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

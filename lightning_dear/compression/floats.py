@@ -1,7 +1,5 @@
 """Narrower floats: half the bytes, and errors that only the smallest numbers see."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

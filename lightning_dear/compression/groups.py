@@ -1,7 +1,5 @@
 """Other codecs for some tensors, such as none for norms and biases."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 

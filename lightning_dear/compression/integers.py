@@ -4,8 +4,6 @@ How coarse the grid is depends on the largest element of a block, not of a bucke
 tensors into buckets does not cost accuracy.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Low rank: two thin matrices travel instead of each weight's gradient (PowerSGD)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -6,8 +6,6 @@ is dropped in the order of the places, and slots that are left stay empty. Of a 
 k are sent, and the threshold is used again from step to step.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from typing import Any

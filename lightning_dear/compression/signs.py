@@ -4,8 +4,6 @@ Every bit is 1 where x < 0, so that zero, of either sign, counts as positive. Sc
 blocks, not to buckets: merging tensors of different scale then costs no accuracy.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """A few numbers of each row travel as they are, and the others count as zeros."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -202,8 +200,7 @@ class RandomK(FewOfMany, Codec):
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
         k = self.entries(rows.shape[1])
-        places = _draw(rows, k, generator)
-        field(wire, torch.float32, 0, k).copy_(rows.index_select(1, places))
+        field(wire, torch.float32, 0, k).copy_(rows.index_select(1, _draw(rows, k, generator)))
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:

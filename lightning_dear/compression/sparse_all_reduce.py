@@ -4,8 +4,6 @@ No codecs of rows: how many numbers travel to whom depends on the numbers. Their
 in `exchange/sparse/`.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -17,14 +15,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dear.compression import selectors
 from lightning_dear.compression.codec import FewOfMany, Kind, Setting
-from lightning_dear.compression.selectors import (
-    MOST,
-    LocalThreshold,
-    all_above,
-    largest,
-    true_places,
-)
+from lightning_dear.compression.selectors import LocalThreshold
 
 FEWEST_PER_RANK = 4
 """A bucket of which fewer numbers than this many for each rank would travel goes as it is."""
@@ -62,11 +55,9 @@ class SparseAllReduce(FewOfMany):
 
     @override
     def check_with(self, setting: Setting) -> None:
-        largest = (
-            "sends the mean gradient's largest elements, and gather='parameters' has no use for"
-            " these"
-        )
-        self._check_gathers_gradients(setting, largest)
+        sends = "sends the mean gradient's largest elements"
+        no_use = "gather='parameters' has no use for these"
+        self._check_gathers_gradients(setting, f"{sends}, and {no_use}")
         if not setting.decouple and not self.all_reduces:
             raise ValueError(
                 f"decouple=False gathers nothing after the step, and {self.name} gathers what"
@@ -185,11 +176,11 @@ class Gaussiank(SparseAllReduce):
         deviation = torch.linalg.vector_norm(distances) / math.sqrt(max(1, len(waiting) - 1))
         floor = float(deviation) * NormalDist().inv_cdf(1 - self.density / 2)
         # So that what is nan, or has a mean that is, is selected, and found.
-        places = all_above(distances, _nudged(distances, floor, k))
+        places = selectors.all_above(distances, _nudged(distances, floor, k))
         if not len(places):
-            places = largest(waiting, k)
+            places = selectors.largest(waiting, k)
         found = waiting.index_select(0, places)
-        kept = true_places(found != 0)
+        kept = selectors.true_places(found != 0)
         return places.index_select(0, kept), found.index_select(0, kept)
 
 
@@ -358,7 +349,7 @@ class OkTopk(ByThreshold):
     @override
     def caps(self, k: int, world_size: int) -> tuple[int, int, int | None]:
         # Beyond them numbers wait in the residual.
-        most = k if self.is_static else int(MOST * k)
+        most = k if self.is_static else int(selectors.MOST * k)
         most_sent = int(min(most, self.message_cap * k / world_size))
         if self.is_static:
             return most, most_sent, k // world_size

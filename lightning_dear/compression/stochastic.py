@@ -4,8 +4,6 @@ Random numbers are the multiples of 2^-24 in [0, 1): an average is off by up to 
 distance of the two levels that a number is rounded to, which is what fp32 itself rounds off.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar

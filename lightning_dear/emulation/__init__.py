@@ -4,8 +4,6 @@ Needs iproute2, and root: of this machine, or of namespaces of the user's own. I
 nor Lightning.
 """
 
-from __future__ import annotations
-
 from lightning_dear.emulation.cluster import EmulatedCluster, EmulatedHost, remove_stale_namespaces
 from lightning_dear.emulation.launch import emulated_rig, run_on_cluster
 from lightning_dear.emulation.shell import AS_OWN_ROOT, EmulationUnavailable, why_unavailable

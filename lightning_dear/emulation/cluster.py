@@ -179,10 +179,8 @@ class EmulatedCluster:
         switch = self._add_namespace(f"{prefix}-switch")
         _ip(switch, f"link add bridge mtu {self.mtu} type bridge")
         _ip(switch, "link set bridge up")
-        self.hosts = tuple(
-            self._add_host(index, f"{prefix}-host{index}", switch)
-            for index in range(self.num_hosts)
-        )
+        names = [f"{prefix}-host{index}" for index in range(self.num_hosts)]
+        self.hosts = tuple(self._add_host(index, name, switch) for index, name in enumerate(names))
 
     def _add_namespace(self, name: str) -> str:
         self._namespaces.append(name)
@@ -251,11 +249,9 @@ def remove_stale_namespaces() -> list[str]:
     Returns:
         Names of the removed namespaces.
     """
-    stale = []
-    for path in sorted(NAMESPACES.glob("dear-*")):
-        match = _NAME.fullmatch(path.name)
-        if match and not Path("/proc", match["pid"]).exists():
-            stale.append(path.name)
+    names = sorted(path.name for path in NAMESPACES.glob("dear-*"))
+    ours = filter(None, map(_NAME.fullmatch, names))
+    stale = [one.string for one in ours if not Path("/proc", one["pid"]).exists()]
     end_processes_in(stale)
     for name in stale:
         _delete_namespace(name)

@@ -1,7 +1,5 @@
 """Start one process per rank on the hosts of an emulated cluster, as torchrun does on real ones."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -10,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from tempfile import TemporaryFile
 from typing import IO
 
@@ -80,7 +79,8 @@ def run_on_cluster(
                 bound = ["setpriv", "--pdeathsig", "KILL", *argv]
                 command = cluster.hosts[rank // ranks_per_host].command(bound)
                 output = outputs.enter_context(TemporaryFile()) if rank else None
-                ranks.append(_Rank(rank, command, told, cwd, output))
+                process = _started(command, told, cwd, output)
+                ranks.append(_Rank(rank, process, output))
             code = _watch(ranks)
         except KeyboardInterrupt as interrupt:
             _interrupt(ranks, interrupt.args[0] - 128 if interrupt.args else signal.SIGINT)
@@ -94,44 +94,40 @@ def run_on_cluster(
     return code
 
 
+def _started(
+    command: Sequence[str], variables: Mapping[str, str], cwd: str | None, output: IO[bytes] | None
+) -> subprocess.Popen[bytes]:
+    # Ctrl-C reaches this process, which hands it on to each rank once: they have a session each.
+    env = {**os.environ, **variables}
+    return subprocess.Popen(
+        command, env=env, cwd=cwd, stdout=output, stderr=output, start_new_session=True
+    )
+
+
+@dataclass
 class _Rank:
     """A started process; what it writes goes to `output`, or is heard."""
 
-    def __init__(
-        self,
-        number: int,
-        command: Sequence[str],
-        variables: Mapping[str, str],
-        cwd: str | None,
-        output: IO[bytes] | None,
-    ) -> None:
-        self._number, self._output = number, output
-        self.process = subprocess.Popen(
-            command,
-            env={**os.environ, **variables},
-            cwd=cwd,
-            stdout=output,
-            stderr=output,
-            # Ctrl-C then reaches the process that starts the ranks, which hands it on to each once.
-            start_new_session=True,
-        )
+    number: int
+    process: subprocess.Popen[bytes]
+    output: IO[bytes] | None
 
     def ending(self) -> int:
         """Say how it failed; return the exit code for all."""
         code = self.process.returncode
         killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
         how = killed or f"exited with code {code}"
-        print(f"Rank {self._number} {how}: ending all ranks.", file=sys.stderr, flush=True)
+        print(f"Rank {self.number} {how}: ending all ranks.", file=sys.stderr, flush=True)
         return int(code if code > 0 else 128 - code)
 
     def print_tail(self) -> None:
         """Print how its output ends, if it failed and was not heard."""
-        if self._output is None or not self.process.returncode:
+        if self.output is None or not self.process.returncode:
             return
-        self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        text = self._output.read().decode(errors="replace")
+        self.output.seek(max(0, self.output.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        text = self.output.read().decode(errors="replace")
         for line in text.splitlines()[-_TAIL_LINES:]:
-            print(f"[rank {self._number}] {line}", file=sys.stderr, flush=True)
+            print(f"[rank {self.number}] {line}", file=sys.stderr, flush=True)
 
 
 def _variables(hosts: Sequence[EmulatedHost], rank: int, ranks_per_host: int) -> dict[str, str]:

@@ -1,7 +1,5 @@
 """Run `ip` and `tc`, and say in one sentence why they cannot do what was asked."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

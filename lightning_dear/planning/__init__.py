@@ -1,7 +1,5 @@
 """Planning is pure: a profile of the model in, a `BucketPlan` out; no tensors, no processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning_dear.names import is_meant

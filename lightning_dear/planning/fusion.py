@@ -1,23 +1,13 @@
 """Fixed-rule planners: one bucket a tensor, one bucket in all, or buckets up to a threshold."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from numbers import Real
 from typing import Protocol, TypeVar
 
-from lightning_dear.planning.plan import (
-    ALIGNMENT,
-    MAX_BUCKETS,
-    BucketPlan,
-    Part,
-    TensorSpec,
-    aligned,
-    bucket_of,
-    reduce_order,
-)
+from lightning_dear.planning import plan as layout
+from lightning_dear.planning.plan import BucketPlan, Part, Specs, TensorSpec
 
 MIB = 1 << 20
 
@@ -29,7 +19,7 @@ T = TypeVar("T")
 class FusionPlanner(Protocol):
     """Turns tensors into buckets."""
 
-    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+    def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
         """Assigns every element of every tensor to exactly one bucket; pure."""
 
 
@@ -65,7 +55,7 @@ class ThresholdFusion:
         cap_mb = default_cap_mb(world_size) if self.bucket_cap_mb is None else self.bucket_cap_mb
         return min(self.first_bucket_cap_mb, cap_mb), cap_mb
 
-    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+    def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
         """See `FusionPlanner`. One rank has nothing to overlap: there the caps do not apply."""
         first_mb, cap_mb = self.caps_mb(world_size)
         name = f"threshold({cap_mb:g} MiB, first {first_mb:g} MiB)"
@@ -73,7 +63,7 @@ class ThresholdFusion:
         return _fuse(name, tensors, world_size, *caps)
 
     def plans_of_caps(
-        self, tensors: Sequence[TensorSpec], world_size: int, least_mb: float, most_mb: float
+        self, tensors: Specs, world_size: int, least_mb: float, most_mb: float
     ) -> dict[float, BucketPlan]:
         """Returns caps from `least_mb` to `most_mb`, evenly on a log scale, with their plans.
 
@@ -87,7 +77,7 @@ class ThresholdFusion:
             cap_mb = least_mb * (most_mb / least_mb) ** (step / num_steps)
             planner = ThresholdFusion(bucket_cap_mb=cap_mb, first_bucket_cap_mb=first_mb)
             plan = planner.plan(tensors, world_size)
-            is_possible = len(plan.buckets) <= MAX_BUCKETS or step == num_steps
+            is_possible = len(plan.buckets) <= layout.MAX_BUCKETS or step == num_steps
             if is_possible and not any(map(plan.has_buckets_of, plans.values())):
                 plans[cap_mb] = plan
         return plans
@@ -107,7 +97,7 @@ class NoFusion:
 
     name = "none"
 
-    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+    def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
         """See `FusionPlanner`."""
         return fuse_groups(self.name, tensors, world_size, [[tensor.index] for tensor in tensors])
 
@@ -117,13 +107,13 @@ class SingleFusion:
 
     name = "single"
 
-    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+    def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
         """See `FusionPlanner`."""
         return _fuse(self.name, tensors, world_size)
 
 
 def fuse_groups(
-    name: str, tensors: Sequence[TensorSpec], world_size: int, groups: Iterable[Iterable[int]]
+    name: str, tensors: Specs, world_size: int, groups: Iterable[Iterable[int]]
 ) -> BucketPlan:
     """Makes a bucket for each of `groups` (tensor indices of one family); cuts no tensor.
 
@@ -144,7 +134,7 @@ def fuse_groups(
 
 def _fuse(
     name: str,
-    tensors: Sequence[TensorSpec],
+    tensors: Specs,
     world_size: int,
     first_cap_bytes: float = float("inf"),
     cap_bytes: float = float("inf"),
@@ -157,7 +147,7 @@ def _fuse(
     groups: dict[tuple[str, bool], list[TensorSpec]] = {}
     for tensor in sorted(tensors, key=use_key):
         groups.setdefault((tensor.family, tensor.is_used), []).append(tensor)
-    unit = ALIGNMENT * world_size
+    unit = layout.ALIGNMENT * world_size
     buckets: list[list[Part]] = []
     for group in groups.values():
         # The first bucket of each group is the one nearest the input.
@@ -172,19 +162,19 @@ def _fuse(
                     buckets.append(bucket)
                     bucket, filled, open_cap_bytes = [], 0, cap_bytes
                 bucket.append((tensor, start, stop))
-                filled += aligned(stop - start)
+                filled += layout.aligned(stop - start)
         buckets.append(bucket)
     return _plan_of(name, tensors, world_size, buckets)
 
 
 def _plan_of(
-    name: str, tensors: Sequence[TensorSpec], world_size: int, parts: Iterable[Sequence[Part]]
+    name: str, tensors: Specs, world_size: int, parts: Iterable[Sequence[Part]]
 ) -> BucketPlan:
     """A plan with a bucket for each of `parts`, in the order in which forward reads them."""
     # Sorting keeps the order of the parts of one tensor.
     in_use_order = sorted(parts, key=lambda bucket: use_key(bucket[0][0]))
-    buckets = tuple(bucket_of(bucket, world_size) for bucket in in_use_order)
-    return BucketPlan(name, world_size, buckets, reduce_order(buckets, tensors))
+    buckets = tuple(layout.bucket_of(bucket, world_size) for bucket in in_use_order)
+    return BucketPlan(name, world_size, buckets, layout.reduce_order(buckets, tensors))
 
 
 def runs_of(
@@ -222,5 +212,5 @@ def _cuts(numel: int, first_cap: float, cap: float, unit: int) -> list[tuple[int
     # A cap below one unit still has to make progress.
     first = max(int(first_cap) // unit, 1) * unit
     num_parts = -(-(numel - first) // max(int(cap) // unit * unit, unit))
-    size = aligned(-(-(numel - first) // num_parts), unit)
+    size = layout.aligned(-(-(numel - first) // num_parts), unit)
     return list(pairwise([0, *range(first, numel, size), numel]))

@@ -63,6 +63,9 @@ class TensorSpec:
         return self.numel * self.itemsize
 
 
+Specs = Sequence[TensorSpec]
+
+
 @dataclass(frozen=True)
 class Slice:
     """Places elements [start, stop) of tensor `tensor`, in storage order, at `offset`."""
@@ -192,7 +195,7 @@ class BucketPlan:
         """Tells whether both plans differ in their names alone."""
         return self == replace(other, name=self.name)
 
-    def to_dict(self, tensors: Sequence[TensorSpec]) -> dict[str, Any]:
+    def to_dict(self, tensors: Specs) -> dict[str, Any]:
         """Returns the plan as JSON can hold it, with the names and sizes of its `tensors`."""
         return {
             "version": FORMAT_VERSION,
@@ -207,9 +210,7 @@ class BucketPlan:
         }
 
     @classmethod
-    def from_dict(
-        cls, data: dict[str, Any], tensors: Sequence[TensorSpec], world_size: int
-    ) -> BucketPlan:
+    def from_dict(cls, data: dict[str, Any], tensors: Specs, world_size: int) -> BucketPlan:
         """Returns the plan of `to_dict`, over `tensors`, which are found by name.
 
         Raises:
@@ -240,7 +241,7 @@ class BucketPlan:
         return plan
 
 
-def check_plan(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> None:
+def check_plan(plan: BucketPlan, tensors: Specs) -> None:
     """Refuses a plan that does not hold every element of `tensors` exactly once, in order.
 
     A tensor that is cut must go on at the beginning of its family's next bucket.
@@ -282,7 +283,7 @@ def check_plan(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> None:
         raise ValueError("The plan's all-reduced buckets cannot be early: nothing is gathered.")
 
 
-def _matched(saved: Sequence[Any], tensors: Sequence[TensorSpec]) -> dict[int, TensorSpec]:
+def _matched(saved: Sequence[Any], tensors: Specs) -> dict[int, TensorSpec]:
     """Saved index -> the tensor of that name."""
     names = {tensor.name: tensor for tensor in tensors}
     matched = {}
@@ -301,7 +302,7 @@ def _matched(saved: Sequence[Any], tensors: Sequence[TensorSpec]) -> dict[int, T
     return matched
 
 
-def reduce_order(buckets: Sequence[BucketSpec], tensors: Sequence[TensorSpec]) -> tuple[int, ...]:
+def reduce_order(buckets: Sequence[BucketSpec], tensors: Specs) -> tuple[int, ...]:
     """Returns bucket numbers by the time their last gradient came; those without go last."""
     ready = {tensor.index: tensor.ready for tensor in tensors}
 
@@ -320,7 +321,7 @@ def distinct(plans: Iterable[BucketPlan]) -> list[BucketPlan]:
     return list(kept.values())
 
 
-def with_whole_tensors(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> BucketPlan:
+def with_whole_tensors(plan: BucketPlan, tensors: Specs) -> BucketPlan:
     """Returns `plan`, but with a bucket for every tensor that it cuts. Pure.
 
     For optimizers that need to see tensors whole. What else was in its buckets stays together,
@@ -356,7 +357,7 @@ def with_whole_tensors(plan: BucketPlan, tensors: Sequence[TensorSpec]) -> Bucke
     return BucketPlan(name, plan.world_size, tuple(buckets), order, (), (), tuple(uncompressed))
 
 
-def save_plan(path: str | Path, plan: BucketPlan, tensors: Sequence[TensorSpec]) -> None:
+def save_plan(path: str | Path, plan: BucketPlan, tensors: Specs) -> None:
     """Writes `plan`, which is over `tensors`, as JSON that `FixedPlan` reads."""
     Path(path).write_text(json.dumps(plan.to_dict(tensors)) + "\n")
 
@@ -372,7 +373,7 @@ class FixedPlan:
     def __init__(self, path_or_plan: str | Path | BucketPlan) -> None:
         self.path_or_plan = path_or_plan
 
-    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+    def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
         """See `FusionPlanner`.
 
         Raises:

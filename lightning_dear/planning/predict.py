@@ -4,24 +4,13 @@ Each rank has one link, used by one exchange at a time, the same in all ranks. S
 the beginning of backward, as a step does here: backward, optimizer step, next forward.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from typing_extensions import override
 
+from lightning_dear.planning import step as steps
 from lightning_dear.planning.measured import NO_CODEC, CodecCosts, LinkCost, ModelTimes
-from lightning_dear.planning.plan import BucketPlan, TensorSpec
-from lightning_dear.planning.step import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    REDUCE_SCATTER,
-    Carried,
-    Message,
-    PlannedStep,
-    Run,
-)
+from lightning_dear.planning.plan import BucketPlan, Specs
 
 
 @dataclass(frozen=True)
@@ -34,7 +23,7 @@ class Prediction:
     """
 
     step_s: float
-    spans: tuple[Carried, ...]
+    spans: tuple[steps.Carried, ...]
 
 
 @dataclass(frozen=True)
@@ -49,7 +38,7 @@ class StepModel:
         codecs: What encoding costs.
     """
 
-    tensors: Sequence[TensorSpec]
+    tensors: Specs
     world_size: int
     times: ModelTimes
     link: LinkCost
@@ -61,7 +50,7 @@ class StepModel:
 
     def predict(self, plan: BucketPlan) -> Prediction:
         """See the function `predict`."""
-        step, run = _MeasuredStep(plan, self), Run()
+        step, run = _MeasuredStep(plan, self), steps.Run()
         run.do(0, step.backward())
         run.do(0, step.reduced())
         run.do(0, step.stepped())
@@ -70,36 +59,34 @@ class StepModel:
         return Prediction(run.clock_s + self.codecs.unseen_s, tuple(run.link.spans))
 
 
-class _MeasuredStep(PlannedStep):
+class _MeasuredStep(steps.PlannedStep):
     """A step whose costs were measured in training."""
 
     def __init__(self, plan: BucketPlan, model: StepModel) -> None:
         times = model.times
-        costs = model.codecs.of_all(plan)
-        super().__init__(plan, times, costs, times.step_s, times.late_step_s)
+        super().__init__(plan, times, model.codecs.of_all(plan), times.step_s, times.late_step_s)
         self._link = model.link
 
     @override
-    def reduce(self, number: int) -> Message:
+    def reduce(self, number: int) -> steps.Message:
         world_size = self.plan.world_size
         if number not in self.plan.all_reduced:
-            size = self.costs[number].reduce_bytes
-            seconds = self._link.reduce_scatter_s(size, world_size)
-            return Message(REDUCE_SCATTER, number, seconds)
+            seconds = self._link.reduce_scatter_s(self.costs[number].reduce_bytes, world_size)
+            return steps.Message(steps.REDUCE_SCATTER, number, seconds)
         bucket = self.plan.buckets[number]
         # 16-bit gradients are all-reduced in fp32.
         size = bucket.nbytes * max(4 / bucket.itemsize, 1)
-        return Message(ALL_REDUCE, number, self._link.all_reduce_s(size, world_size))
+        return steps.Message(steps.ALL_REDUCE, number, self._link.all_reduce_s(size, world_size))
 
     @override
-    def gather(self, number: int) -> Message:
-        size = self.costs[number].gather_bytes
-        return Message(ALL_GATHER, number, self._link.all_gather_s(size, self.plan.world_size))
+    def gather(self, number: int) -> steps.Message:
+        seconds = self._link.all_gather_s(self.costs[number].gather_bytes, self.plan.world_size)
+        return steps.Message(steps.ALL_GATHER, number, seconds)
 
 
 def predict(
     plan: BucketPlan,
-    tensors: Sequence[TensorSpec],
+    tensors: Specs,
     times: ModelTimes,
     link: LinkCost,
     codecs: CodecCosts = NO_CODEC,

@@ -8,8 +8,6 @@ O(log N); y groups take O(N^(y-2) log N), and y grows until one more group gains
 exact programme finds those that make the shortest step.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,23 +15,9 @@ from statistics import fmean
 
 from typing_extensions import override
 
-from lightning_dear.planning.fusion import (
-    FusionPlanner,
-    NoFusion,
-    SingleFusion,
-    ThresholdFusion,
-    fuse_groups,
-)
+from lightning_dear.planning import fusion, programme
 from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, distinct, with_whole_tensors
 from lightning_dear.planning.predict import StepModel
-from lightning_dear.planning.programme import (
-    Course,
-    Grouping,
-    backward_order,
-    best_groupings,
-    courses_of,
-    members_of,
-)
 from lightning_dear.planning.refine import choose_early
 from lightning_dear.planning.search import Contest, PlanSearch, PredictingPlanner, described
 
@@ -79,11 +63,11 @@ class MGWFBPFusion(PredictingPlanner):
         times, link = model.times, model.link
         per_byte_s = link.beta_s * (model.world_size - 1) / model.world_size
         groups: list[list[int]] = []
-        for family in backward_order(model.tensors, times):
+        for family in programme.backward_order(model.tensors, times):
             ready_s = [times.ready_s.get(t.index, times.backward_s) for t in family]
             runs = merged([t.nbytes for t in family], ready_s, link.alpha_s, per_byte_s)
             groups += [[family[number].index for number in run] for run in runs]
-        return fuse_groups(self.name, model.tensors, model.world_size, groups)
+        return fusion.fuse_groups(self.name, model.tensors, model.world_size, groups)
 
 
 def merged(
@@ -156,13 +140,14 @@ class MergeCompHeuristicFusion(PredictingPlanner):
     def best_plan(self, model: StepModel) -> BucketPlan:
         """Returns the plan that the search finds, without early gathers."""
         groups: list[list[int]] = []
-        for course in courses_of(model, self.max_pieces):
-            groups += members_of(course.pieces, best_cuts(course, self.max_groups, self.min_gain))
-        return fuse_groups(self.name, model.tensors, model.world_size, groups)
+        for course in programme.courses_of(model, self.max_pieces):
+            cuts = best_cuts(course, self.max_groups, self.min_gain)
+            groups += programme.members_of(course.pieces, cuts)
+        return fusion.fuse_groups(self.name, model.tensors, model.world_size, groups)
 
 
 def best_cuts(
-    course: Course, max_groups: int = _MAX_GROUPS, min_gain: float = _MIN_GAIN
+    course: programme.Course, max_groups: int = _MAX_GROUPS, min_gain: float = _MIN_GAIN
 ) -> list[int]:
     """Returns where the search's groups end, as numbers of pieces; the last is all of them.
 
@@ -181,12 +166,12 @@ def best_cuts(
     return best
 
 
-def _search(course: Course, before: list[int], num_groups: int) -> tuple[float, list[int]]:
+def _search(course: programme.Course, before: list[int], count: int) -> tuple[float, list[int]]:
     """Step and cuts of the best way found to go on after the cuts `before` with so many groups."""
     begin, size = (before or [0])[-1], len(course.pieces)
-    if num_groups > 2:
-        firsts = range(begin + 1, size - num_groups + 2)
-        return min(_search(course, [*before, first], num_groups - 1) for first in firsts)
+    if count > 2:
+        firsts = range(begin + 1, size - count + 2)
+        return min(_search(course, [*before, first], count - 1) for first in firsts)
 
     def at(cut: int) -> tuple[float, list[int]]:
         cuts = [*before, cut, size]
@@ -239,16 +224,16 @@ class MergeCompFusion(PredictingPlanner):
         The programme knows nothing of early gathers, which small buckets suit better: so it is run
         again with groups of at most 1/8 to 1/64 of all bytes. The times are those without encoding.
         """
-        courses = courses_of(model, self.max_pieces)
+        courses = programme.courses_of(model, self.max_pieces)
         chosen: list[list[_Group]] = [
-            [(group, False) for group in members_of(course.pieces, [len(course.pieces)])]
+            [(group, False) for group in programme.members_of(course.pieces, [len(course.pieces)])]
             for course in courses
         ]
         for family, course in enumerate(courses):
             plans: dict[BucketPlan, list[_Group]] = {}
             before = chosen[family]
             for grouping in _groupings(course, allows_early=_allows_early(model)):
-                members = members_of(course.pieces, grouping.cuts)
+                members = programme.members_of(course.pieces, grouping.cuts)
                 chosen[family] = list(zip(members, grouping.uncompressed, strict=True))
                 plans.setdefault(_plan_of(chosen, model), chosen[family])
             # None, if what is kept of thousands of ways takes longer than the known step.
@@ -270,45 +255,45 @@ def _allows_early(model: StepModel) -> bool:
     return model.times.allows_early and model.codecs.are_none
 
 
-def _groupings(course: Course, *, allows_early: bool) -> list[Grouping]:
+def _groupings(course: programme.Course, *, allows_early: bool) -> list[programme.Grouping]:
     if not allows_early:
         known_s = _SLACK * course.step_s(best_cuts(course))
-        return best_groupings(course, known_s=known_s)
+        return programme.best_groupings(course, known_s=known_s)
     # Early gathers may make the best of what would take longer without them.
     most_bytes = [share * course.total[-1] for share in _SHARES]
-    return [grouping for most in most_bytes for grouping in best_groupings(course, most)]
+    return [grouping for most in most_bytes for grouping in programme.best_groupings(course, most)]
 
 
 def _plan_of(chosen: Sequence[Sequence[_Group]], model: StepModel) -> BucketPlan:
     groups = [group for family in chosen for group in family]
-    plan = fuse_groups("", model.tensors, model.world_size, [group for group, _ in groups])
+    plan = fusion.fuse_groups("", model.tensors, model.world_size, [group for group, _ in groups])
     # Buckets are in another order than groups; any of its tensors tells which one it is.
     left = {index for group, is_left in groups if is_left for index in group}
-    uncompressed = (
-        number for number, bucket in enumerate(plan.buckets) if bucket.slices[0].tensor in left
-    )
+    first_tensors = [bucket.slices[0].tensor for bucket in plan.buckets]
+    uncompressed = (number for number, first in enumerate(first_tensors) if first in left)
     return _with_early(replace(plan, uncompressed=tuple(uncompressed)), model)
 
 
 def _simpler_plans(model: StepModel) -> list[BucketPlan]:
     """What MergeComp's own search finds, one bucket for all, and what needs no compressor."""
-    plans = [MergeCompHeuristicFusion().best_plan(model), _plan_by(SingleFusion(), model)]
+    plans = [MergeCompHeuristicFusion().best_plan(model), _plan_by(fusion.SingleFusion(), model)]
     if model.codecs.may_mix:
-        threshold = _uncompressed(_plan_by(ThresholdFusion(), model))
+        threshold = _uncompressed(_plan_by(fusion.ThresholdFusion(), model))
         plans.append(replace(threshold, name="threshold_uncompressed"))
     return plans
 
 
 def _simple_plans(model: StepModel) -> list[BucketPlan]:
     """What fixed rules make, compressed and not, and what MergeComp's own search finds."""
-    plans = [_plan_by(rule, model) for rule in (SingleFusion(), NoFusion(), ThresholdFusion())]
+    rules = fusion.SingleFusion(), fusion.NoFusion(), fusion.ThresholdFusion()
+    plans = [_plan_by(rule, model) for rule in rules]
     if model.codecs.may_mix:
         plans += [_uncompressed(plan) for plan in plans]
     plans.append(MergeCompHeuristicFusion().best_plan(model))
     return [_with_early(plan, model) for plan in plans if len(plan.buckets) <= MAX_BUCKETS]
 
 
-def _plan_by(rule: FusionPlanner, model: StepModel) -> BucketPlan:
+def _plan_by(rule: fusion.FusionPlanner, model: StepModel) -> BucketPlan:
     plan = rule.plan(model.tensors, model.world_size)
     return plan if model.times.allows_cuts else with_whole_tensors(plan, model.tensors)
 
@@ -350,11 +335,8 @@ class MergeCompSearch(Contest):
         """
         predicted_s = self.step_s(plan)
         measured = [other for other in self.plans if self.count(other)]
-        known = [
-            (self.step_s(other), self.mean_s(other) - self.step_s(other))
-            for other in measured
-            if other is not plan
-        ]
+        others = [other for other in measured if other is not plan]
+        known = [(self.step_s(one), self.mean_s(one) - self.step_s(one)) for one in others]
         start = self.fitted_to
         if start is not None and not any(map(start.has_buckets_of, (plan, *measured))):
             known.append((self.step_s(start), 0.0))
@@ -369,10 +351,9 @@ class MergeCompSearch(Contest):
         which = "" if best is self.incumbent else f" of {best.name}"
         predicted = f"predicted {1e3 * self.expected_s(best):.3g} ms/step"
         what = f"mergecomp: {described(best)}{which}, {predicted}"
-        others = sorted((plan for plan in self.plans if plan is not best), key=self.mean_s)
-        measured = [
-            f"{1e3 * self.mean_s(plan):.4g} of {plan.name}" for plan in others if self.count(plan)
-        ]
+        others = [plan for plan in self.plans if plan is not best and self.count(plan)]
+        others.sort(key=self.mean_s)
+        measured = [f"{1e3 * self.mean_s(plan):.4g} of {plan.name}" for plan in others]
         if not self.count(best):
             return f"{what}, nothing measured"
         against = f" against {', '.join(measured)}" if measured else ""

@@ -40,7 +40,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from lightning_dear.planning.measured import CodecCost, Linear, ModelTimes, sent_bytes
-from lightning_dear.planning.plan import ALIGNMENT, TensorSpec, aligned
+from lightning_dear.planning.plan import ALIGNMENT, Specs, TensorSpec, aligned
 from lightning_dear.planning.predict import StepModel
 
 Rows = np.ndarray
@@ -81,7 +81,7 @@ def _group_cost(codec: CodecCost, itemsize: int, model: StepModel) -> GroupCost:
     return *reduced, *gathered
 
 
-def backward_order(tensors: Sequence[TensorSpec], times: ModelTimes) -> list[list[TensorSpec]]:
+def backward_order(tensors: Specs, times: ModelTimes) -> list[list[TensorSpec]]:
     """Returns tensors in the order of their gradients, family by family; largest first."""
     families: dict[str, list[TensorSpec]] = {}
     for tensor in tensors:
@@ -112,7 +112,7 @@ class Piece:
     first_use_s: float
 
 
-def pre_merged(tensors: Sequence[TensorSpec], most: int) -> list[list[TensorSpec]]:
+def pre_merged(tensors: Specs, most: int) -> list[list[TensorSpec]]:
     """Returns at most so many runs of neighbours, joined while smaller than a size.
 
     The size is 1 KiB, doubled until few enough are left; so the runs joined are the smallest.
@@ -133,7 +133,7 @@ def pre_merged(tensors: Sequence[TensorSpec], most: int) -> list[list[TensorSpec
 
 
 def families_of_pieces(
-    tensors: Sequence[TensorSpec], times: ModelTimes, max_pieces: int
+    tensors: Specs, times: ModelTimes, max_pieces: int
 ) -> list[tuple[int, list[Piece]]]:
     """Returns of each family the bytes an element, and pieces in gradient order."""
 

@@ -9,17 +9,15 @@ than both our halves. The price: its optimizer state is whole on every rank, and
 stepping it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 
 from lightning_dear.planning.fusion import MIB, fuse_groups, runs_of
 from lightning_dear.planning.measured import LinkCost, ModelTimes
-from lightning_dear.planning.plan import BucketPlan, TensorSpec
+from lightning_dear.planning.plan import BucketPlan, Specs
 from lightning_dear.planning.predict import StepModel
-from lightning_dear.planning.step import ALL_GATHER, Carried
+from lightning_dear.planning.step import ALL_GATHER
 
 _MIN_EARLY_GAIN = 1e-3
 """Share of the step below which an early gather is not worth its second buffer."""
@@ -33,9 +31,7 @@ _MAX_TRIALS = 24
 _DDP_CAPS_BYTES = 1 * MIB, 25 * MIB
 
 
-def choose_early(
-    plan: BucketPlan, tensors: Sequence[TensorSpec], times: ModelTimes, link: LinkCost
-) -> BucketPlan:
+def choose_early(plan: BucketPlan, tensors: Specs, times: ModelTimes, link: LinkCost) -> BucketPlan:
     """Returns `plan` with `early` set: gathers while backward leaves the link idle.
 
     Whenever the link would stand still before the next reduce-scatter, of the buckets reduced so
@@ -51,9 +47,8 @@ def choose_early(
     plan = replace(plan, early=())
     model = StepModel(tensors, plan.world_size, times, link)
     chosen = fitting(plan, model) if times.allows_early else ()
-    steps_s = {
-        early: model.step_s(replace(plan, early=early)) for early in ((), *_beginnings(chosen))
-    }
+    tried = ((), *_beginnings(chosen))
+    steps_s = {early: model.step_s(replace(plan, early=early)) for early in tried}
     enough_s = min(steps_s.values()) + _MIN_EARLY_GAIN * steps_s[()]
     return replace(plan, early=next(e for e, step_s in steps_s.items() if step_s <= enough_s))
 
@@ -71,7 +66,10 @@ def fitting(plan: BucketPlan, model: StepModel) -> tuple[int, ...]:
     chosen: list[int] = []
     reduced: set[int] = set()
     free_s = launched_s = 0.0
-    for span, limit_s in zip(spans, _latest_begins(spans), strict=True):
+    # When each of them may begin at the latest so that the last one is in time.
+    earlier_s = [span.begin_s - span.end_s for span in spans[-2::-1]]
+    limits_s = list(accumulate(earlier_s, initial=spans[-1].begin_s))[::-1]
+    for span, limit_s in zip(spans, limits_s, strict=True):
         launched_s = max(launched_s, model.times.ready_of(plan.buckets[span.bucket]))
         while free_s < launched_s:
             fits = [one for one in reduced if free_s + gather_s[one] <= limit_s]
@@ -88,18 +86,8 @@ def fitting(plan: BucketPlan, model: StepModel) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def _latest_begins(spans: Sequence[Carried]) -> list[float]:
-    """When each of the reduce-scatters may begin at the latest so that the last one is in time."""
-    earlier_s = [span.begin_s - span.end_s for span in spans[-2::-1]]
-    return list(accumulate(earlier_s, initial=spans[-1].begin_s))[::-1]
-
-
 def choose_all_reduce(
-    plan: BucketPlan,
-    tensors: Sequence[TensorSpec],
-    times: ModelTimes,
-    link: LinkCost,
-    max_share: float,
+    plan: BucketPlan, tensors: Specs, times: ModelTimes, link: LinkCost, max_share: float
 ) -> BucketPlan:
     """Returns `plan` with `all_reduced` set to what `predict` says makes the step shortest.
 
@@ -159,9 +147,7 @@ def _with(plan: BucketPlan, chosen: tuple[int, ...]) -> BucketPlan:
     return replace(plan, all_reduced=chosen, early=early)
 
 
-def everything_all_reduced(
-    tensors: Sequence[TensorSpec], world_size: int, divisor: int = 1
-) -> BucketPlan:
+def everything_all_reduced(tensors: Specs, world_size: int, divisor: int = 1) -> BucketPlan:
     """Returns DDP's exchange: buckets of 25 MiB in gradient order, the first of 1 MiB.
 
     A bucket is closed by the tensor with which it reaches its cap; no tensor is cut. Both caps are

@@ -1,7 +1,5 @@
 """Searches for a plan that want times, or measurements of candidates on real steps, to decide."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +9,7 @@ from typing_extensions import override
 
 from lightning_dear.planning.fusion import MIB, FusionPlanner, ThresholdFusion
 from lightning_dear.planning.measured import NO_CODEC, CodecCosts, LinkCost, ModelTimes
-from lightning_dear.planning.plan import BucketPlan, TensorSpec
+from lightning_dear.planning.plan import BucketPlan, Specs
 from lightning_dear.planning.predict import StepModel
 
 NUM_PROFILED_STEPS = 3
@@ -66,7 +64,7 @@ class SearchingPlanner(FusionPlanner, Protocol):
     """
 
     def search(
-        self, tensors: Sequence[TensorSpec], world_size: int, times: ModelTimes, link: LinkCost
+        self, tensors: Specs, world_size: int, times: ModelTimes, link: LinkCost
     ) -> PlanSearch:
         """Begins a search with what was measured."""
 
@@ -152,7 +150,7 @@ class StepModelPlanner(ABC):
 
     def search(
         self,
-        tensors: Sequence[TensorSpec],
+        tensors: Specs,
         world_size: int,
         times: ModelTimes,
         link: LinkCost,
@@ -177,7 +175,7 @@ class PredictingPlanner(StepModelPlanner):
 
     name: ClassVar[str]
 
-    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
+    def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
         """See `FusionPlanner`: what to start with."""
         return ThresholdFusion().plan(tensors, world_size)
 

@@ -5,8 +5,6 @@ simulated step. Ranks are alike, so that one clock stands for all; they share on
 carries one message at a time.
 """
 
-from __future__ import annotations
-
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -118,11 +116,6 @@ class Program:
     def sent_bytes(self) -> float:
         """Returns what a rank sends in a step."""
         return sum(message.nbytes for message in self.messages)
-
-    @property
-    def compute_s(self) -> float:
-        """Returns seconds without any waiting."""
-        return sum(op.seconds for op in self.ops if isinstance(op, Compute))
 
 
 def interleaved(
@@ -331,11 +324,8 @@ class PlannedStep(ABC):
 
     def forward(self) -> list[Op]:
         """Stands still at a bucket's first read until it is there; decodes, and steps, it there."""
-        uses = sorted(
-            (self.times.first_use_of(bucket), number)
-            for number, bucket in enumerate(self.plan.buckets)
-            if number not in self.plan.all_reduced
-        )
+        gathered = [n for n in range(len(self.plan.buckets)) if n not in self.plan.all_reduced]
+        uses = sorted((self.times.first_use_of(self.plan.buckets[n]), n) for n in gathered)
         events = [(at_s, self.before_use(number)) for at_s, number in uses]
         return interleaved(FORWARD, self.times.forward_s, events)
 

@@ -7,8 +7,6 @@ that expected improvement means the same for steps of 5 ms and of 5 s. A cap is 
 its plan has not been measured, and what is used in the end was measured.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import warnings
@@ -19,20 +17,11 @@ from statistics import NormalDist, mean, pstdev
 from typing_extensions import override
 
 from lightning_dear.names import need
+from lightning_dear.planning import refine, search
 from lightning_dear.planning.fusion import SingleFusion, ThresholdFusion
 from lightning_dear.planning.plan import BucketPlan, distinct
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.predicting import MergeCompFusion
-from lightning_dear.planning.refine import choose_all_reduce, choose_early, everything_all_reduced
-from lightning_dear.planning.search import (
-    NUM_REPEATED,
-    STEPS_BEFORE_SEARCH,
-    STEPS_PER_TRIAL,
-    Contest,
-    PlanSearch,
-    StepModelPlanner,
-    described,
-)
 
 _CAP_RANGE = (1 / 32, 32.0)
 """Caps that are tried, as shares of the fixed buckets': 0.25 to 256 MiB at two ranks."""
@@ -47,7 +36,7 @@ _DDP_DIVISORS = (1, 4, 16)
 """What DDP's caps are divided by, as they leave small models one bucket or two."""
 
 
-class AutoFusion(ThresholdFusion, StepModelPlanner):
+class AutoFusion(ThresholdFusion, search.StepModelPlanner):
     """Predicts plans from the measured times, measures the best on real steps, keeps the fastest.
 
     Against each other stand `ThresholdFusion`'s buckets (always), those of `MergeCompFusion`, the
@@ -82,7 +71,7 @@ class AutoFusion(ThresholdFusion, StepModelPlanner):
         first_bucket_cap_mb: float = 1.0,
         all_reduced_share: float = 0.1,
     ) -> None:
-        least = STEPS_BEFORE_SEARCH + 4 * STEPS_PER_TRIAL
+        least = search.STEPS_BEFORE_SEARCH + 4 * search.STEPS_PER_TRIAL
         if num_steps < least:
             raise ValueError(f"num_steps must be >= {least}, got {num_steps}.")
         if not 0 <= all_reduced_share <= 1:
@@ -93,7 +82,7 @@ class AutoFusion(ThresholdFusion, StepModelPlanner):
         self.all_reduced_share = all_reduced_share
 
     @override
-    def search_for(self, model: StepModel) -> PlanSearch:
+    def search_for(self, model: StepModel) -> search.PlanSearch:
         """See `SearchingPlanner`; `plan` makes what is to be beaten."""
         tensors, world_size = model.tensors, model.world_size
         fixed = self.plan(tensors, world_size)
@@ -104,30 +93,26 @@ class AutoFusion(ThresholdFusion, StepModelPlanner):
         if model.times.allows_all_reduce and self.all_reduced_share > 0 and world_size > 1:
             pairs = _all_reducing([fixed, *candidates[:3]], model, self.all_reduced_share)
             candidates = [*candidates[:1], *pairs, *candidates[1:]]
-        num_trials = (self.num_steps - STEPS_BEFORE_SEARCH) // STEPS_PER_TRIAL
+        num_trials = (self.num_steps - search.STEPS_BEFORE_SEARCH) // search.STEPS_PER_TRIAL
         # All are measured once, the fixed plan among them, and some once more.
-        num_candidates = max(num_trials - 1 - NUM_REPEATED, 1)
+        num_candidates = max(num_trials - 1 - search.NUM_REPEATED, 1)
         _, *candidates = distinct([fixed, *candidates])
         return AutoSearch(fixed, candidates[:num_candidates], model.step_s)
 
 
-def _all_reducing(
-    plans: Sequence[BucketPlan], model: StepModel, max_share: float
-) -> list[BucketPlan]:
-    """What to try with all-reduced buckets, each followed by the same without."""
+def _all_reducing(plans: Sequence[BucketPlan], model: StepModel, share: float) -> list[BucketPlan]:
+    """What to try with at most this share all-reduced, each followed by the same without."""
     tensors, step_s = model.tensors, model.step_s
     chosen: list[BucketPlan] = []
-    changed = {
-        choose_all_reduce(plan, tensors, model.times, model.link, max_share): plan for plan in plans
-    }
+    known = model.times, model.link, share
+    changed = {refine.choose_all_reduce(plan, tensors, *known): plan for plan in plans}
     best = min(changed, key=step_s)
     if best.all_reduced and step_s(best) < min(map(step_s, plans)):
         chosen += [best, changed[best]]
-    if max_share == 1:
-        everything = min(
-            (everything_all_reduced(tensors, model.world_size, d) for d in _DDP_DIVISORS),
-            key=step_s,
-        )
+    if share == 1:
+        world_size = model.world_size
+        tried = [refine.everything_all_reduced(tensors, world_size, d) for d in _DDP_DIVISORS]
+        everything = min(tried, key=step_s)
         if step_s(everything) <= _MAX_DDP_RATIO * min(map(step_s, [*plans, *chosen])):
             chosen.append(everything)
     return chosen
@@ -139,7 +124,7 @@ def _candidates(
     """What to try against `fixed`, the most promising first; perhaps some of it twice."""
     tensors, known, step_s = model.tensors, (model.times, model.link), model.step_s
     programme = MergeCompFusion().best_plan(model)
-    by_cap = {cap_mb: choose_early(plan, tensors, *known) for cap_mb, plan in others.items()}
+    by_cap = {cap_mb: refine.choose_early(plan, tensors, *known) for cap_mb, plan in others.items()}
     steps_s = {cap_mb: step_s(plan) for cap_mb, plan in by_cap.items()}
     best_s = min(steps_s.values())
     # Of equally good ones those with fewer messages.
@@ -163,7 +148,7 @@ def _gains_lost(step_s: float, best_s: float) -> int:
     return int((step_s / best_s - 1) / _MIN_GAIN) if best_s else sys.maxsize
 
 
-class AutoSearch(Contest):
+class AutoSearch(search.Contest):
     """See `PlanSearch`: candidates against the fixed plan, which is the incumbent."""
 
     @property
@@ -171,7 +156,7 @@ class AutoSearch(Contest):
     def reason(self) -> str:
         """See `PlanSearch`."""
         best, fixed, fixed_ms = self.best, self.incumbent, 1e3 * self.mean_s(self.incumbent)
-        what = f"auto: {described(best)}"
+        what = f"auto: {search.described(best)}"
         if not self.num_measured:
             return f"{what}, nothing measured"
         if best is fixed:
@@ -181,7 +166,7 @@ class AutoSearch(Contest):
         return f"{what}, {best_ms:.4g} ms/step against {fixed_ms:.4g} ms of {fixed.name}"
 
 
-class BayesianFusion(ThresholdFusion, StepModelPlanner):
+class BayesianFusion(ThresholdFusion, search.StepModelPlanner):
     """Tries a few caps for `ThresholdFusion` on real steps; a Gaussian process chooses them.
 
     It starts with `ThresholdFusion`'s own buckets, which are measured first. It needs no times.
@@ -228,7 +213,7 @@ class BayesianFusion(ThresholdFusion, StepModelPlanner):
         super().__init__(bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=first_bucket_cap_mb)
 
     @override
-    def search_for(self, model: StepModel) -> PlanSearch:
+    def search_for(self, model: StepModel) -> search.PlanSearch:
         """See `SearchingPlanner`; times and costs are not looked at."""
         known = model.tensors, model.world_size
         _, cap_mb = self.caps_mb(model.world_size)
@@ -266,12 +251,11 @@ class BayesianSearch:
     def reason(self) -> str:
         """See `PlanSearch`."""
         if not self._measured:
-            return f"bayesian: {described(self.start)}, nothing measured"
+            return f"bayesian: {search.described(self.start)}, nothing measured"
         step_s, cap_mb, plan = min(self._measured, key=lambda trial: trial[:2])
-        return (
-            f"bayesian: {described(plan)} (cap {cap_mb:.3g} MiB),"
-            f" {1e3 * step_s:.4g} ms/step, the best of {len(self._measured)} caps measured"
-        )
+        cost = f"(cap {cap_mb:.3g} MiB), {1e3 * step_s:.4g} ms/step"
+        best = f"the best of {len(self._measured)} caps measured"
+        return f"bayesian: {search.described(plan)} {cost}, {best}"
 
     def next(self) -> BucketPlan | None:
         """See `PlanSearch`: the start, a fifth from either end, then what is suggested."""
@@ -304,10 +288,9 @@ class BayesianSearch:
         from sklearn.gaussian_process import GaussianProcessRegressor
         from sklearn.gaussian_process.kernels import Matern, WhiteKernel
 
-        kernel = Matern(length_scale=2.0, length_scale_bounds=(0.5, 10.0), nu=2.5) + WhiteKernel(
-            noise_level=1e-2, noise_level_bounds=(1e-4, 0.3)
-        )
-        process = GaussianProcessRegressor(kernel, random_state=self.seed)
+        smooth = Matern(length_scale=2.0, length_scale_bounds=(0.5, 10.0), nu=2.5)
+        noise = WhiteKernel(noise_level=1e-2, noise_level_bounds=(1e-4, 0.3))
+        process = GaussianProcessRegressor(smooth + noise, random_state=self.seed)
         steps_s = [step_s for step_s, _, _ in self._measured]
         # Steps that are all the same have no deviation to count in.
         scale_s = pstdev(steps_s) or 1.0

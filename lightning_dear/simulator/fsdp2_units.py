@@ -1,7 +1,5 @@
 """The units of FSDP2 and ZeRO: whole modules whose tensors are gathered, and reduced, together."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import groupby
@@ -29,12 +27,8 @@ def units_of(workload: Workload) -> list[list[int]]:
 
 def _filled(tensors: Sequence[TensorSpec], least_bytes: float) -> list[list[int]]:
     modules = [list(module) for _, module in groupby(tensors, _module_of)]
-    runs = runs_of(modules, _nbytes, least_bytes)
+    runs = runs_of(modules, lambda module: sum(one.nbytes for one in module), least_bytes)
     return [[tensor.index for module in run for tensor in module] for run in runs]
-
-
-def _nbytes(module: Sequence[TensorSpec]) -> int:
-    return sum(tensor.numel * tensor.itemsize for tensor in module)
 
 
 def _blocks(tensors: Sequence[TensorSpec]) -> list[list[int]]:

@@ -4,8 +4,6 @@ Formulas are the usual ones (Thakur, Rabenseifner, Gropp, IJHPCA 2005; NCCL's do
 A cost in seconds is of all ranks at once, which begin together; n is the size of the whole buffer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

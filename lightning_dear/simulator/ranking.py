@@ -1,7 +1,5 @@
 """Strategies side by side for one model on one network."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +17,8 @@ ENOUGH = 0.03
 
 SIMPLE = (BASELINE, *HOOKS, "dear")
 """What needs fewer words in a script than others, the simplest first."""
+
+Pair = tuple[Strategy, Workload]
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,12 @@ def predicted(strategy: Strategy, workload: Workload, network: Network) -> Ranke
     return Ranked(strategy, step, used, strategy.overrides_for(workload))
 
 
-def ranked(strategies: Iterable[Strategy], workload: Workload, network: Network) -> list[Ranked]:
-    """All of `strategies`, the one with the shortest step first; of equal ones, as they were."""
-    return by_step(predicted(one, workload, network) for one in strategies)
-
-
 def by_step(rows: Iterable[Ranked]) -> list[Ranked]:
-    """The one with the shortest step first."""
+    """The one with the shortest step first; of equal ones, as they were."""
     return sorted(rows, key=lambda row: row.step.step_s)
 
 
-def pairs(
-    strategies: Sequence[Strategy], workloads: Sequence[Workload]
-) -> list[tuple[Strategy, Workload]]:
+def pairs(strategies: Sequence[Strategy], workloads: Sequence[Workload]) -> list[Pair]:
     """Each of `strategies` with each workload whose compressor it can use.
 
     Args:

@@ -1,7 +1,5 @@
 """Workloads as JSON files: what was measured of a model, to be planned for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -44,13 +42,12 @@ def load_workload(path: str | Path) -> Workload:
         content = json.loads(text)
         if content["version"] != FORMAT_VERSION:
             raise ValueError(f"its version is {content['version']}, not {FORMAT_VERSION}")
-        codecs = content["codecs"]
+        kinds = content["codecs"]
+        compressed, uncompressed = (_codec(kinds[one]) for one in ("compressed", "uncompressed"))
         return Workload(
             tensors=[TensorSpec(*fields) for fields in content["tensors"]],
             times=_times(content["times"]),
-            codecs=CodecCosts(
-                _codec(codecs["compressed"]), _codec(codecs["uncompressed"]), content["may_mix"]
-            ),
+            codecs=CodecCosts(compressed, uncompressed, content["may_mix"]),
             **{name: content[name] for name in _PLAIN},
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:

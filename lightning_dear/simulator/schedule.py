@@ -1,7 +1,5 @@
 """From a plan to a program: what each strategy does with buckets, and what that costs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -9,24 +7,8 @@ from typing import Literal
 from typing_extensions import override
 
 from lightning_dear.planning import BucketPlan, TensorSpec
-from lightning_dear.planning.step import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    BACKWARD,
-    CODEC,
-    FORWARD,
-    REDUCE_SCATTER,
-    STEP,
-    Compute,
-    Launch,
-    Message,
-    Op,
-    PlannedStep,
-    Program,
-    Wait,
-    computed,
-    interleaved,
-)
+from lightning_dear.planning import step as steps
+from lightning_dear.planning.step import Compute, Launch, Message, Op, PlannedStep, Program, Wait
 from lightning_dear.simulator.network import Network
 from lightning_dear.simulator.workload import Workload
 
@@ -101,7 +83,7 @@ class _SimulatedStep(PlannedStep):
         if self._schedule.gathers != "at_once":
             return super().forward()
         waits = [op for number in self.plan.gather_order for op in self.before_use(number)]
-        return interleaved(FORWARD, self.times.forward_s, [(0.0, waits)])
+        return steps.interleaved(steps.FORWARD, self.times.forward_s, [(0.0, waits)])
 
     @override
     def before_use(self, number: int) -> list[Op]:
@@ -111,7 +93,7 @@ class _SimulatedStep(PlannedStep):
         order = self.plan.gather_order
         place = order.index(number)
         ahead = [Launch(self.gather(one)) for one in order[place + 1 : place + 2]]
-        return [Wait((ALL_GATHER, number), from_last_step=place == 0), *ahead, *ops[1:]]
+        return [Wait((steps.ALL_GATHER, number), from_last_step=place == 0), *ahead, *ops[1:]]
 
     @override
     def launched_s(self, ready_s: float) -> float:
@@ -120,9 +102,9 @@ class _SimulatedStep(PlannedStep):
 
     @override
     def stepped(self) -> list[Op]:
-        fixed = computed(STEP, self._workload.fixed_step_s + self._host_s())
+        fixed = steps.computed(steps.STEP, self._workload.fixed_step_s + self._host_s())
         ops = [*fixed, *super().stepped()]
-        ops += computed(CODEC, max(self._workload.codecs.unseen_s, 0.0))
+        ops += steps.computed(steps.CODEC, max(self._workload.codecs.unseen_s, 0.0))
         if self._schedule.gathers == "stepped":
             return ops
         gathers = [op for op in ops if isinstance(op, Launch)]
@@ -149,35 +131,34 @@ class _SimulatedStep(PlannedStep):
         size, starts = cost.reduce_bytes, cost.reduce_starts
         if self._schedule.uses_the_backends:
             travelling = 2 * size if self._lacks_reduce_scatter else size
-            return self._message(REDUCE_SCATTER, number, network.reduce_scatter_s(size), travelling)
+            seconds = network.reduce_scatter_s(size)
+            return self._message(steps.REDUCE_SCATTER, number, seconds, travelling)
         if cost.way == "to_owners":
             seconds = network.all_to_all_s(size, starts, self._nbytes[number])
         else:
             seconds = network.half_s(size, starts)
-        return self._message(REDUCE_SCATTER, number, seconds, size)
+        return self._message(steps.REDUCE_SCATTER, number, seconds, size)
 
     def _all_reduce(self, number: int) -> Message:
         cost, network = self.costs[number], self._network
         size, starts = cost.reduce_bytes, cost.reduce_starts
         if cost.way == "all_gather":
-            return self._message(ALL_REDUCE, number, network.half_s(size, starts), size)
+            return self._message(steps.ALL_REDUCE, number, network.half_s(size, starts), size)
         if cost.way == "both_halves":
             seconds = network.all_to_all_s(size, starts) + network.half_s(cost.gather_bytes)
-            return self._message(ALL_REDUCE, number, seconds, size + cost.gather_bytes)
+            return self._message(steps.ALL_REDUCE, number, seconds, size + cost.gather_bytes)
         if cost.way == "half":
             # Nothing is encoded; 16-bit gradients are all-reduced in fp32.
             size = self._nbytes[number] * max(4 / self.plan.buckets[number].itemsize, 1)
-        return self._message(ALL_REDUCE, number, network.all_reduce_s(size), 2 * size)
+        return self._message(steps.ALL_REDUCE, number, network.all_reduce_s(size), 2 * size)
 
     @override
     def gather(self, number: int) -> Message:
         cost, network = self.costs[number], self._network
-        size = cost.gather_bytes
-        seconds = (
-            network.all_gather_s(size) if self._schedule.uses_the_backends else network.half_s(size)
-        )
+        gather_s = network.all_gather_s if self._schedule.uses_the_backends else network.half_s
         # "all_gather": the first half has brought all that there is.
-        return self._message(ALL_GATHER, number, 0.0 if cost.way == "all_gather" else seconds, size)
+        seconds = 0.0 if cost.way == "all_gather" else gather_s(cost.gather_bytes)
+        return self._message(steps.ALL_GATHER, number, seconds, cost.gather_bytes)
 
     def _message(self, kind: str, number: int, seconds: float, size: float) -> Message:
         return Message(kind, number, seconds, self._network.sent_bytes(size))
@@ -194,17 +175,15 @@ def single_program(workload: Workload, network: Network) -> Program:
     """The step of one rank alone, which sends nothing."""
     times = workload.times
     ops = (
-        Compute(FORWARD, times.forward_s),
-        Compute(BACKWARD, times.backward_s),
-        Compute(STEP, times.step_s + workload.fixed_step_s),
+        Compute(steps.FORWARD, times.forward_s),
+        Compute(steps.BACKWARD, times.backward_s),
+        Compute(steps.STEP, times.step_s + workload.fixed_step_s),
     )
     return Program("one rank", ops)
 
 
-def partitioned_program(
-    workload: Workload, network: Network, partition_mb: float = PARTITION_MB
-) -> Program:
-    """Every tensor in parts of `partition_mb`, all-reduced; what forward needs first goes first.
+def partitioned_program(workload: Workload, network: Network) -> Program:
+    """Every tensor in parts of `PARTITION_MB`, all-reduced; what forward needs first goes first.
 
     Priority scheduling of cut tensors (ByteScheduler, SOSP'19). A part that is under way is not
     broken off. Each tensor is stepped, whole and by every rank, where the next forward first reads
@@ -218,21 +197,21 @@ def partitioned_program(
     per_byte_s = times.step_s / max(workload.nbytes, 1)
 
     def parts(tensor: TensorSpec) -> Iterator[Message]:
-        count = int(max(-(-tensor.nbytes // (partition_mb * _MIB)), 1))
+        count = int(max(-(-tensor.nbytes // (PARTITION_MB * _MIB)), 1))
         size = tensor.nbytes / count
         for number in range(_MAX_PARTS * tensor.index, _MAX_PARTS * tensor.index + count):
             seconds, sent = network.all_reduce_s(size), 2 * network.sent_bytes(size)
-            yield Message(ALL_REDUCE, number, seconds, sent, urgency[tensor.index])
+            yield Message(steps.ALL_REDUCE, number, seconds, sent, urgency[tensor.index])
 
     def use(tensor: TensorSpec) -> list[Op]:
         waits = [Wait(part.key, from_last_step=True) for part in parts(tensor)]
-        return [*waits, *computed(STEP, per_byte_s * tensor.nbytes)]
+        return [*waits, *steps.computed(steps.STEP, per_byte_s * tensor.nbytes)]
 
     forward = [(reads_s[one.index], use(one)) for one in tensors]
     backward = [(ready_s[one.index], list(map(Launch, parts(one)))) for one in tensors]
     ops = [
-        *interleaved(FORWARD, times.forward_s, forward),
-        *interleaved(BACKWARD, times.backward_s, backward),
-        *computed(STEP, workload.fixed_step_s),
+        *steps.interleaved(steps.FORWARD, times.forward_s, forward),
+        *steps.interleaved(steps.BACKWARD, times.backward_s, backward),
+        *steps.computed(steps.STEP, workload.fixed_step_s),
     ]
-    return Program(f"parts of {partition_mb:g} MiB", tuple(ops))
+    return Program(f"parts of {PARTITION_MB:g} MiB", tuple(ops))

@@ -1,7 +1,5 @@
 """Runs a program step after step, and says what a step takes in the long run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,14 +17,12 @@ class SimulatedStep:
         program: What ran.
         step_s: From one step's end to the next one's.
         exposed_s: Kind of message -> for how long a rank stood still for it.
-        sent_bytes: By a rank.
         spans: The link's timeline, from the first step on.
     """
 
     program: Program
     step_s: float
     exposed_s: Mapping[str, float]
-    sent_bytes: float
     spans: tuple[Carried, ...]
 
 
@@ -41,10 +37,5 @@ def simulate(program: Program) -> SimulatedStep:
     for busy in run.busy:
         if busy.is_wait and busy.step >= _WARM_UP_STEPS:
             exposed_s[busy.kind] += (busy.end_s - busy.begin_s) / _NUM_STEPS
-    return SimulatedStep(
-        program=program,
-        step_s=(run.clock_s - begin_s) / _NUM_STEPS,
-        exposed_s=exposed_s,
-        sent_bytes=program.sent_bytes,
-        spans=tuple(run.link.spans),
-    )
+    step_s = (run.clock_s - begin_s) / _NUM_STEPS
+    return SimulatedStep(program, step_s, exposed_s, tuple(run.link.spans))

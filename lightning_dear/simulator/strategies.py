@@ -1,22 +1,11 @@
 """Strategies by name: how each makes its buckets, and what it does with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from lightning_dear import planning
 from lightning_dear.names import check_name
-from lightning_dear.planning import (
-    FUSIONS,
-    BucketPlan,
-    LinkCost,
-    MGWFBPFusion,
-    NoFusion,
-    SearchingPlanner,
-    TensorSpec,
-    ThresholdFusion,
-)
 from lightning_dear.planning.fusion import MIB, fuse_groups
 from lightning_dear.planning.measured import NO_CODEC
 from lightning_dear.planning.predict import StepModel
@@ -86,11 +75,8 @@ class Strategy:
 
     def encodes(self, workload: Workload) -> bool:
         """Whether its step of `workload` uses the compressor."""
-        if workload.codecs.are_none:
-            return False
-        return self.compresses == "halves" or (
-            self.compresses == "whole" and workload.whole_codecs is not None
-        )
+        may = {"no": False, "halves": True, "whole": workload.whole_codecs is not None}
+        return may[self.compresses] and not workload.codecs.are_none
 
     def overrides_for(self, workload: Workload) -> str | None:
         """What `dear-train` takes to use it for `workload`; None where it cannot."""
@@ -103,7 +89,7 @@ class Strategy:
 
 
 def planned(
-    plan: Callable[[Sequence[TensorSpec], int], BucketPlan],
+    plan: Callable[[Sequence[planning.TensorSpec], int], planning.BucketPlan],
     schedule: Schedule = OURS,
     *,
     all_reduces: bool = False,
@@ -112,9 +98,7 @@ def planned(
 
     def build(workload: Workload, network: Network) -> Program:
         made = plan(workload.tensors, network.world_size)
-        if all_reduces:
-            made = whole(made)
-        return schedule.program(made, workload, network)
+        return schedule.program(whole(made) if all_reduces else made, workload, network)
 
     return build
 
@@ -122,16 +106,16 @@ def planned(
 def as_published(cap_mb: float | None) -> Builder:
     """DeAR's schedule, in buckets up to a cap; without one in a bucket for every tensor."""
     caps: Any = {"bucket_cap_mb": cap_mb, "first_bucket_cap_mb": cap_mb}
-    fusion = NoFusion() if cap_mb is None else ThresholdFusion(**caps)
+    fusion = planning.NoFusion() if cap_mb is None else planning.ThresholdFusion(**caps)
     return planned(fusion.plan, Schedule(gathers="one_ahead", steps_late=True))
 
 
-def whole(plan: BucketPlan) -> BucketPlan:
+def whole(plan: planning.BucketPlan) -> planning.BucketPlan:
     """`plan` with every bucket all-reduced."""
     return replace(plan, all_reduced=tuple(range(len(plan.buckets))))
 
 
-def searched(planner: SearchingPlanner) -> Builder:
+def searched(planner: planning.SearchingPlanner) -> Builder:
     """What the engine's own search ends with, if its trial steps take what is simulated."""
 
     def build(workload: Workload, network: Network) -> Program:
@@ -140,14 +124,13 @@ def searched(planner: SearchingPlanner) -> Builder:
         given = () if codecs.are_none else (codecs,)
         search = planner.search(workload.tensors, world_size, times, link, *given)
         while (plan := search.next()) is not None:
-            program = OURS.program(plan, workload, network)
-            search.tell(plan, simulate(program).step_s)
+            search.tell(plan, simulate(OURS.program(plan, workload, network)).step_s)
         return OURS.program(search.best, workload, network)
 
     return build
 
 
-def linear(workload: Workload, network: Network) -> LinkCost:
+def linear(workload: Workload, network: Network) -> planning.LinkCost:
     """What planners know of a network: alpha and beta, of a small bucket and of half the model.
 
     Of all-reduces, too. What no line fits, such as a change of algorithm, they do not see.
@@ -159,8 +142,8 @@ def linear(workload: Workload, network: Network) -> LinkCost:
         beta_s = (cost_s(large) - cost_s(small)) / sent if sent else 0.0
         return max(cost_s(small) - beta_s * halves * network.sent_bytes(small), 0.0), beta_s
 
-    return LinkCost(
-        *fitted(network.half_s, 1), all_reduce=LinkCost(*fitted(network.all_reduce_s, 2))
+    return planning.LinkCost(
+        *fitted(network.half_s, 1), all_reduce=planning.LinkCost(*fitted(network.all_reduce_s, 2))
     )
 
 
@@ -168,10 +151,10 @@ def _mgwfbp(workload: Workload, network: Network) -> Program:
     """MG-WFBP's rule with the cost of an all-reduce."""
     link = linear(workload, network).all_reduce
     assert link is not None
-    as_half = LinkCost(link.alpha_s, 2 * link.beta_s)
+    as_half = planning.LinkCost(link.alpha_s, 2 * link.beta_s)
     times = workload.sharded_times(network.world_size)
     model = StepModel(workload.tensors, network.world_size, times, as_half)
-    return OURS.program(whole(MGWFBPFusion().best_plan(model)), workload, network)
+    return OURS.program(whole(planning.MGWFBPFusion().best_plan(model)), workload, network)
 
 
 def horovod_program(
@@ -215,8 +198,8 @@ FUSED = "dear_"
 
 
 def _fused(fusion: str) -> Strategy:
-    planner = FUSIONS[fusion]()
-    is_searched = isinstance(planner, SearchingPlanner)
+    planner = planning.FUSIONS[fusion]()
+    is_searched = isinstance(planner, planning.SearchingPlanner)
     return Strategy(
         FUSED + fusion,
         searched(planner) if is_searched else planned(planner.plan),
@@ -227,7 +210,7 @@ def _fused(fusion: str) -> Strategy:
     )
 
 
-_EACH = planned(NoFusion().plan, _DDP, all_reduces=True)
+_EACH = planned(planning.NoFusion().plan, _DDP, all_reduces=True)
 _IN_CAPS = planned(everything_all_reduced, _DDP)
 
 STRATEGIES: dict[str, Strategy] = {
@@ -251,7 +234,7 @@ STRATEGIES: dict[str, Strategy] = {
         # DeAR as published: gradients are gathered one ahead, every rank steps all.
         Strategy("dear_paper", as_published(25.0), "strategy=dear_paper"),
         # Ours: in buckets of 8 to 25 MiB, in those that are predicted to be best, in measured ones.
-        Strategy("dear", planned(ThresholdFusion().plan), "strategy=dear", "halves"),
+        Strategy("dear", planned(planning.ThresholdFusion().plan), "strategy=dear", "halves"),
         _fused("mergecomp"),
         _fused("auto"),
     )
@@ -269,7 +252,7 @@ def resolve_strategy(name: str) -> Strategy:
         ValueError: If there is none; the message lists the names.
     """
     known = STRATEGIES | {hooked: one for hooked, (one, _) in HOOKS.items()}
-    fused = [FUSED + one for one in FUSIONS]
+    fused = [FUSED + one for one in planning.FUSIONS]
     if name not in known and name in fused:
         return _fused(name.removeprefix(FUSED))
     return known[check_name("strategy", name, dict.fromkeys([*known, *fused]))]

@@ -5,8 +5,6 @@ the end of the last is not waited for, so that all-gathers are in flight at both
 timed. Nothing is synchronised in between.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -187,11 +185,9 @@ class StepProbe(Profiler):
             phase.append(time.perf_counter() - self._phase_began_s)
 
     def _phase(self, action_name: str) -> list[float] | None:
-        if not action_name.startswith("[Strategy]"):
-            return None
-        if action_name.endswith(".training_step"):
-            return self.forward_s
-        return self.backward_s if action_name.endswith(".backward") else None
+        owner, _, hook = action_name.rpartition(".")
+        phases = {"training_step": self.forward_s, "backward": self.backward_s}
+        return phases.get(hook) if owner.startswith("[Strategy]") else None
 
     def _begin_step(self, step: int) -> None:
         first, last = self._length.num_warm_up_steps, self._length.max_steps - 1

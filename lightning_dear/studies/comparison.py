@@ -1,7 +1,5 @@
 """A comparison for people: a block of rows for each point as text, and a panel as a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -103,16 +101,12 @@ def describe(row: Line) -> str:
         link = f"links of {row['link_rate_mbit']:g} Mb/s ({row['rate_source']})"
         if row["scale"] != 1:
             whole = shown(row["model_bytes"], ".1f", 1e-6 * row["scale"])
-            link += (
-                f"; scale {row['scale']:g}: stands for {whole} MB on"
-                f" {row['stands_for_mbit']:.0f} Mb/s"
-            )
+            rate = f"{row['stands_for_mbit']:.0f} Mb/s"
+            link += f"; scale {row['scale']:g}: stands for {whole} MB on {rate}"
     shorter = "no bounds without a rate and the seconds of compute"
     if row["communication_ratio"] is not None:
-        shorter = (
-            f"communication/compute {row['communication_ratio']:.2f}; bound"
-            f" {_ms(row['bound_s'])} ms, DeAR's own {_ms(row['dear_bound_s'])} ms"
-        )
+        bounds = f"bound {_ms(row['bound_s'])} ms, DeAR's own {_ms(row['dear_bound_s'])} ms"
+        shorter = f"communication/compute {row['communication_ratio']:.2f}; {bounds}"
     alone = f"forward {_ms(row['forward_s'])} ms, backward {_ms(row['backward_s'])} ms"
     lines = [
         f"{row['model']}, {kind}, {row['world_size']} ranks",
@@ -126,9 +120,7 @@ def describe(row: Line) -> str:
 def verdicts(rows: Sequence[Line]) -> Iterator[str]:
     """A sentence for each point: which entry is the fastest, if one is clearly."""
     for group in _by_point(rows):
-        judged = [
-            row for row in group if row["ratio"] is not None and row["entry"] != COMPUTE_ALONE
-        ]
+        judged = [row for row in group if row["ratio"] and row["entry"] != COMPUTE_ALONE]
         if len(judged) < 2:
             continue
         best, first = min(judged, key=itemgetter("ratio")), judged[0]

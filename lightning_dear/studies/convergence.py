@@ -21,8 +21,6 @@ A point of a training's curve is a line of loss_over_time.csv; figures are means
 - sent_mb: what a rank sent meanwhile, 10^6 bytes, headers included; nan if unknown.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +43,8 @@ WORDS = frozenset({"entry", "buckets", "reference", "metric", "unit", "verdict"}
 
 JUDGED = ("non-inferior", "NOT non-inferior")
 """Verdicts on entries that are neither references nor broken on purpose."""
+
+BySeed = Mapping[int, Line]
 
 _TRIAL_WORDS = ("key", "entry", "buckets", "phase", "weights", "batches")
 
@@ -208,13 +208,7 @@ def summarize(
     ]
 
 
-def _row(
-    asked: Asked,
-    own: Mapping[int, Line],
-    reference: Mapping[int, Line],
-    metric: Metric,
-    num_seeds: int,
-) -> Line:
+def _row(asked: Asked, own: BySeed, reference: BySeed, metric: Metric, num_seeds: int) -> Line:
     trials = list(own.values())
     pairs = [(trial, reference[seed]) for seed, trial in own.items() if seed in reference]
     worse = paired_difference([metric.how_much_worse(a["metric"], b["metric"]) for a, b in pairs])

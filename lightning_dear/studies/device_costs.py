@@ -5,8 +5,6 @@ counted, by running them on tensors without memory; those of sparse all-reduces,
 on the numbers, are written down here.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,14 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_dear.compression import (
-    Bf16,
-    Codec,
-    Compressor,
-    Fp16,
-    SparseAllReduce,
-    resolve_compressor,
-)
+from lightning_dear import compression
+from lightning_dear.compression import Codec, Compressor, SparseAllReduce
 from lightning_dear.planning import CodecCost, CodecCosts, Linear
 from lightning_dear.planning.measured import NO_CODEC
 
@@ -114,7 +106,7 @@ def whole_costs(compressor: str | Compressor, device: Device, world_size: int) -
     if isinstance(made, SparseAllReduce):
         return CodecCosts(_at_once(_sparse(made, device, world_size), world_size), may_plan=False)
     encode, decode, wire = _parts_of(made, device)
-    if isinstance(made, Bf16 | Fp16):
+    if isinstance(made, compression.Bf16 | compression.Fp16):
         numbers = Linear(0.0, 2.0)
         return CodecCosts(CodecCost(encode, decode, reduce_bytes=numbers, way="all_reduce"))
     ours = halves_costs(made, device, world_size).compressed
@@ -136,7 +128,7 @@ def total(*parts: Linear) -> Linear:
 
 
 def _resolved(compressor: str | Compressor) -> Codec | SparseAllReduce | None:
-    made = resolve_compressor(compressor)
+    made = compression.resolve_compressor(compressor)
     if made is not None and made.halves != "both":
         raise ValueError(
             f"Costs are those of both halves, and {made.name} has halves={made.halves!r}; leave"
@@ -163,16 +155,6 @@ def _parts_of(codec: Codec, device: Device) -> tuple[Linear, Linear, Linear]:
     return line(0), line(1), Linear(max(0.0, small - beta * _FEW), beta)
 
 
-def _counted(codec: Codec, numel: int, generator: torch.Generator) -> tuple[_Counter, _Counter]:
-    rows = torch.empty(1, numel, device=_META)
-    wire = torch.empty(1, codec.wire_bytes(numel), dtype=torch.uint8, device=_META)
-    with _Counter() as encoding:
-        codec.encode(rows, wire, generator)
-    with _Counter() as decoding:
-        codec.decode(wire, rows, generator)
-    return encoding, decoding
-
-
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what would be kernels, and the bytes of their tensors."""
 
@@ -194,6 +176,16 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+def _counted(codec: Codec, numel: int, generator: torch.Generator) -> tuple[_Counter, _Counter]:
+    rows = torch.empty(1, numel, device=_META)
+    wire = torch.empty(1, codec.wire_bytes(numel), dtype=torch.uint8, device=_META)
+    with _Counter() as encoding:
+        codec.encode(rows, wire, generator)
+    with _Counter() as decoding:
+        codec.decode(wire, rows, generator)
+    return encoding, decoding
+
+
 # --- sparse all-reduces ---------------------------------------------------------------------------
 
 
@@ -208,13 +200,15 @@ def _sparse(made: SparseAllReduce, device: Device, world_size: int) -> CodecCost
     select = 5 + (5 / tau if tau else 4 + _NUDGES)
     density = made.density
     if made.all_reduces:
-        sums = _sums_of_all(made, world_size)
-        adding = total(device.work(2, 4.0), device.work(sums[0], 4 * sums[1] * density))
+        # Kernels, and words for each of the k numbers, with which a rank adds up what has come.
+        rounds = (world_size - 1).bit_length()
+        kernels, words = (6 * rounds, 10 * rounds) if made.is_tree else (world_size, 3 * world_size)
+        adding = total(device.work(2, 4.0), device.work(kernels, 4 * words * density))
         # A rank in the middle waits for what comes up and then for what comes down.
         there_and_back = 2 if made.is_tree else 1
-        words = there_and_back * _words_per_element(made, world_size)
-        wire = Linear(0.0, 4 * words * world_size)
-        starts = 2.0 * (world_size - 1).bit_length() if made.is_tree else None
+        travelling = there_and_back * _words_per_element(made, world_size)
+        wire = Linear(0.0, 4 * travelling * world_size)
+        starts = 2.0 * rounds if made.is_tree else None
         return CodecCost(
             encode=device.work(8 + (0 if tau else 3 + 2 * _NUDGES), 4 * select),
             decode_sum=adding,
@@ -241,13 +235,8 @@ def _at_once(cost: CodecCost, world_size: int) -> CodecCost:
         return cost
     shard = cost.encode_shard
     publish = Linear(shard.alpha, shard.beta / world_size)
-    return replace(
-        cost,
-        decode_sum=total(cost.decode_sum, publish, cost.decode),
-        encode_shard=Linear(),
-        decode=Linear(),
-        way="both_halves",
-    )
+    summed, nothing = total(cost.decode_sum, publish, cost.decode), Linear()
+    return replace(cost, decode_sum=summed, encode_shard=nothing, decode=nothing, way="both_halves")
 
 
 def _words_per_element(made: SparseAllReduce, world_size: int) -> float:
@@ -256,11 +245,3 @@ def _words_per_element(made: SparseAllReduce, world_size: int) -> float:
         return 0.0
     numel = 1 << 24
     return made.usual_words(numel, world_size) / numel / (world_size - 1)
-
-
-def _sums_of_all(made: SparseAllReduce, world_size: int) -> tuple[float, float]:
-    """Kernels, and words for each of the k numbers, with which a rank adds up what has come."""
-    if made.is_tree:
-        rounds = (world_size - 1).bit_length()
-        return 6.0 * rounds, 10.0 * rounds
-    return float(world_size), 3.0 * world_size

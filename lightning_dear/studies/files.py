@@ -1,7 +1,5 @@
 """Files of studies: lines of figures as CSV, and text; a kill leaves each of them whole."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress

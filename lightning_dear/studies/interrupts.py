@@ -5,8 +5,6 @@ and the program goes on; raised in a library it may be taken for another failure
 thread waits for other ranks no handler runs at all.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

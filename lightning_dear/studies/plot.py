@@ -1,7 +1,5 @@
 """Pictures of studies, all in one style: panels one below the other, one legend outside of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,8 +32,7 @@ def picture(path: Path, num_bars: Sequence[int]) -> Iterator[Sequence[Any]]:
     with rc_context(_STYLE):
         heights = [1.0 + 0.3 * number for number in num_bars]
         figure = Figure(figsize=(9, sum(heights) + 0.5), layout="constrained")
-        grid = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)
-        axes = list(grid[:, 0])
+        axes = list(figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0])
         yield axes
         for axis in axes:
             axis.invert_yaxis()

@@ -4,8 +4,6 @@ Ours takes none of the latter. Module buffers travel while something is computed
 where they are sent from, and the host does not touch a bucket's tensors one by one.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import defaultdict
@@ -51,6 +49,9 @@ _MOST_NUMEL = 1 << 26
 
 Units = Sequence[Sequence[int]]
 """Elements of the tensors of each of FSDP2's units, in fp32."""
+
+Run = Callable[[], None]
+"""What is timed."""
 
 log = logging.getLogger(__name__)
 
@@ -103,10 +104,8 @@ def measure(
     device = next(module.parameters()).device
     nbytes = 4 * sum(map(sum, units))
     begin("what exchanges cost")
-    links = [
-        measure_collectives(collectives, device, max(nbytes, _LEAST_BYTES))
-        for _ in range(_NUM_SPREAD)
-    ]
+    size = max(nbytes, _LEAST_BYTES)
+    links = [measure_collectives(collectives, device, size) for _ in range(_NUM_SPREAD)]
     begin("how all-reduces start")
     links, cpu_s = with_starts(links, collectives, device, ready_s)
     begin("the backend's own halves")
@@ -125,10 +124,8 @@ def measure(
 # --- exchanges ------------------------------------------------------------------------------------
 
 
-def half_times(
-    collectives: Collectives, device: torch.device, name: str, nbytes: int
-) -> list[float]:
-    """Seconds of the backend's own all-gather, or reduce-scatter, of `nbytes`; of repeats.
+def half_times(collectives: Collectives, device: torch.device, name: str, size: int) -> list[float]:
+    """Seconds of the backend's own all-gather, or reduce-scatter, of `size` bytes; of repeats.
 
     Each is the mean of several, one after the other as FSDP2 has them: ranks that do not begin
     together catch up in the first. The slowest rank's. Collective, blocks.
@@ -137,9 +134,9 @@ def half_times(
         collectives: Training's.
         device: Where parameters are.
         name: In torch.distributed.
-        nbytes: Of the whole buffer.
+        size: Bytes of the whole buffer.
     """
-    shard = torch.zeros(max(nbytes // 4 // collectives.world.size, 1), device=device)
+    shard = torch.zeros(max(size // 4 // collectives.world.size, 1), device=device)
     whole = torch.zeros(shard.numel() * collectives.world.size, device=device)
     out_and_in = (whole, shard) if name == ALL_GATHER else (shard, whole)
 
@@ -302,9 +299,8 @@ class Unit(nn.Module):
 
 
 def _module_of(units: Units, device: torch.device) -> nn.Sequential:
-    return nn.Sequential(
-        *(Unit(torch.zeros(numel, device=device) for numel in unit) for unit in units)
-    )
+    made = (Unit(torch.zeros(numel, device=device) for numel in unit) for unit in units)
+    return nn.Sequential(*made)
 
 
 def first_of(units: Units, most: int) -> tuple[list[list[int]], float]:
@@ -324,7 +320,7 @@ def alike(optimizer: Optimizer, module: nn.Module) -> Optimizer:
     return other
 
 
-def _step(module: nn.Module, optimizer: Optimizer | None = None) -> Callable[[], None]:
+def _step(module: nn.Module, optimizer: Optimizer | None = None) -> Run:
     def step() -> None:
         module.zero_grad()
         module(torch.ones((), requires_grad=True)).backward()
@@ -334,15 +330,13 @@ def _step(module: nn.Module, optimizer: Optimizer | None = None) -> Callable[[],
     return step
 
 
-def _difference_s(
-    collectives: Collectives, device: torch.device, *runs: Callable[[], None]
-) -> float:
+def _difference_s(collectives: Collectives, device: torch.device, *runs: Run) -> float:
     """Seconds that the second takes beyond the first."""
     first_s, second_s = (median(_times(collectives, device, run)) for run in runs)
     return second_s - first_s
 
 
-def _times(collectives: Collectives, device: torch.device, run: Callable[[], None]) -> list[float]:
+def _times(collectives: Collectives, device: torch.device, run: Run) -> list[float]:
     """Seconds of repeats, after some that do not count; of each the slowest rank's."""
     clock = clock_of(device)
     own = []

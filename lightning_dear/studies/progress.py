@@ -1,7 +1,5 @@
 """How far a study is, and when it will be done."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

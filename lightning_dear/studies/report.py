@@ -1,7 +1,5 @@
 """What a study leaves in its folder, up to date from its first finished block on."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Rounds of blocks: every entry once a round, each in turn first, and each behind each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple, TypeVar
@@ -61,6 +59,5 @@ def find_best(names: Sequence[str], num_rounds: int, measure: Callable[[Turn], f
     """
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in turns(dict.fromkeys(names, num_rounds)):
-        tuning = turn._replace(round=TUNING_ROUND - turn.round)
-        seconds[turn.entry].append(measure(tuning))
+        seconds[turn.entry].append(measure(turn._replace(round=TUNING_ROUND - turn.round)))
     return min(names, key=lambda name: median(seconds[name]))

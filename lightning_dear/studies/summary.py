@@ -15,8 +15,6 @@ Both begin with what all entries of a comparison share, its point:
 - one_way_s: what each link takes to reduce-scatter, or to all-gather, the model.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import mean, median
@@ -71,13 +69,8 @@ def block_of(turn: Turn, ranks: Sequence[RankBlock], number: int = 0, note: str 
     columns["compute_s"] = columns["step_s"] - sum(columns[name] for name in waits)
     figures = {name: float(np.median(column)) for name, column in columns.items()}
     figures |= _loads([rank.load for rank in ranks])
-    return {
-        **{name: _rounded(value) for name, value in figures.items()},
-        **turn._asdict(),
-        "number": number,
-        "num_steps": len(steps),
-        "note": note,
-    }
+    known = {name: _rounded(value) for name, value in figures.items()}
+    return {**known, **turn._asdict(), "number": number, "num_steps": len(steps), "note": note}
 
 
 def _loads(lines: Sequence[Line]) -> Line:
@@ -135,11 +128,8 @@ def summarize(point: Line, blocks: Iterable[Line]) -> list[Line]:
 
 def _row(point: Line, blocks: Sequence[Line], first: Mapping[int, Line]) -> Line:
     bounds = bounds_of(point)
-    ratios = [
-        block["step_s"] / first[block["round"]]["step_s"]
-        for block in blocks
-        if block["round"] in first
-    ]
+    compared = [block for block in blocks if block["round"] in first]
+    ratios = [block["step_s"] / first[block["round"]]["step_s"] for block in compared]
     loads = _loads(blocks)
     step_s = median(block["step_s"] for block in blocks)
     return {

@@ -1,7 +1,5 @@
 """Tables of studies, as text for a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from io import StringIO
 

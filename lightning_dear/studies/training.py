@@ -1,7 +1,5 @@
 """One training, from fresh weights to the test; and a bug with which it must end worse."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import time
@@ -83,9 +81,16 @@ class Recorder:
 
         @wraps(inner)
         def training_step(batch: Any, *others: Any) -> Any:
-            self._begin(batch)
+            if not self._marks:
+                self._mark()
+            for leaf in tree_leaves(batch):
+                if isinstance(leaf, Tensor):
+                    self._checksum = zlib.crc32(_bytes_of(leaf), self._checksum)
             output: Any = inner(batch, *others)
-            self._note(output["loss"] if isinstance(output, Mapping) else output)
+            self._mark()
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            self._losses.append(loss.detach())
+            self._on_step()
             return output
 
         module.training_step = training_step  # type: ignore[method-assign]
@@ -93,18 +98,6 @@ class Recorder:
             yield
         finally:
             del module.training_step
-
-    def _begin(self, batch: Any) -> None:
-        if not self._marks:
-            self._mark()
-        for leaf in tree_leaves(batch):
-            if isinstance(leaf, Tensor):
-                self._checksum = zlib.crc32(_bytes_of(leaf), self._checksum)
-
-    def _note(self, loss: Tensor) -> None:
-        self._mark()
-        self._losses.append(loss.detach())
-        self._on_step()
 
     def _mark(self) -> None:
         sent_bytes = self._sent_bytes()

@@ -116,10 +116,9 @@ class DigitsDataModule(SplitDataModule):
         from sklearn.model_selection import train_test_split
 
         pixels, labels = load_digits(return_X_y=True)
-        images = torch.as_tensor(pixels, dtype=torch.float32).div(MAX_GREY)
-        digits = TensorDataset(
-            images.view(-1, 1, NUM_PIXELS, NUM_PIXELS), torch.as_tensor(labels, dtype=torch.int64)
-        )
+        shape = (-1, 1, NUM_PIXELS, NUM_PIXELS)
+        images = torch.as_tensor(pixels, dtype=torch.float32).div(MAX_GREY).view(shape)
+        digits = TensorDataset(images, torch.as_tensor(labels, dtype=torch.int64))
         split = partial(train_test_split, random_state=self.split_seed)
         rest, test = split(range(len(digits)), test_size=self.test_size, stratify=labels)
         train, val = split(rest, test_size=self.val_size, stratify=labels[rest])
@@ -211,21 +210,16 @@ class ImageFolderDataModule(SplitDataModule):
                 "val/<class>/."
             )
         need("data=imagenet", "torchvision", extra="vision")
-        from torchvision.datasets import ImageFolder
-
-        return ImageFolder(str(folder), self._transform(is_augmented=split == "train"))
-
-    def _transform(self, is_augmented: bool) -> Any:
-        from torchvision import transforms
+        from torchvision import datasets, transforms
 
         size = self.image_size
-        if is_augmented:
+        if split == "train":
             crop = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
         else:
             # The usual margin: 256 pixels for a crop of 224.
             crop = [transforms.Resize(size * 8 // 7), transforms.CenterCrop(size)]
         tail = [transforms.ToTensor(), transforms.Normalize(*_IMAGENET_STATISTICS)]
-        return transforms.Compose([*crop, *tail])
+        return datasets.ImageFolder(str(folder), transforms.Compose([*crop, *tail]))
 
 
 def windows_of(paths: list[Path], context_length: int) -> Tensor:

@@ -72,7 +72,15 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_layers)))
         self.final_norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, NUM_BYTES, bias=False)
-        self._initialize(num_layers)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        # Each block adds to the residual stream twice: scaled so that its variance stays near 1.
+        for name, parameter in self.named_parameters():
+            if name.endswith(("attention.output.weight", "mlp.2.weight")):
+                nn.init.normal_(parameter, std=0.02 / (2 * num_layers) ** 0.5)
 
     def forward(self, text: Tensor) -> Tensor:
         """Map bytes (batch, time), int64, to logits (batch, time, 256)."""
@@ -85,17 +93,6 @@ class GPT(nn.Module):
         hidden = self.byte_embedding(text) + self.position_embedding(positions)
         logits: Tensor = self.head(self.final_norm(self.blocks(hidden)))
         return logits
-
-    def _initialize(self, num_layers: int) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        # Each block adds to the residual stream twice: scaled so that its variance stays near 1.
-        for name, parameter in self.named_parameters():
-            if name.endswith(("attention.output.weight", "mlp.2.weight")):
-                nn.init.normal_(parameter, std=0.02 / (2 * num_layers) ** 0.5)
 
 
 class ResidualBlock(nn.Module):

@@ -76,9 +76,8 @@ class Task(LightningModule):
 
     def units(self) -> list[Any]:
         """Return what FSDP2 gathers together: each member of ``net``'s lists and sequences."""
-        containers = [
-            m for m in self.net.children() if isinstance(m, nn.ModuleList | nn.Sequential)
-        ]
+        kinds = nn.ModuleList | nn.Sequential
+        containers = [child for child in self.net.children() if isinstance(child, kinds)]
         return [block for blocks in containers for block in blocks if list(block.parameters())]
 
     def configure_model(self) -> None:

@@ -1,8 +1,6 @@
 """Loss against time on a slow network: when each entry has the loss that DDP ends with."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import DictConfig
 
-from lightning_dear.apps.recipe.report import Claim, Report
+from lightning_dear.apps.recipe.report import Claim, Report, Rows
 from lightning_dear.apps.recipe.run import Sibling
 
 Floats = NDArray[np.float64]
@@ -66,7 +64,7 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
     return Report(claims, summary, _picture(panels, str(cfg.reference)) if panels else None)
 
 
-def runs_of(rows: Sequence[Mapping[str, str]], window_steps: int) -> Runs:
+def runs_of(rows: Rows, window_steps: int) -> Runs:
     """Return the trainings of a `loss_over_time.csv`; losses become means over `window_steps`.
 
     Raises:
@@ -81,11 +79,10 @@ def runs_of(rows: Sequence[Mapping[str, str]], window_steps: int) -> Runs:
     }
 
 
-def _run(rows: Sequence[Mapping[str, str]], window_steps: int) -> Run:
+def _run(rows: Rows, window_steps: int) -> Run:
     names = ("step", "time_s", "sent_mb", "train_loss")
-    steps, times_s, sent_mb, losses = (
-        np.array([float(row[name]) for row in rows]) for name in names
-    )
+    columns = [np.array([float(row[name]) for row in rows]) for name in names]
+    steps, times_s, sent_mb, losses = columns
     # The first point is as many steps from the beginning as any other is from the one before.
     width, rest = divmod(window_steps, int(steps[0]))
     if rest or width < 1:
@@ -147,20 +144,14 @@ def row_of(
     }
 
 
-def _claims(
-    summary: Sequence[Mapping[str, Any]], reference: str, rate_mbit: float, models: Sequence[str]
-) -> Iterator[Claim]:
+def _claims(summary: Rows, reference: str, rate_mbit: float, models: list[str]) -> Iterator[Claim]:
     """A row for each entry: how many times as fast it is at the reference's loss, by model."""
     for entry in dict.fromkeys(row["entry"] for row in summary if row["entry"] != reference):
         of_entry = {row["model"]: row for row in summary if row["entry"] == entry}
         parts = [f"{model} {_arrival(row)}" for model, row in of_entry.items()]
-        yield Claim(
-            f"{entry}: sooner at {reference}'s last loss",
-            "ours",
-            ", ".join(parts),
-            "measured",
-            f"sending takes longer than computing, as on links of {rate_mbit:g} Mb/s",
-        )
+        what = f"{entry}: sooner at {reference}'s last loss"
+        must = f"sending takes longer than computing, as on links of {rate_mbit:g} Mb/s"
+        yield Claim(what, "ours", ", ".join(parts), "measured", must)
     for model in models:
         if model not in {row["model"] for row in summary}:
             yield Claim(f"{model}: sooner", "ours", "NOT RUN, measure=true does it", "measured")

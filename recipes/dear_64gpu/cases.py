@@ -1,7 +1,5 @@
 """What is compared: every model on every network, under the paper's baselines and DeAR."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,13 +7,8 @@ from functools import partial
 from omegaconf import DictConfig
 
 from lightning_dear.apps.recipe.simulated import listed, networks_of, progress, workload_of
-from lightning_dear.simulator import Link, Network, Workload, simulate
-from lightning_dear.simulator.strategies import (
-    Builder,
-    as_published,
-    horovod_program,
-    resolve_strategy,
-)
+from lightning_dear.simulator import Link, Network, Workload, simulate, strategies
+from lightning_dear.simulator.strategies import Builder, as_published, horovod_program
 from lightning_dear.workloads.replay.profile import ModelProfile, load_profile
 
 UNFUSED = "dear_paper, nothing fused"
@@ -89,7 +82,7 @@ def cases_of(cfg: DictConfig) -> Iterator[Case]:
 def _builders(cfg: DictConfig) -> dict[str, Builder]:
     """Way to train -> what makes its step."""
     names = *listed(cfg, "baselines"), *listed(cfg, "ours")
-    made = {name: resolve_strategy(name).build for name in names}
+    made = {name: strategies.resolve_strategy(name).build for name in names}
     for cycle_ms in cfg.horovod.cycles_ms:
         made[f"horovod, {cycle_ms:g} ms"] = partial(horovod_program, cycle_s=cycle_ms / 1e3)
     for fusion_mb in cfg.horovod.fusion_mb:

@@ -1,7 +1,5 @@
 """DeAR's headline: up to 83 % and 15 % over the state of the art on 64 GPUs (arXiv 2302.12445)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -174,28 +172,16 @@ def start_of(cases: Sequence[Case], names: Sequence[str]) -> Assumption:
 
 def _over_the_best(cases: Cases, baselines: Sequence[str]) -> Claim:
     gains = [case.gain(*baselines) for own in cases.values() for case in own]
-    return Claim(
-        "over the best, all networks",
-        _signed(ETHERNET),
-        f"{_signed(min(gains))} to {_signed(max(gains))}",
-        "simulated",
-        "more than the schedule",
-        f"its bound is {_signed(BOUND)}",
-        "no",
-    )
+    title, here = "over the best, all networks", f"{_signed(min(gains))} to {_signed(max(gains))}"
+    must, checked = "more than the schedule", f"its bound is {_signed(BOUND)}"
+    return Claim(title, _signed(ETHERNET), here, "simulated", must, checked, "no")
 
 
 def _of_nics(rate: float) -> Claim:
     found, known = rate / 1e10, 2
-    return Claim(
-        "costs of 10 Gb/s, their table",
-        "10 Gb/s",
-        f"{rate / 1e9:.1f} Gb/s",
-        "simulated",
-        f"{found:.2f} NICs",
-        f"{known} in their config",
-        is_plausible(found, known),
-    )
+    title, here = "costs of 10 Gb/s, their table", f"{rate / 1e9:.1f} Gb/s"
+    must, checked = f"{found:.2f} NICs", f"{known} in their config"
+    return Claim(title, "10 Gb/s", here, "simulated", must, checked, is_plausible(found, known))
 
 
 def _measured_claims(siblings: Mapping[str, Sibling]) -> Iterator[Claim]:
@@ -221,10 +207,9 @@ def _signed(share: float) -> str:
 def _picture(cases: Cases) -> Any:
     """Draw gains over what is fused, on each network of the larger claim if there is one."""
     shown = [name for name in cases if "ethernet" in name] or list(cases)
-    models = [case.workload.name for case in cases[shown[0]]]
-    ways = [
-        way for way in cases[shown[0]][0].steps_s if way.startswith(("ddp", "horovod", "mgwfbp"))
-    ]
+    first = cases[shown[0]]
+    models = [case.workload.name for case in first]
+    ways = [way for way in first[0].steps_s if way.startswith(("ddp", "horovod", "mgwfbp"))]
     panels = {
         name: {way: [100 * case.gain(way) for case in cases[name]] for way in ways}
         for name in shown

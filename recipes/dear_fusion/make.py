@@ -1,7 +1,5 @@
 """Fusion under DeAR's schedule: none, fixed caps, a tuned cap, MG-WFBP's rule, and exact."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -101,9 +99,7 @@ def _step(planner: FusionPlanner, workload: Workload, network: Network) -> Simul
     # Our engine gathers nothing before backward has ended where NCCL sends.
     times = replace(workload.times, allows_early=not network.has_reduce_scatter)
     workload = replace(workload, times=times)
-    build = planned(planner.plan)
-    if isinstance(planner, SearchingPlanner):
-        build = searched(planner)
+    build = searched(planner) if isinstance(planner, SearchingPlanner) else planned(planner.plan)
     return simulate(build(workload, network))
 
 
@@ -121,14 +117,10 @@ def _measured_claims(siblings: Mapping[str, Sibling]) -> Iterator[Claim]:
     rows = [row for sibling in siblings.values() for row in sibling.rows()]
     dear_s = {row["model"]: float(row["step_s"]) for row in rows if row["entry"] == "dear"}
     for name in ("none", "single", "bayesian", "auto"):
-        losses = [
-            100 * (float(row["step_s"]) / dear_s[row["model"]] - 1)
-            for row in rows
-            if row["entry"] == f"dear_{name}"
-        ]
+        own = [row for row in rows if row["entry"] == f"dear_{name}"]
+        losses = [100 * (float(row["step_s"]) / dear_s[row["model"]] - 1) for row in own]
         if losses:
-            here = f"{min(losses):+.1f} to {max(losses):+.1f} %"
-            yield Claim(*CLAIMS[name], here, "measured")
+            yield Claim(*CLAIMS[name], f"{min(losses):+.1f} to {max(losses):+.1f} %", "measured")
 
 
 def _picture(summary: Sequence[Row]) -> Any:

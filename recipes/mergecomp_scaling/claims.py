@@ -1,20 +1,16 @@
 """MergeComp's published figures, what a host must take for each, and what that is checked with."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from statistics import fmean
 
 from omegaconf import DictConfig
 
 from lightning_dear.apps.recipe.report import PLAUSIBLE, Claim, check
 
-from .fit import FITTED, FP32, GPUS, NVLINK, OTHERS, PCIE, Figure, Server
+from .fit import FITTED, FP32, GPUS, NVLINK, OTHERS, PCIE, Figure, Figures, Server
 
 GAIN = 3.83
 """Scheduled over layer by layer, of one compressor, at most, by the paper's abstract."""
-
-Figures = Sequence[Figure]
 
 
 def claims_of(
@@ -53,11 +49,8 @@ def claims_of(
 
 
 def _found(figures: Figures, network: str, num_gpus: int, model: str, compressor: str) -> Figure:
-    return next(
-        one
-        for one in figures
-        if one.is_of(network, num_gpus, model) and one.compressor == compressor
-    )
+    own = (one for one in figures if one.is_of(network, num_gpus, model))
+    return next(one for one in own if one.compressor == compressor)
 
 
 def _shown(one: Figure) -> str:
@@ -68,14 +61,9 @@ def _host_claim(
     what: str, published: str, here: str, per_tensor_s: tuple[float, float], source: str
 ) -> Claim:
     fitted, other = per_tensor_s
-    return Claim(
-        what,
-        published,
-        here,
-        "simulated",
-        f"a host takes {1e3 * fitted:.2f} ms a tensor",
-        **check(f"{1e3 * other:.2f} ms {source}", fitted, other),
-    )
+    must = f"a host takes {1e3 * fitted:.2f} ms a tensor"
+    checked = check(f"{1e3 * other:.2f} ms {source}", fitted, other)
+    return Claim(what, published, here, "simulated", must, **checked)
 
 
 def _model_claim(model: str, server: Server, published: Figures, predicted: Figures) -> Claim:
@@ -104,14 +92,10 @@ def _model_claim(model: str, server: Server, published: Figures, predicted: Figu
 def _topk_claim(server: Server, published: Figures, simulated: Figures, then_s: float) -> Claim:
     own, here = (_found(of, PCIE, GPUS, FITTED, "topk") for of in (published, simulated))
     number_s = 4 * server.host(own).per_byte_s
-    return Claim(
-        f"top-k on {FITTED} gains little",
-        _shown(own),
-        f"{_shown(here)} with today's torch.topk",
-        "simulated",
-        f"top-k takes {1e9 * number_s:.1f} ns a number",
-        **check(f"{1e9 * then_s:.1f} ns measured in 2019", number_s, then_s),
-    )
+    what, found = f"top-k on {FITTED} gains little", f"{_shown(here)} with today's torch.topk"
+    must = f"top-k takes {1e9 * number_s:.1f} ns a number"
+    checked = check(f"{1e9 * then_s:.1f} ns measured in 2019", number_s, then_s)
+    return Claim(what, _shown(own), found, "simulated", must, **checked)
 
 
 def _nvlink_claims(
@@ -125,24 +109,10 @@ def _nvlink_claims(
     )
     theirs, other = (_found(published, NVLINK, 2, model, FP32) for model in (FITTED, OTHERS[0]))
     a_tensor_s, others_s = (server.host(one).per_tensor_s for one in (theirs, other))
-    yield Claim(
-        f"FP16 on {FITTED}, 2 GPUs, NVLink",
-        figure,
-        here,
-        "simulated",
-        f"FP32 takes a host {1e6 * a_tensor_s:.0f} us a tensor",
-        **check(f"{1e6 * others_s:.0f} us by {other.model}", a_tensor_s, others_s),
-    )
+    what, must = f"FP16 on {FITTED}, 2 GPUs, NVLink", f"FP32 takes a host {1e6 * a_tensor_s:.0f} us"
+    checked = check(f"{1e6 * others_s:.0f} us by {other.model}", a_tensor_s, others_s)
+    yield Claim(what, figure, here, "simulated", f"{must} a tensor", **checked)
     cycle_s, waits_s = float(cfg.cycle_s), server.waits_s(theirs)
-    yield Claim(
-        "the same by Horovod's cycle",
-        figure,
-        here,
-        "simulated",
-        f"FP32 waits {1e3 * waits_s:.1f} ms for it",
-        **check(
-            f"it is {1e3 * cycle_s:.1f} ms, MergeComp's {1e3 * cfg.mergecomp_cycle_s:.1f} ms",
-            waits_s,
-            cycle_s,
-        ),
-    )
+    words = f"it is {1e3 * cycle_s:.1f} ms, MergeComp's {1e3 * cfg.mergecomp_cycle_s:.1f} ms"
+    what, must = "the same by Horovod's cycle", f"FP32 waits {1e3 * waits_s:.1f} ms for it"
+    yield Claim(what, figure, here, "simulated", must, **check(words, waits_s, cycle_s))

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from omegaconf import DictConfig
 
 from lightning_dear.apps.recipe.report import read_rows
 from lightning_dear.apps.recipe.simulated import fitted, networks_of, workload_of
 from lightning_dear.simulator import Link, Network, Workload
-from lightning_dear.simulator.ranking import alone_s, ranked
+from lightning_dear.simulator.ranking import alone_s, predicted
 from lightning_dear.simulator.strategies import Strategy, resolve_strategy
 from lightning_dear.workloads.replay.profile import load_profile
 
@@ -65,8 +66,11 @@ class Figure:
 
     def is_of(self, network: str, num_gpus: int, model: str | None = None) -> bool:
         """Whether it is of a network and so many GPUs; and of a model, if one is given."""
-        is_model = model in (None, self.model)
-        return (self.network, self.num_gpus) == (network, num_gpus) and is_model
+        own = self.network, self.num_gpus
+        return own == (network, num_gpus) and model in (None, self.model)
+
+
+Figures = Sequence[Figure]
 
 
 def read_figures() -> list[Figure]:
@@ -84,8 +88,7 @@ def read_figures() -> list[Figure]:
     ]
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(NamedTuple):
     """What one compressor takes of a step beyond computing, whatever it is made of.
 
     Attributes:
@@ -126,7 +129,7 @@ class Server:
     workloads: Mapping[str, Workload]
 
     @classmethod
-    def of(cls, cfg: DictConfig, figures: Sequence[Figure]) -> Server:
+    def of(cls, cfg: DictConfig, figures: Figures) -> Server:
         """Fit it.
 
         Raises:
@@ -159,7 +162,7 @@ class Server:
             return Host(self.waits_s(one) / len(workload.tensors), 0.0)
         return Host.of(workload, one.pair)
 
-    def predicted(self, figures: Sequence[Figure]) -> Iterator[Figure]:
+    def predicted(self, figures: Figures) -> Iterator[Figure]:
         """Yield how the other models scale if compressors cost hosts what they do in ResNet-50."""
         for one in figures:
             if one.is_of(PCIE, GPUS, FITTED) and one.compressor != FP32:
@@ -186,4 +189,4 @@ def computing(model: str, seconds: float) -> Workload:
 
 def scaling(strategy: Strategy, workload: Workload, network: Network) -> float:
     """Return a simulated scaling factor, 0 to 1: one GPU's step over that of all of them."""
-    return alone_s(workload) / ranked([strategy], workload, network)[0].step.step_s
+    return alone_s(workload) / predicted(strategy, workload, network).step.step_s

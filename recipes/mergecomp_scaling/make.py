@@ -1,7 +1,5 @@
 """MergeComp: up to 3.83x for a compressor, scaling by up to 99 % (arXiv 2103.15195)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,20 +18,8 @@ from lightning_dear.simulator import Network, Workload
 from lightning_dear.simulator.ranking import alone_s
 from lightning_dear.simulator.strategies import Strategy, planned
 
+from . import fit
 from .claims import claims_of
-from .fit import (
-    FITTED,
-    FP32,
-    GPUS,
-    LAYERWISE,
-    NVLINK,
-    OTHERS,
-    PCIE,
-    Figure,
-    Server,
-    read_figures,
-    scaling,
-)
 
 Row = dict[str, Any]
 
@@ -44,39 +30,40 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
     Raises:
         ValueError: If the config asks for what does not exist, or no number gives a figure.
     """
-    published = read_figures()
-    server = Server.of(cfg, published)
+    published = fit.read_figures()
+    server = fit.Server.of(cfg, published)
     predicted = list(server.predicted(published))
     simulated = list(_simulated(cfg, server, published))
     kinds = {"published": published, "predicted": predicted, "simulated": simulated}
-    rows = [_row(kind, one, server) for kind, figures in kinds.items() for one in figures]
-    return Report(
-        list(claims_of(cfg, server, published, predicted, simulated)),
-        [*rows, *_measured(siblings)],
-        _picture(published, predicted),
-    )
+    rows = [
+        _row(kind, one, alone_s(server.workloads[one.model]), server.host(one))
+        for kind, figures in kinds.items()
+        for one in figures
+    ]
+    claims = list(claims_of(cfg, server, published, predicted, simulated))
+    return Report(claims, [*rows, *_measured(siblings)], _picture(published, predicted))
 
 
 # --- what is simulated, and what was measured -----------------------------------------------------
 
 
-def _simulated(cfg: DictConfig, server: Server, figures: Sequence[Figure]) -> Iterator[Figure]:
+def _simulated(cfg: DictConfig, server: fit.Server, figures: fit.Figures) -> Iterator[fit.Figure]:
     """Yield how models scale where a host costs nothing: on all GPUs, and on two over NVLink."""
     for one in figures:
-        if one.is_of(PCIE, GPUS):
+        if one.is_of(fit.PCIE, fit.GPUS):
             network = server.network
-        elif one.is_of(NVLINK, 2):
-            network = networks_of(cfg, 2)[NVLINK]
+        elif one.is_of(fit.NVLINK, 2):
+            network = networks_of(cfg, 2)[fit.NVLINK]
         else:
             continue
         workload = _compressed(cfg, server.workloads[one.model], one.compressor, network)
-        layerwise = scaling(LAYERWISE, workload, network)
-        merged = layerwise if one.compressor == FP32 else _merged(workload, network)
+        layerwise = fit.scaling(fit.LAYERWISE, workload, network)
+        merged = layerwise if one.compressor == fit.FP32 else _merged(workload, network)
         yield replace(one, pair=(layerwise, merged))
 
 
 def _compressed(cfg: DictConfig, workload: Workload, name: str, network: Network) -> Workload:
-    if name == FP32:
+    if name == fit.FP32:
         return workload
     compressor = DGC(density=float(cfg.dgc_density)) if name == "dgc" else name
     return compressed(workload, compressor, device_of(cfg), network.world_size)
@@ -93,23 +80,23 @@ def _merged(workload: Workload, network: Network) -> float:
         return Strategy("merged", planned(plan, all_reduces=True), compresses="whole")
 
     places = range(1, len(workload.tensors))
-    return max(scaling(cut_at(place), workload, network) for place in places)
+    return max(fit.scaling(cut_at(place), workload, network) for place in places)
 
 
-def _row(kind: str, one: Figure, server: Server) -> Row:
+def _row(kind: str, one: fit.Figure, compute_s: float, host: tuple[float, float | None]) -> Row:
     """Return a summary's row: a figure, and the host with which it holds."""
-    host = server.host(one)
+    per_tensor_s, per_byte_s = host
     return {
         "kind": kind,
         "network": one.network,
         "num_gpus": one.num_gpus,
         "model": one.model,
         "compressor": one.compressor,
-        "compute_s": alone_s(server.workloads[one.model]),
+        "compute_s": compute_s,
         "layerwise": one.pair[0],
         "scheduled": one.pair[1],
-        "host_per_tensor_s": host.per_tensor_s,
-        "host_per_byte_s": host.per_byte_s,
+        "host_per_tensor_s": per_tensor_s,
+        "host_per_byte_s": per_byte_s,
     }
 
 
@@ -118,37 +105,30 @@ def _measured(siblings: Mapping[str, Sibling]) -> Iterator[Row]:
     for name, sibling in siblings.items():
         rows = {(row["point"].partition("=")[2], row["entry"]): row for row in sibling.rows()}
         for compressor in dict.fromkeys(compressor for compressor, _ in rows):
-            layerwise, merged, alone = (
-                rows[compressor, entry] for entry in ("layerwise", "heuristic", "compute alone")
-            )
+            entries = "layerwise", "heuristic", "compute alone"
+            layerwise, merged, alone = (rows[compressor, entry] for entry in entries)
             saved_s = float(layerwise["step_s"]) - float(merged["step_s"])
             num_merged = int(layerwise["num_buckets"]) - int(merged["num_buckets"])
-            yield {
-                "kind": "measured",
-                "network": name,
-                "num_gpus": int(alone["world_size"]),
-                "model": alone["model"],
-                "compressor": compressor,
-                "compute_s": float(alone["step_s"]),
-                "layerwise": float(alone["ratio"]) / float(layerwise["ratio"]),
-                "scheduled": float(alone["ratio"]) / float(merged["ratio"]),
-                "host_per_tensor_s": saved_s / num_merged,
-                "host_per_byte_s": None,
-            }
+            ratio, num_ranks = float(alone["ratio"]), int(alone["world_size"])
+            pair = ratio / float(layerwise["ratio"]), ratio / float(merged["ratio"])
+            figure = fit.Figure(name, num_ranks, alone["model"], compressor, pair)
+            yield _row("measured", figure, float(alone["step_s"]), (saved_s / num_merged, None))
 
 
-def _picture(published: Sequence[Figure], predicted: Sequence[Figure]) -> Any:
-    names = [one.compressor for one in predicted if one.model == OTHERS[0]]
+def _picture(published: fit.Figures, predicted: fit.Figures) -> Any:
+    names = [one.compressor for one in predicted if one.model == fit.OTHERS[0]]
     panels = {}
-    for model in OTHERS:
+    for model in fit.OTHERS:
         kinds = {
-            kind: {one.compressor: one.pair for one in figures if one.is_of(PCIE, GPUS, model)}
+            kind: {
+                one.compressor: one.pair for one in figures if one.is_of(fit.PCIE, fit.GPUS, model)
+            }
             for kind, figures in (("published", published), ("predicted", predicted))
         }
-        panels[f"{model}, {GPUS} GPUs over PCIe"] = {
+        panels[f"{model}, {fit.GPUS} GPUs over PCIe"] = {
             f"{scheme}, {kind}": [100 * pairs[name][place] for name in names]
             for place, scheme in enumerate(("layer by layer", "merged"))
             for kind, pairs in kinds.items()
         }
-    title = f"Scaling factor: published, and predicted from {FITTED}"
+    title = f"Scaling factor: published, and predicted from {fit.FITTED}"
     return grouped_bars(panels, names, "%", title, 100)

@@ -9,14 +9,14 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_dear.apps.plan.config import compressed, device_of
-from lightning_dear.apps.recipe.report import Claim, Report, check, read_rows
+from lightning_dear.apps.recipe.report import Answer, Claim, Report, check, read_rows
 from lightning_dear.apps.recipe.run import Sibling
 from lightning_dear.apps.recipe.simulated import fitted, networks_of, workload_of
 from lightning_dear.compression import SparseAllReduce, resolve_compressor
 from lightning_dear.paths import recipes_dir
 from lightning_dear.planning import SingleFusion
 from lightning_dear.simulator import Link, Network, Workload
-from lightning_dear.simulator.ranking import alone_s, ranked
+from lightning_dear.simulator.ranking import alone_s, predicted
 from lightning_dear.simulator.strategies import Strategy, planned
 from lightning_dear.workloads.replay.profile import load_profile
 
@@ -81,7 +81,7 @@ class Case:
         """Seconds of a step by their schedule, at another rate than the nominal one if given."""
         link = Link(self.network.outer_link.alpha_s, 1 / (rate or self.rate))
         network = replace(self.network, between=link, within=link)
-        return ranked([AT_ONCE], self.workloads[scheme], network)[0].step.step_s
+        return predicted(AT_ONCE, self.workloads[scheme], network).step.step_s
 
     def gain(self, over: str, rate: float | None = None) -> float:
         """How many times as fast as another scheme Ok-Topk is."""
@@ -111,10 +111,8 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
         ValueError: If the config asks for what does not exist, or no rate gives a gain.
     """
     case = Case.of(cfg)
-    fits = {
-        over: case.rate_for(over, gain)
-        for over, gain in ((LEAST_OVER, LEAST), (MOST_OVER, MOST), ("gtopk", LEAST))
-    }
+    goals = {LEAST_OVER: LEAST, MOST_OVER: MOST, "gtopk": LEAST}
+    fits = {over: case.rate_for(over, gain) for over, gain in goals.items()}
     rates = sorted({*map(float, cfg.rates), case.rate, *fits.values()})
     simulated = list(_simulated(case, rates))
     counted = list(_counted())
@@ -164,10 +162,8 @@ def _counted() -> Iterator[Row]:
                 num_steps += int(words[0])
     yield _row("counted", OURS, steps=num_steps, share_of_6k=max(shares))
     long = read_rows(folder / "million.csv")
-    most = max(
-        max(float(one["sent"]), float(one["received"])) / float(one["bound"]) for one in long
-    )
-    yield _row("counted", OURS, steps=len(long), share_of_6k=most)
+    shares = [max(float(one["sent"]), float(one["received"])) / float(one["bound"]) for one in long]
+    yield _row("counted", OURS, steps=len(long), share_of_6k=max(shares))
 
 
 def _speed_claims(case: Case, fits: Mapping[str, float], least_compute_s: float) -> Iterator[Claim]:
@@ -177,56 +173,34 @@ def _speed_claims(case: Case, fits: Mapping[str, float], least_compute_s: float)
         return f"{case.gain(over):.2f}x at {_gb(nominal)}, {case.gain(over, at):.2f}x at {_gb(at)}"
 
     def claim(what: str, over: str, published: float, other: str) -> Claim:
-        return Claim(
-            f"{what} {over}",
-            f"{published}x",
-            here(over),
-            "simulated",
-            f"a node sends {_gb(fits[over])}",
-            **check(f"{_gb(fits[other])} by {other}", fits[over], fits[other]),
-        )
+        must = f"a node sends {_gb(fits[over])}"
+        checked = check(f"{_gb(fits[other])} by {other}", fits[over], fits[other])
+        return Claim(f"{what} {over}", f"{published}x", here(over), "simulated", must, **checked)
 
     yield claim("least gain, over", LEAST_OVER, LEAST, MOST_OVER)
     yield claim("largest gain, over", MOST_OVER, MOST, LEAST_OVER)
     is_between = LEAST <= case.gain(DENSE, at) <= MOST
-    yield Claim(
-        "gain over dense",
-        f"{LEAST}x to {MOST}x",
-        here(DENSE),
-        "simulated",
-        f"a node sends {_gb(at)}",
-        f"{'between' if is_between else 'not between'} both ends; not fitted",
-        "yes" if is_between else "no",
-    )
+    published, must = f"{LEAST}x to {MOST}x", f"a node sends {_gb(at)}"
+    checked = f"{'between' if is_between else 'not between'} both ends; not fitted"
+    plausible: Answer = "yes" if is_between else "no"
+    yield Claim("gain over dense", published, here(DENSE), "simulated", must, checked, plausible)
     yield claim("least gain, if also over", "gtopk", LEAST, LEAST_OVER)
-    yield _computing_claim(case, least_compute_s)
-
-
-def _computing_claim(case: Case, least_compute_s: float) -> Claim:
     seconds = case.compute_s_for(LEAST_OVER, LEAST)
-    return Claim(
-        f"least gain, over {LEAST_OVER}, at the nominal rate",
-        f"{LEAST}x",
-        f"{case.gain(LEAST_OVER):.2f}x with {1e3 * case.compute_s:.0f} ms of computing",
-        "simulated",
-        f"a step computes {1e3 * seconds:.1f} ms",
-        **check(f"a P100 needs {1e3 * least_compute_s:.0f} ms", seconds, least_compute_s),
-    )
+    what = f"least gain, over {LEAST_OVER}, at the nominal rate"
+    found = f"{case.gain(LEAST_OVER):.2f}x with {1e3 * case.compute_s:.0f} ms of computing"
+    must = f"a step computes {1e3 * seconds:.1f} ms"
+    p100 = check(f"a P100 needs {1e3 * least_compute_s:.0f} ms", seconds, least_compute_s)
+    yield Claim(what, f"{LEAST}x", found, "simulated", must, **p100)
 
 
 def _volume_claim(of_all: Row, of_long: Row) -> Claim:
     def words(row: Row) -> str:
         return f"at most {6 * row['share_of_6k']:.1f} k (P-1)/P in any of {row['steps']:,} steps"
 
-    return Claim(
-        "words a rank sends in a step",
-        "below 6 k",
-        f"{words(of_all)}, P = 2 to 8",
-        "measured",
-        "",
-        f"{words(of_long)} of a million numbers",
-        "yes" if of_long["share_of_6k"] <= 1 else "no",
-    )
+    what, here = "words a rank sends in a step", f"{words(of_all)}, P = 2 to 8"
+    checked = f"{words(of_long)} of a million numbers"
+    plausible: Answer = "yes" if of_long["share_of_6k"] <= 1 else "no"
+    return Claim(what, "below 6 k", here, "measured", "", checked, plausible)
 
 
 def _gb(rate: float) -> str:

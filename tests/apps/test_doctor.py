@@ -20,8 +20,8 @@ from lightning_dear.apps.doctor.reachability import (
     MeetingPoint,
     UnreachableError,
     announced_address,
+    knock_from,
     open_door,
-    unreachable_from,
 )
 from lightning_dear.emulation import EmulatedCluster
 from lightning_dear.paths import conf_dir
@@ -265,9 +265,9 @@ def test_missing_ranks_are_named():
 def test_open_and_closed_doors():
     listening = [open_door(3) for _ in range(3)]
     doors = [Door(rank, "here", *one.getsockname()) for rank, one in enumerate(listening)]
-    assert unreachable_from(0, doors) == []
+    assert knock_from(0, doors) == []
     listening[2].close()
-    (closed,) = unreachable_from(0, doors)
+    (closed,) = knock_from(0, doors)
     assert re.match(r"rank 0 .* -> rank 2 .*: connection refused; is a firewall", closed)
     for one in listening[:2]:
         one.close()
@@ -278,7 +278,7 @@ def test_a_loopback_address_of_another_host_gets_the_advice():
         Door(rank, host, "127.0.1.1", free_port())
         for rank, host in enumerate(("here", "elsewhere"))
     )
-    (sentence,) = unreachable_from(0, [here, there])
+    (sentence,) = knock_from(0, [here, there])
     assert "set cluster.interface or GLOO_SOCKET_IFNAME" in sentence
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_dear.apps import emulated, job
+from lightning_dear import emulation
+from lightning_dear.apps import job
 from lightning_dear.apps.emulated import restart_on_cluster
 from lightning_dear.emulation import AS_OWN_ROOT, shell
 from lightning_dear.emulation.cluster import NAMESPACES
@@ -149,9 +150,9 @@ class _Started:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> _Started:
-    monkeypatch.setattr(emulated, "EmulatedCluster", _Started)
+    monkeypatch.setattr(emulation, "EmulatedCluster", _Started)
     recorder = _Started()
-    monkeypatch.setattr(emulated, "run_on_cluster", recorder.run)
+    monkeypatch.setattr(emulation, "run_on_cluster", recorder.run)
     return recorder
 
 

@@ -82,7 +82,7 @@ def test_scripts_build_what_is_advised() -> None:
         **{"DDPStrategy": DDPStrategy, "DearStrategy": DearStrategy},
         "lightning_dear": lightning_dear,
     }
-    step = SimulatedStep(Program("", ()), 1.0, {}, 0.0, ())
+    step = SimulatedStep(Program("", ()), 1.0, {}, ())
     built = {}
     for one in STRATEGIES.values():
         if one.overrides is not None:

@@ -18,7 +18,7 @@ from tests.apps.test_recipe import read_claims
 
 RECIPE = load("mergecomp_scaling")
 FOLDER = recipes_dir() / "mergecomp_scaling"
-PUBLISHED = RECIPE.read_figures()
+PUBLISHED = RECIPE.fit.read_figures()
 
 
 def config(*overrides: str) -> DictConfig:
@@ -27,12 +27,12 @@ def config(*overrides: str) -> DictConfig:
 
 
 def predicted(figures: Sequence[Any], *overrides: str) -> list[Any]:
-    return list(RECIPE.Server.of(config(*overrides), figures).predicted(figures))
+    return list(RECIPE.fit.Server.of(config(*overrides), figures).predicted(figures))
 
 
 @pytest.fixture(scope="module")
 def server() -> Any:
-    return RECIPE.Server.of(config(), PUBLISHED)
+    return RECIPE.fit.Server.of(config(), PUBLISHED)
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +55,19 @@ def test_what_is_recorded_comes_out_again(report: Report) -> None:
     assert list(report.claims) == read_claims(FOLDER / "claims.csv")
 
 
-def test_published_figures_are_those_of_the_claims() -> None:
-    dgc = figure("resnet50", "dgc")
+def test_published_figures_are_those_of_the_claims(report: Report) -> None:
+    gain = float(report.claims[0].published.partition("x")[0])
+    alone, merged = figure("resnet50", "dgc").pair
+    assert (alone, merged) == (0.18, 0.70)
     # Each may be off by a point.
-    assert 69 / 19 < 3.83 < 71 / 17
-    assert dgc.pair == (0.18, 0.70)
+    assert (merged - 0.01) / (alone + 0.01) < gain < (merged + 0.01) / (alone - 0.01)
     assert max(one.pair[1] for one in PUBLISHED if one.network == "nvlink_8gpu") == 0.99
     assert len(PUBLISHED) == 3 * 10 + 2 + 4 + 3 * 3 * 2
 
 
 def test_fp32_of_every_model_scales_as_published(server: Any) -> None:
     for model, workload in server.workloads.items():
-        here = RECIPE.scaling(RECIPE.LAYERWISE, workload, server.network)
+        here = RECIPE.fit.scaling(RECIPE.fit.LAYERWISE, workload, server.network)
         assert here == pytest.approx(figure(model, "fp32").pair[0], rel=1e-8)
 
 
@@ -130,11 +131,11 @@ def test_two_groups_are_no_slower_than_any_other_two(server: Any) -> None:
     workload, network = server.workloads["resnet50"], server.network
     encoded = RECIPE._compressed(config(), workload, "signsgd", network)
     best = RECIPE._merged(encoded, network)
-    assert best > RECIPE.scaling(RECIPE.LAYERWISE, encoded, network)
+    assert best > RECIPE.fit.scaling(RECIPE.fit.LAYERWISE, encoded, network)
     single = RECIPE.Strategy(
         "single", RECIPE.planned(SingleFusion().plan, all_reduces=True), compresses="whole"
     )
-    assert best > RECIPE.scaling(single, encoded, network)
+    assert best > RECIPE.fit.scaling(single, encoded, network)
 
 
 @pytest.mark.parametrize(
@@ -146,4 +147,4 @@ def test_two_groups_are_no_slower_than_any_other_two(server: Any) -> None:
 )
 def test_what_makes_no_sense_is_refused(override: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        RECIPE.Server.of(config(override), PUBLISHED)
+        RECIPE.fit.Server.of(config(override), PUBLISHED)

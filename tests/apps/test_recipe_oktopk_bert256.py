@@ -11,8 +11,9 @@ from omegaconf import DictConfig
 from lightning_dear.apps.recipe.report import Report, compared, read_rows
 from lightning_dear.apps.recipe.run import load, siblings_of
 from lightning_dear.paths import conf_dir, recipes_dir
-from lightning_dear.simulator.ranking import ranked
+from lightning_dear.simulator.ranking import predicted
 from tests.apps.test_recipe import read_claims
+from tests.planning.models import compute_s
 
 RECIPE = load("oktopk_bert256")
 FOLDER = recipes_dir() / "oktopk_bert256"
@@ -29,7 +30,7 @@ def case(*overrides: str) -> Any:
 
 
 def step_of(one: Any, scheme: str) -> Any:
-    return ranked([RECIPE.AT_ONCE], one.workloads[scheme], one.network)[0].step
+    return predicted(RECIPE.AT_ONCE, one.workloads[scheme], one.network).step
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_nothing_overlaps_by_their_schedule() -> None:
     for name in small.workloads:
         step = step_of(small, name)
         messages_s = sum(message.seconds for message in step.program.messages)
-        assert step.step_s == pytest.approx(step.program.compute_s + messages_s)
+        assert step.step_s == pytest.approx(compute_s(step.program) + messages_s)
 
 
 @pytest.mark.parametrize("world_size", [2, 16, 256])
@@ -104,7 +105,7 @@ def test_a_rank_sends_what_formulas_say(world_size: int) -> None:
     assert words.keys() == small.workloads.keys()
     for name, (least, most) in words.items():
         step = step_of(small, name)
-        assert 4 * least * (1 - 1e-3) <= step.sent_bytes <= 4 * most * (1 + 1e-3)
+        assert 4 * least * (1 - 1e-3) <= step.program.sent_bytes <= 4 * most * (1 + 1e-3)
 
 
 def test_the_bound_was_never_passed(report: Report) -> None:

@@ -39,6 +39,7 @@ from lightning_dear.simulator.strategies import MIB, OURS, STRATEGIES, whole
 from lightning_dear.studies.device_costs import Device, halves_costs
 from tests.benchmarks.measured_cells import Cell, Cells, read_cells
 from tests.benchmarks.measured_clusters import File, nearest, read_files, workload_of
+from tests.planning.models import compute_s
 
 ALONE = "compute alone"
 TUNED, SPARSE = "ddp_tuned", "oktopk"
@@ -186,7 +187,7 @@ class Judge:
     def _known(self, cell: Cell, program: Program) -> tuple[float, float, float]:
         """What predictors without a schedule know: compute, bytes / rate, and 1."""
         bytes_s = program.sent_bytes / cell.scale / (cell.rate_mbit * 1e6 / 8)
-        return program.compute_s, bytes_s, 1.0
+        return compute_s(program), bytes_s, 1.0
 
 
 def scaled(network: Network, scale: float) -> Network:

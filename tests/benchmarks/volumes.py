@@ -25,6 +25,7 @@ from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.sparse.regions import NUM_BINS
 from lightning_dear.planning import SingleFusion
 from tests.benchmarks.given_gradients import training_of
+from tests.distributed.strict import strict
 
 PAYLOAD, METADATA, OTHER = range(3)
 """Kinds of bytes: gradients, what says which they are, and flags and module buffers."""
@@ -73,13 +74,13 @@ class Wire:
     def counting(self) -> Iterator[None]:
         """Whoever sends something in the block is counted."""
         with (
-            patch.object(dist, "isend", self._note_message),
-            patch.object(dist, "all_reduce", self._note_all_reduce),
+            patch.object(dist, "isend", strict("isend", self._note_message)),
+            patch.object(dist, "all_reduce", strict("all_reduce", self._note_all_reduce)),
         ):
             yield
 
-    def _note_message(self, message: Tensor, *, group: Any, dst: int, tag: int) -> Any:
-        nbytes = message.nbytes
+    def _note_message(self, tensor: Tensor, *, group: Any, dst: int, tag: int) -> Any:
+        nbytes = tensor.nbytes
         if tag >= FIRST_OTHER:
             self._sent[OTHER, dst] += nbytes
         elif tag >= SELECTION_TAGS:
@@ -88,20 +89,20 @@ class Wire:
             raise AssertionError(f"Not of a training step: {nbytes} bytes with tag {tag}.")
         else:
             # A sparse message begins with how many places and numbers are in it.
-            is_sparse = message.dtype == torch.int32
-            payload = 2 * int(message[0]) * message.element_size() if is_sparse else nbytes
+            is_sparse = tensor.dtype == torch.int32
+            payload = 2 * int(tensor[0]) * tensor.element_size() if is_sparse else nbytes
             most_notes = 3 + -(-NUM_BINS // self._num_ranks)
-            assert nbytes - payload <= most_notes * message.element_size(), "more than it says"
+            assert nbytes - payload <= most_notes * tensor.element_size(), "more than it says"
             self._sent[PAYLOAD, dst] += payload
             self._sent[METADATA, dst] += nbytes - payload
-        return self._isend(message, group=group, dst=dst, tag=tag)
+        return self._isend(tensor, group=group, dst=dst, tag=tag)
 
-    def _note_all_reduce(self, buffer: Tensor, *, group: Any, async_op: bool) -> Any:
+    def _note_all_reduce(self, tensor: Tensor, *, group: Any, async_op: bool) -> Any:
         """A ring: to the next rank both halves, of everything but this rank's part."""
-        kind = PAYLOAD if buffer.is_floating_point() else METADATA
-        nbytes = 2 * (buffer.nbytes // self._num_ranks * (self._num_ranks - 1))
+        kind = PAYLOAD if tensor.is_floating_point() else METADATA
+        nbytes = 2 * (tensor.nbytes // self._num_ranks * (self._num_ranks - 1))
         self._sent[kind, (self._rank + 1) % self._num_ranks] += nbytes
-        return self._all_reduce(buffer, group=group, async_op=async_op)
+        return self._all_reduce(tensor, group=group, async_op=async_op)
 
     def take(self) -> Tensor:
         """[3, ranks]: bytes since the last call."""

@@ -19,19 +19,25 @@ from lightning_dear.collectives.two_hops import NativeTwoHopCollectives
 from lightning_dear.collectives.work import Work
 from lightning_dear.collectives.world import World
 from lightning_dear.strategy.failures import is_consequence
+from tests.distributed.strict import Strict, strict
 
 
 class _Calls:
     """torch.distributed, whose works let go of all memory as soon as any stream waits for them."""
 
-    def __init__(self, world: Any = None) -> None:
+    def __init__(self, world: Any) -> None:
         self.group = SimpleNamespace(WORLD=world)
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: self
+        # Whoever does not ask for a work gets none.
+        return lambda async_op=False, **given: self if async_op else None
 
     def wait(self) -> None:
         return
+
+
+def _calls(world: Any = None) -> Any:
+    return Strict(_Calls(world))
 
 
 def _recorded(lane: str, name: str, arrive: Callable[[], None]) -> Callable[[], None]:
@@ -40,11 +46,18 @@ def _recorded(lane: str, name: str, arrive: Callable[[], None]) -> Callable[[], 
     return arrive
 
 
+def _all_for_rank_1(numel: int, collectives: NativeCollectives) -> list[int]:
+    return [numel if rank == 1 else 0 for rank in range(collectives.world.size)]
+
+
 LAUNCHES: dict[str, Callable[[NativeCollectives, Tensor, Tensor], Work]] = {
     "reduce-scatter": lambda one, a, b: one.launch_reduce_scatter(
         a, b[: one.scratch_numel(8)], b[-8 // one.world.size :], 0
     ),
     "all-to-all": lambda one, a, b: one.launch_all_to_all(a, b, 0),
+    "parts": lambda one, a, b: one.launch_parts(
+        (a, _all_for_rank_1(8, one)), (b[:5], _all_for_rank_1(5, one)), 0
+    ),
     "all-gather": lambda one, a, b: one.launch_all_gather(a, 0),
     "all-reduce": lambda one, a, b: one.launch_all_reduce(a, 0),
     "flags": lambda one, a, b: one.launch_max(a),
@@ -52,18 +65,21 @@ LAUNCHES: dict[str, Callable[[NativeCollectives, Tensor, Tensor], Work]] = {
     "sums of a host": lambda one, a, b: one.launch_sums_of_host(
         a, b[:4], lambda sums: sums, b[4:].view(2, 2), 0
     )[0],
+    "gather of a host": lambda one, a, b: one.launch_gather_of_host(a, 0),
 }
+NEED_HOSTS = ("sums of a host", "gather of a host")
 
 
 ON_HOSTS = World(0, 4, (0, 0, 2, 2))
-IN_TWO_HOPS = NativeTwoHopCollectives(*[None] * 5, ON_HOSTS, _Calls())
+IN_TWO_HOPS = NativeTwoHopCollectives(*[None] * 5, ON_HOSTS, _calls())
 
 
 @pytest.mark.parametrize(
-    ("what", "hops"), [(what, 2) for what in LAUNCHES] + [(what, 1) for what in [*LAUNCHES][:-1]]
+    ("what", "hops"),
+    [(what, hops) for what in LAUNCHES for hops in (1, 2) if hops == 2 or what not in NEED_HOSTS],
 )
 def test_what_a_collective_is_given_is_held_until_it_is_waited_for(what: str, hops: int) -> None:
-    one_hop = NativeCollectives(None, None, None, World(0, 2), _Calls())
+    one_hop = NativeCollectives(None, None, None, World(0, 2), _calls())
     collectives = one_hop if hops == 1 else IN_TWO_HOPS
     collectives.observer = _recorded
     sent, received = torch.zeros(8), torch.zeros(8)
@@ -99,7 +115,7 @@ class _Group:
 def test_two_hops_let_go_of_all_groups_when_training_ends() -> None:
     group = object()
     number = getrefcount(group)
-    collectives = NativeTwoHopCollectives(*[group] * 5, ON_HOSTS, _Calls())
+    collectives = NativeTwoHopCollectives(*[group] * 5, ON_HOSTS, _calls())
     assert getrefcount(group) == number + 5
     collectives.forget_groups()
     assert getrefcount(group) == number
@@ -116,9 +132,9 @@ def test_after_an_abort_whatever_is_launched_or_waited_for_raises(
     both, world = groups[-2:], groups[0]
     collectives: NativeCollectives
     if hops == 1:
-        collectives = NativeCollectives(*both, None, World(0, 2), _Calls(world))
+        collectives = NativeCollectives(*both, None, World(0, 2), _calls(world))
     else:
-        collectives = NativeTwoHopCollectives(*groups[:2], *both, None, ON_HOSTS, _Calls(world))
+        collectives = NativeTwoHopCollectives(*groups[:2], *both, None, ON_HOSTS, _calls(world))
     work = collectives.launch_all_reduce(torch.zeros(2), 0)
     collectives.check()
     collectives.abort()
@@ -144,7 +160,8 @@ def test_kernels_of_nccl_go_before_others(
         return pg_options
 
     nccl = SimpleNamespace(Options=Options)
-    made = {"new_group": new_group, "ProcessGroupNCCL": nccl, "is_nccl_available": lambda: True}
+    made = {"ProcessGroupNCCL": nccl, "is_nccl_available": lambda: True}
+    made["new_group"] = strict("new_group", new_group)
     monkeypatch.setattr(factory, "dist", SimpleNamespace(**made))
     options: Any = factory._new_group(timeout, "nccl")
     assert options.is_high_priority_stream

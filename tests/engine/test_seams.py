@@ -15,6 +15,7 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import NoFusion
 from lightning_dear.telemetry.clock import HostClock
 from tests.distributed.harness import distributed
+from tests.distributed.strict import Strict
 
 
 class _Noting:
@@ -57,7 +58,7 @@ def test_all_that_is_sent_goes_through_the_calls_that_are_handed_in() -> None:
     assert isinstance(plain, PairwiseCollectives)
     calls = _Noting()
     groups = plain.reduce_group, plain.gather_group, plain.object_group
-    collectives = PairwiseCollectives(*groups, plain.world, calls)
+    collectives = PairwiseCollectives(*groups, plain.world, Strict(calls))
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pipeline = Pipeline(model, [optimizer], collectives, NoFusion())

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.streams import CudaStreams, Streams
 from lightning_dear.collectives.work import Work
+from lightning_dear.collectives.world import World
 from lightning_dear.compression import CODECS, Compressor, OkTopk, error_feedback
 from lightning_dear.compression import resolve_compressor as resolve
 from lightning_dear.engine.pipeline import Pipeline
@@ -60,15 +61,16 @@ class NoStreams(Streams):
     """Of a device that holds no numbers."""
 
     def read_later(self, numbers: Tensor) -> Callable[[], list[int]]:
-        return (lambda: [0, 0, 0]) if numbers.device == META else super().read_later(numbers)
+        nothing = [0] * numbers.numel()
+        return (lambda: nothing) if numbers.device == META else super().read_later(numbers)
 
 
 class Pretended(NativeCollectives):
     """Eight ranks on NCCL, of which this is the first and the others do nothing."""
 
     def __init__(self, device: torch.device = META) -> None:
-        streams = CudaStreams(device) if device.type == "cuda" else NoStreams()
-        super().__init__(None, None, None, 0, WORLD_SIZE, streams=streams)
+        streams = CudaStreams(device) if device.type == "cuda" else NoStreams(device)
+        super().__init__(None, None, None, World(0, WORLD_SIZE), streams=streams)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * WORLD_SIZE

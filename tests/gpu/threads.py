@@ -27,6 +27,7 @@ from lightning_dear.collectives.world import World
 from lightning_dear.compression import OkTopk, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
+from tests.distributed.strict import Strict
 from tests.streams.communicators import RESULTS, Calls
 from tests.training.models import batch, build, loss_of, optimizer_for, weights
 from tests.training.three_ways import SMALL_BUCKETS
@@ -76,7 +77,7 @@ class Group:
 
     def __init__(self, network: Network, name: str, rank: int) -> None:
         self.network, self.name, self.num_launched = network, name, 0
-        self.device = SimpleNamespace(rank=rank)
+        self.device, self.ranks, self.place = SimpleNamespace(rank=rank), range(network.size), rank
         self.stream = torch.cuda.Stream(priority=-1)
 
 
@@ -140,14 +141,14 @@ def _carry_out(everybody: list[Launched]) -> None:
 
 
 class StreamCalls(Calls):
-    """What stands in for torch.distributed."""
+    """What stands in for torch.distributed, behind `Strict`."""
 
-    def all_gather_object(self, values: list[Any], value: Any, *, group: Any) -> None:
+    def all_gather_object(self, object_list: list[Any], obj: Any, *, group: Any) -> None:
         key = "objects", group.name, group.num_launched
         group.num_launched += 1
-        group.network.put(key, group.device.rank, value)
+        group.network.put(key, group.device.rank, obj)
         everybody = group.network.from_all(key, "all_gather_object")
-        values[:] = [everybody[rank] for rank in range(group.network.size)]
+        object_list[:] = [everybody[rank] for rank in range(group.network.size)]
 
     def _launch(
         self,
@@ -177,7 +178,7 @@ def train(network: Network, rank: int, case: Case, initial: nn.Module) -> list[T
     device = torch.device("cuda", 0)
     groups = (Group(network, name, rank) for name in ("reduce", "gather", "objects"))
     collectives = NativeCollectives(
-        *groups, World(rank, network.size), StreamCalls(), streams=CudaStreams(device)
+        *groups, World(rank, network.size), Strict(StreamCalls()), streams=CudaStreams(device)
     )
     name = case.get("name", "mlp")
     model = deepcopy(initial).to(device)

@@ -16,7 +16,7 @@ from lightning_dear.collectives import factory
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.world import RankPlace, World, hosts_of
 from lightning_dear.strategy import refusals
-from tests.distributed.harness import distributed
+from tests.distributed.harness import distributed, run_ranks
 from tests.distributed.rank import on_hosts
 from tests.lightning.fitting import WeightRecorder, assert_ranks_agree, ddp, dear, fit
 from tests.lightning.nets import Net
@@ -122,7 +122,8 @@ def test_a_trainers_node_ranks_are_those_of_its_environment() -> None:
 
 
 def test_ranks_of_one_host_have_one_name() -> None:
-    assert factory._host() == factory._host()
+    first, second = run_ranks(factory._host, 2, init_process_group=False)
+    assert first == second
 
 
 @pytest.mark.parametrize(

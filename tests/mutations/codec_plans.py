@@ -127,8 +127,8 @@ CODEC_PLANS = [
     Mutation(
         "letting other plans say what a step takes",
         "MergeCompSearch.expected_s",
-        "            if other is not plan\n",
-        "",
+        "        others = [other for other in measured if other is not plan]\n",
+        "        others = measured\n",
         (
             "tests/planning/test_mergecomp_search.py"
             "::test_a_plans_own_measurement_does_not_tell_what_it_is_expected_to_take",

@@ -94,11 +94,11 @@ STRATEGY = [
 
 
 def _guard_hook(hook: str, is_conditional: bool, *rows: str) -> Mutation:
-    waits = "_completing_for_readers" if is_conditional else "_completing"
+    readers = ", for_readers=True" if is_conditional else ""
     return Mutation(
         f"completing before callbacks' {hook}",
         f"CompletionGuard.{hook}",
-        f'    {hook} = {waits}("{hook}")\n',
+        f'    {hook} = _completing("{hook}"{readers})\n',
         "    pass\n",
         (*row(*rows), "tests/callbacks/test_guard.py::test_the_guard_waits_in_every_hook"),
     )

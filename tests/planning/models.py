@@ -18,10 +18,16 @@ from lightning_dear.planning import (
 )
 from lightning_dear.planning.measured import NO_CODEC, sent_bytes
 from lightning_dear.planning.plan import ALIGNMENT
+from lightning_dear.planning.step import Compute, Program
 
 WORLD_SIZE = 2
 UNIT = ALIGNMENT * WORLD_SIZE
 ITEMSIZE = 4
+
+
+def compute_s(program: Program) -> float:
+    """Seconds of a step without any waiting."""
+    return sum(op.seconds for op in program.ops if isinstance(op, Compute))
 
 
 def chain(

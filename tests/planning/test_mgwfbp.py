@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,12 +40,33 @@ def test_a_worked_example() -> None:
     assert merged(sizes, ready_s, alpha_s=2, beta_s=1) == [[0], [1, 2, 3], [4], [5]]
 
 
-@settings(max_examples=40)
-@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
-def test_one_condition_stands_for_all_three(begin: int, ready: int, alpha: int, sent: int) -> None:
-    end = begin + alpha + sent
-    published = ready < end and (begin > ready or ready - begin < alpha)
-    assert published == (ready - begin < alpha)
+def _by_the_published_rule(
+    sizes: Sequence[float], ready_s: Sequence[float], alpha_s: float, beta_s: float
+) -> list[list[int]]:
+    groups, free_s = [[0]], 0.0
+    for place, at_s in enumerate(ready_s[1:], start=1):
+        begin_s = max(free_s, ready_s[place - 1])
+        end_s = begin_s + alpha_s + beta_s * sum(sizes[one] for one in groups[-1])
+        if at_s < end_s and (begin_s > at_s or at_s - begin_s < alpha_s):
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+            free_s = end_s
+    return groups
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8),
+    st.integers(0, 9),
+    st.integers(0, 2),
+)
+def test_one_condition_stands_for_all_of_the_published_rule(
+    layers: list[tuple[int, int]], alpha_s: int, beta_s: int
+) -> None:
+    sizes, gaps = zip(*layers, strict=True)
+    figures = sizes, [*accumulate(gaps)], alpha_s, beta_s
+    assert merged(*figures) == _by_the_published_rule(*figures)
 
 
 def test_edges_of_the_conditions() -> None:

@@ -10,10 +10,10 @@ from lightning_dear.planning import CodecCost, CodecCosts, Linear
 from lightning_dear.simulator import Link, Network, Workload
 from lightning_dear.simulator.ranking import (
     alone_s,
+    by_step,
     chosen,
     pairs,
     predicted,
-    ranked,
     recommended,
 )
 from lightning_dear.simulator.strategies import STRATEGIES
@@ -34,18 +34,22 @@ def strategies(*names: str):
     return [STRATEGIES[name] for name in names]
 
 
+def ranked(names: tuple[str, ...], workload: Workload, network: Network):
+    return by_step(predicted(one, workload, network) for one in strategies(*names))
+
+
 def test_a_slow_network_asks_for_ours_and_a_fast_one_for_nothing(bert: Workload) -> None:
-    slow = ranked(strategies(*NAMES), bert, Network(SLOW, 16))
+    slow = ranked(NAMES, bert, Network(SLOW, 16))
     assert slow[0].strategy.name == "single"
     assert recommended(slow).strategy.name == "dear"
     assert recommended(slow, enough=0.0).strategy.name == "dear_mergecomp"
-    fast = ranked(strategies(*NAMES), bert, Network(FAST, 16))
+    fast = ranked(NAMES, bert, Network(FAST, 16))
     assert recommended(fast).strategy.name == "ddp"
     assert recommended(fast, enough=0.0).strategy.name != "single"
 
 
 def test_only_what_can_be_run_is_recommended(bert: Workload) -> None:
-    rows = ranked(strategies("bytescheduler", "ddp"), bert, Network(SLOW, 4))
+    rows = ranked(("bytescheduler", "ddp"), bert, Network(SLOW, 4))
     assert rows[0].strategy.name == "bytescheduler"
     assert recommended(rows).strategy.name == "ddp"
     with pytest.raises(ValueError, match="add ddp or dear"):
@@ -63,7 +67,7 @@ def test_the_baseline_stays_where_little_is_to_be_gained() -> None:
 
 
 def test_efficiency_is_that_of_weak_scaling(bert: Workload) -> None:
-    (row,) = ranked(strategies("ddp"), bert, Network(SLOW, 8))
+    (row,) = ranked(("ddp",), bert, Network(SLOW, 8))
     assert row.efficiency(alone_s(bert)) == pytest.approx(alone_s(bert) / row.step.step_s)
     assert 0 < row.efficiency(alone_s(bert)) < 1
 

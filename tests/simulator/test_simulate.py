@@ -44,7 +44,7 @@ def test_a_step_by_hand(reduce_s: float, gather_s: float, exposed_s: tuple[float
     step = simulate(decoupled(reduce_s, gather_s))
     assert step.step_s == 7 + sum(exposed_s)
     assert (step.exposed_s[REDUCE_SCATTER], step.exposed_s[ALL_GATHER]) == exposed_s
-    assert step.sent_bytes == 30
+    assert step.program.sent_bytes == 30
 
 
 def test_waiting_for_what_nobody_sends_is_an_error() -> None:

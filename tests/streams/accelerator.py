@@ -45,6 +45,7 @@ from lightning_dear.optimizers import tensorwise
 from lightning_dear.planning import ThresholdFusion
 from lightning_dear.telemetry.clock import HostClock
 from lightning_dear.torch_modes import Onlooker
+from tests.distributed.strict import Strict
 
 NAME = "fakecuda"
 WORLD_SIZE = 2
@@ -175,9 +176,9 @@ class Calls:
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
 
-    def all_gather_object(self, values: list[Any], value: Any, *, group: Any) -> None:
+    def all_gather_object(self, object_list: list[Any], obj: Any, *, group: Any) -> None:
         """See torch.distributed."""
-        values[:] = [value] * len(values)
+        object_list[:] = [obj] * len(object_list)
 
 
 class LaterStreams(Streams):
@@ -218,7 +219,7 @@ class Case:
         """What sends."""
         if self.is_alone:
             return PairwiseCollectives(None, None, None, streams=LaterStreams(torch.device(NAME)))
-        common = Calls(), LaterStreams(torch.device(NAME))
+        common = Strict(Calls()), LaterStreams(torch.device(NAME))
         within, across = (dist.new_group(ranks) for ranks in ([0, 1], [0, 2]))
         if not self.has_hosts:
             return NativeCollectives(within, within, within, World(0, WORLD_SIZE), *common)

@@ -283,38 +283,28 @@ RESULTS: dict[str, Callable[[list[Any]], Sequence[Tensor | None]]] = {
 
 
 class Calls:
-    """What stands in for torch.distributed: its functions, over simulated communicators."""
-
-    ReduceOp = dist.ReduceOp
+    """What stands in for torch.distributed, behind `Strict`, over simulated communicators."""
 
     def reduce_scatter_tensor(
         self,
         output: Tensor,
-        input: Tensor,
+        input: Tensor,  # noqa: A002
         *,
         group: Any,
-        async_op: bool,  # noqa: A002
+        async_op: bool = False,
     ) -> Any:
         """See torch.distributed; `output` may lie in `input`."""
         assert input.numel() == output.numel() * len(group.ranks)
         return self._launch("reduce-scatter", input, output, group, async_op)
 
     def all_gather_into_tensor(
-        self,
-        output: Tensor,
-        input: Tensor,
-        *,
-        group: Any,
-        async_op: bool,  # noqa: A002
+        self, output_tensor: Tensor, input_tensor: Tensor, *, group: Any, async_op: bool = False
     ) -> Any:
-        """See torch.distributed; `input` may lie in `output`."""
+        """See torch.distributed; `input_tensor` may lie in `output_tensor`."""
         size, rank = len(group.ranks), group.place
-        assert output.numel() == input.numel() * size
-        others = [part for one, part in enumerate(output.chunk(size)) if one != rank]
-        return self._launch("all-gather", input, output, group, async_op, others)
-
-    # Their names since torch 2.13.
-    reduce_scatter_single, all_gather_single = reduce_scatter_tensor, all_gather_into_tensor
+        assert output_tensor.numel() == input_tensor.numel() * size
+        others = [part for one, part in enumerate(output_tensor.chunk(size)) if one != rank]
+        return self._launch("all-gather", input_tensor, output_tensor, group, async_op, others)
 
     def all_to_all_single(
         self,
@@ -324,7 +314,7 @@ class Calls:
         input_split_sizes: Sequence[int] | None = None,
         *,
         group: Any,
-        async_op: bool,
+        async_op: bool = False,
     ) -> Any:
         """See torch.distributed."""
         assert output_split_sizes is not None or input.shape == output.shape
@@ -333,35 +323,46 @@ class Calls:
         )
 
     def all_to_all(
-        self, outputs: list[Tensor], inputs: list[Tensor], *, group: Any, async_op: bool
+        self,
+        output_tensor_list: list[Tensor],
+        input_tensor_list: list[Tensor],
+        *,
+        group: Any,
+        async_op: bool = False,
     ) -> Any:
         """See torch.distributed; what is empty is not sent."""
+        outputs, inputs = output_tensor_list, input_tensor_list
         assert len(outputs) == len(inputs) == len(group.ranks)
         return self._launch("from each to each", inputs, outputs, group, async_op, outputs)
 
     def all_reduce(
-        self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: Any, async_op: bool
+        self,
+        tensor: Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        *,
+        group: Any,
+        async_op: bool = False,
     ) -> Any:
         """See torch.distributed."""
         name = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "maximum"}[op]
         return self._launch(name, tensor, tensor, group, async_op)
 
-    def broadcast(self, tensor: Tensor, src: int, *, group: Any, async_op: bool) -> Any:
+    def broadcast(self, tensor: Tensor, src: int, *, group: Any, async_op: bool = False) -> Any:
         """See torch.distributed; from rank 0."""
         assert src == 0
         poisoned = [tensor] if group.device.rank else []
         return self._launch("broadcast", tensor, tensor, group, async_op, poisoned)
 
-    def all_gather_object(self, values: list[Any], value: Any, *, group: Any) -> None:
+    def all_gather_object(self, object_list: list[Any], obj: Any, *, group: Any) -> None:
         """See torch.distributed; on the host."""
         key = f"objects of {group.name}", group.num_launched
         group.num_launched += 1
         with unseen():
-            group.network.calls.setdefault(key, {})[group.device.rank] = pickle.dumps(value)
+            group.network.calls.setdefault(key, {})[group.device.rank] = pickle.dumps(obj)
         what, size = f"all_gather_object at {told(place())}", group.network.size
         everybody = group.network.from_all(key, what, size)
         with unseen():
-            values[:] = [pickle.loads(everybody[rank]) for rank in range(size)]
+            object_list[:] = [pickle.loads(everybody[rank]) for rank in range(size)]
 
     def _launch(
         self,

@@ -17,6 +17,7 @@ from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.streams import CudaStreams
 from lightning_dear.collectives.two_hops import NativeTwoHopCollectives
 from lightning_dear.collectives.world import World
+from tests.distributed.strict import Strict
 from tests.streams.checker import Checker, host_reads_seen
 from tests.streams.communicators import Calls, Communicator, Hang, Network
 from tests.streams.device import DEVICE, Cuda, Device, use
@@ -49,7 +50,7 @@ class Rank:
             for name in ("reduce", "gather", "objects")
         ]
         streams, own = CudaStreams(DEVICE, Cuda()), self.network.ranks_a_host
-        common = {"calls": Calls(), "streams": streams, **options}
+        common = {"calls": Strict(Calls()), "streams": streams, **options}
         if own == 1:
             return kind(*groups, World(self.number, self.size), **common)
         first = self.number - self.number % own

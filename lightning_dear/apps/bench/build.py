@@ -1,11 +1,11 @@
 """What a comparison is built of: models, strategies and trainers, and what a point stands for."""
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from hydra.utils import instantiate
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_dear.apps import checks, job
@@ -57,15 +57,12 @@ def is_ddp(cfg: DictConfig) -> bool:
     return str(cfg.strategy._target_).endswith("DDPStrategy")
 
 
-def build_trainer(
-    cfg: DictConfig, strategy: Any, callbacks: Sequence[Callback] = (), **options: Any
-) -> Trainer:
+def build_trainer(cfg: DictConfig, strategy: Any, **options: Any) -> Trainer:
     """Build a trainer that only trains, until ``max_steps``."""
     trainer: Trainer = instantiate(
         cfg.trainer,
         strategy=strategy,
         max_epochs=-1,
-        callbacks=list(callbacks),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -87,9 +84,7 @@ def build_starter(cfg: DictConfig) -> Trainer:
     """
     checks.use_interface(cfg.cluster.interface)
     with quiet_lightning():
-        starter: Trainer = instantiate(
-            cfg.trainer, strategy="ddp", logger=False, enable_checkpointing=False, _convert_="all"
-        )
+        starter = build_trainer(cfg, "ddp")
     checks.check_nodes(starter)
     configure_launcher(starter.strategy)
     return starter
@@ -165,8 +160,7 @@ def replay_overrides(cfg: DictConfig, world_size: int) -> tuple[str, ...]:
             f"ratio={cfg.ratio:g} must be greater than 0, and needs at least two ranks, on links of"
             " known rate; set model.compute_s instead, or choose another cluster."
         )
-    compute_s = 2 * one_way / cfg.ratio / batches_per_step(cfg)
-    return (as_override("model.compute_s", compute_s),)
+    return (as_override("model.compute_s", 2 * one_way / cfg.ratio / batches_per_step(cfg)),)
 
 
 def one_way_s(cfg: DictConfig, model_bytes: int, world_size: int) -> float | None:

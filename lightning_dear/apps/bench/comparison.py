@@ -116,9 +116,7 @@ class Comparison:
                 return more
         length = BlockLength(self.cfg.warm_up_steps, self.cfg.grid_steps)
         tries = {f"{entry.name} ({more})": more for more in entry.grid}
-        runs = {
-            name: self._runner((*entry.overrides, more), length) for name, more in tries.items()
-        }
+        runs = {one: self._runner((*entry.overrides, more), length) for one, more in tries.items()}
 
         def measure(turn: Turn) -> float:
             return float(self._measure(turn, runs[turn.entry])["step_s"])

@@ -148,11 +148,8 @@ def by_cluster(points: Sequence[Setting]) -> list[tuple[Setting, list[Setting]]]
     """
 
     def cluster(point: Setting) -> dict[str, Any]:
-        return {
-            key: value
-            for key, value in point.items()
-            if key in ("cluster", "model.scale") or key.startswith("cluster.")
-        }
+        own = [key for key in point if key == "model.scale" or key.split(".")[0] == "cluster"]
+        return {key: point[key] for key in own}
 
     return [(settings, list(group)) for settings, group in groupby(points, key=cluster)]
 

@@ -90,12 +90,9 @@ def run_groups(groups: Sequence[tuple[config.Setting, Sequence[config.Setting]]]
     folder = Path(hydra.runtime.output_dir)
     try:
         for number, (cluster, points) in enumerate(groups):
-            own = [
-                *config.overrides_of(cluster),
-                config.as_override("points", list(points)),
-                config.as_override("sweep", None),
-                config.as_override("hydra.run.dir", str(folder / str(number))),
-            ]
+            own_folder = str(folder / str(number))
+            part = {"points": list(points), "sweep": None, "hydra.run.dir": own_folder}
+            own = config.overrides_of({**cluster, **part})
             labels = "; ".join(config.label_of(point) or "as configured" for point in points)
             print(f"Part {number + 1} of {len(groups)}: {labels}", flush=True)
             argv = [sys.executable, "-m", MODULE, *config.merged(job_arguments(hydra, 0), own)]
@@ -120,10 +117,8 @@ def check_goes_on(folder: Path, cfg: DictConfig) -> None:
     if not (folder / "raw.csv").exists():
         return
     path = folder / "config.yaml"
-    before, now = (
-        _deciding(OmegaConf.to_container(one, resolve=True))
-        for one in (OmegaConf.load(path) if path.exists() else OmegaConf.create(), cfg)
-    )
+    known = OmegaConf.load(path) if path.exists() else OmegaConf.create()
+    before, now = _deciding(known), _deciding(cfg)
     changed = [key for key, value in now.items() if before.get(key) != value]
     if changed:
         raise ValueError(
@@ -132,8 +127,9 @@ def check_goes_on(folder: Path, cfg: DictConfig) -> None:
         )
 
 
-def _deciding(config: Any) -> dict[str, Any]:
+def _deciding(cfg: Any) -> dict[str, Any]:
     """What has a say in a block."""
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
     config.pop("rounds", None)
     # Ranks on emulated hosts are told it; it follows from the rate.
     config.get("cluster", {}).pop("beta_s_per_byte", None)

@@ -4,8 +4,6 @@ The engine measures both whenever a planner wants times: so this is a short trai
 that writes down what it is told, and probes after its last step.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

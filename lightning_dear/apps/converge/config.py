@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn import Parameter
 
 from lightning_dear.apps.bench.build import build_strategy
-from lightning_dear.apps.bench.config import as_override, composed, named, overrides_of
+from lightning_dear.apps.bench.config import as_override, composed, merged, named, overrides_of
 from lightning_dear.engine.trained_parameters import check_momentum
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.studies.convergence import Asked
@@ -177,8 +177,7 @@ def config_of(entry: Entry, buckets: Sequence[str], options: Options, lr: float)
         target = "lightning_dear.callbacks.CompressionSchedule"
         schedule = {"_target_": target, "dense_steps": dense_steps}
         overrides.append(as_override("strategy.compression_schedule", schedule))
-    overrides = [one for one in overrides if not one.startswith("optimizer.lr=")]
-    return composed([*overrides, as_override("optimizer.lr", lr)])
+    return composed(merged(overrides, [as_override("optimizer.lr", lr)]))
 
 
 def key_of(cfg: DictConfig, *others: Any) -> str:

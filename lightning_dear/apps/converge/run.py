@@ -101,27 +101,20 @@ class Study:
         """Return the best options of an entry; a single one is not tried."""
         if len(entry.tries) == 1:
             return entry.tries[0]
-        buckets = list(self._buckets)[-1]
+        buckets, seeds = list(self._buckets)[-1], self._cfg.tuning_seeds
         tried = [
-            [
-                self._trial(entry, options, base_lr, buckets, seed, "tuning")
-                for seed in self._cfg.tuning_seeds
-            ]
+            [self._trial(entry, options, base_lr, buckets, seed) for seed in seeds]
             for options in entry.tries
         ]
         return entry.tries[convergence.best_of(tried, self._metric)]
 
     def _trial(
-        self,
-        entry: config.Entry,
-        options: config.Options,
-        base_lr: float,
-        buckets: str,
-        seed: int,
-        phase: str = "final",
+        self, entry: config.Entry, options: config.Options, base_lr: float, buckets: str, seed: int
     ) -> Line:
         """Return a training: as the folder has it, or once it has ended. Collective, blocks."""
         lr = base_lr * options.lr_factor
+        # Options are chosen on other seeds.
+        phase = "final" if seed in self._cfg.seeds else "tuning"
         cfg = config.config_of(entry, self._buckets[buckets], options, lr)
         key = config.key_of(cfg, seed, self._metric.name, self._cfg.loss_steps)
         labels = {
@@ -179,9 +172,8 @@ class Study:
 
     def _check_start(self, trial: Line) -> None:
         first = self._starts.setdefault(trial["seed"], trial)
-        weights, batches, num_steps = (
-            trial[name] == first[name] for name in ("weights", "batches", "num_steps")
-        )
+        names = "weights", "batches", "num_steps"
+        weights, batches, num_steps = (trial[name] == first[name] for name in names)
         if not weights or (num_steps and not batches):
             what = "batches" if weights else "initial weights"
             raise RuntimeError(

@@ -21,13 +21,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dear.apps.doctor.measuring import Compute, Pair, measure_compute, measure_links
-from lightning_dear.apps.doctor.reachability import (
-    Door,
-    MeetingPoint,
-    named,
-    open_door,
-    unreachable_from,
-)
+from lightning_dear.apps.doctor.reachability import Door, MeetingPoint, knock_from, named, open_door
 from lightning_dear.apps.train import report
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.world import World
@@ -86,8 +80,7 @@ def examine(strategy: Any, cfg: DictConfig) -> Findings:
     """Examine from one started rank. Collective, blocks; see :func:`examine_job`."""
     if not isinstance(strategy, ParallelStrategy) or strategy.world_size == 1:
         compute = measure_compute(cfg, strategy.root_device)
-        facts = [facts_of()]
-        table = [*version_rows(facts), *compute_rows(compute)]
+        table = [*version_rows([facts_of()]), *compute_rows(compute)]
         return Findings([], table, verdict(1, compute, None, _accumulated(cfg)))
     strategy._timeout = timedelta(seconds=cfg.doctor_timeout_s)  # type: ignore[attr-defined]
     strategy.set_world_ranks()  # type: ignore[attr-defined]
@@ -112,7 +105,9 @@ def _examine_all(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictCon
     _say(meeting, "connections")
     facts = meeting.exchange("start", facts_of())
     problems = version_problems(facts) + _unreachable(meeting)
-    table = [_reachable_row(problems), *version_rows(facts)]
+    num_failed = sum("->" in problem for problem in problems)
+    state = f"{num_failed} connection(s) FAILED" if num_failed else "all ranks reach each other"
+    table = [("connections", state), *version_rows(facts)]
     if problems:
         return Findings(problems, table, "")
     # FSDP2's strategy gives its device mesh to a module; the real one is built later.
@@ -174,11 +169,9 @@ def _own_version() -> str:
 
 def version_problems(facts: Sequence[dict[str, str]]) -> list[str]:
     """Return one sentence for each version that is not the same on all ranks."""
-    return [
-        f"{name} differs: {_spread(facts, name)}. Install the same version on every host."
-        for name in facts[0]
-        if len({one[name] for one in facts}) > 1
-    ]
+    differing = [name for name in facts[0] if len({one[name] for one in facts}) > 1]
+    advice = "Install the same version on every host."
+    return [f"{name} differs: {_spread(facts, name)}. {advice}" for name in differing]
 
 
 def version_rows(facts: Sequence[dict[str, str]]) -> Rows:
@@ -202,14 +195,8 @@ def _unreachable(meeting: MeetingPoint) -> list[str]:
         doors = [Door(*one) for one in meeting.exchange("doors", own)]
         # A rank knocks at one door after the other, and each may take its full time.
         patience_s = meeting.timeout_s * meeting.world_size
-        failed = meeting.exchange("knocking", unreachable_from(meeting.rank, doors), patience_s)
+        failed = meeting.exchange("knocking", knock_from(meeting.rank, doors), patience_s)
     return [sentence for one in failed for sentence in one]
-
-
-def _reachable_row(problems: Sequence[str]) -> tuple[str, str]:
-    num_failed = sum("->" in problem for problem in problems)
-    state = f"{num_failed} connection(s) FAILED" if num_failed else "all ranks reach each other"
-    return "connections", state
 
 
 def _accumulated(cfg: DictConfig) -> int:
@@ -261,31 +248,26 @@ def compute_rows(compute: Compute) -> Rows:
     ]
 
 
-def verdict(
-    world_size: int, compute: Compute, cost: LinkCost | None, num_accumulated: int = 1
-) -> str:
+def verdict(world_size: int, compute: Compute, cost: LinkCost | None, num_batches: int = 1) -> str:
     """Say whether plain DDP would do, with the figures.
 
     Args:
         world_size: Number of ranks.
         compute: The slowest rank's.
         cost: Of exchanges; None at one rank. What ours cost is said of DDP's all-reduces, too.
-        num_accumulated: Batches for each optimizer step, of which only the last communicates.
+        num_batches: Batches for each optimizer step, of which only the last communicates.
     """
     if cost is None:
         return "One rank sends nothing: strategy=single would do as well."
     sent_s = 2 * cost.reduce_scatter_s(compute.gradient_bytes, world_size)
-    computed_s = compute.total_s * num_accumulated
+    computed_s = compute.total_s * num_batches
     share = sent_s / (sent_s + computed_s)
-    figures = (
-        f"Communication is {share:.0%} of a step ({_milli(sent_s)} beside {_milli(computed_s)} of"
-        " forward and backward)"
-    )
+    both = f"{_milli(sent_s)} beside {_milli(computed_s)} of forward and backward"
+    figures = f"Communication is {share:.0%} of a step ({both})"
     if share < NEGLIGIBLE_SHARE:
         return f"{figures}: strategy=ddp would do as well."
-    ddp, dear = (
-        _milli(max(0.0, sent_s - hidden_s)) for hidden_s in (compute.backward_s, compute.total_s)
-    )
+    hidden_s = compute.backward_s, compute.total_s
+    ddp, dear = (_milli(max(0.0, sent_s - one_s)) for one_s in hidden_s)
     said = (
         f"{figures}. At best strategy=ddp, which hides it behind backward, leaves {ddp} of it, and"
         f" strategy=dear, behind backward and the next forward, {dear}: time both."

@@ -1,7 +1,5 @@
 """What a job costs here: forward and backward of its model on one rank, and what links carry."""
 
-from __future__ import annotations
-
 import time
 from itertools import combinations, pairwise
 from statistics import median

@@ -5,8 +5,6 @@ start from: a rank that does not come is then known by its number, which a colle
 A library that fails to connect names a socket; this names the ranks, the hosts and the way out.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -34,7 +32,7 @@ class MeetingPoint:
     """Exchange of small values through the store that rank 0 (or torchrun) keeps.
 
     Args:
-        address: Host of rank 0.
+        host: Address of rank 0's host.
         port: Where the store listens.
         rank: This rank.
         world_size: Number of ranks.
@@ -44,18 +42,16 @@ class MeetingPoint:
         UnreachableError: If rank 0's host does not answer in time.
     """
 
-    def __init__(
-        self, address: str, port: int, rank: int, world_size: int, timeout_s: float
-    ) -> None:
+    def __init__(self, host: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
-        self._place = f"{address}:{port}"
+        self._place = f"{host}:{port}"
         # torchrun's agent keeps the store already, and tells so in this variable.
         is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]
-                address,
+                host,
                 port,
                 is_master=rank == 0 and not is_kept,
                 timeout=timedelta(seconds=timeout_s),
@@ -80,16 +76,15 @@ class MeetingPoint:
         self.leave(topic, value)
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         deadline_s = time.monotonic() + timeout_s
-        missing = [
-            rank for rank in range(self.world_size) if not self._came(topic, rank, deadline_s)
-        ]
+        ranks = range(self.world_size)
+        missing = [rank for rank in ranks if not self._came(topic, rank, deadline_s)]
         if missing:
             raise UnreachableError(
                 f"{named(missing)} did not report to rank 0 at {self._place} within"
                 f" {timeout_s:g} s (waiting for: {topic}). Check that the process runs and that"
                 " its host reaches that address."
             )
-        return [json.loads(self._store.get(f"{topic}/{rank}")) for rank in range(self.world_size)]
+        return [json.loads(self._store.get(f"{topic}/{rank}")) for rank in ranks]
 
     def leave(self, topic: str, value: Any) -> None:
         """Hands in this rank's `value` without waiting for the others."""
@@ -136,7 +131,7 @@ def open_door(num_ranks: int) -> socket.socket:
     return socket.create_server((announced_address(), 0), backlog=num_ranks)
 
 
-def unreachable_from(rank: int, doors: Sequence[Door]) -> list[str]:
+def knock_from(rank: int, doors: Sequence[Door]) -> list[str]:
     """Knock at every other rank's door; return one sentence for each that does not open.
 
     Args:

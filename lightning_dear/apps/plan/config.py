@@ -1,7 +1,5 @@
 """What a config of ``dear-plan`` asks for."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +8,9 @@ from omegaconf import DictConfig
 
 from lightning_dear.compression import Compressor
 from lightning_dear.simulator import Algorithm, Curve, Link, Network, Workload
-from lightning_dear.simulator.ranking import pairs
+from lightning_dear.simulator.ranking import Pair, pairs
 from lightning_dear.simulator.saved import load_workload
-from lightning_dear.simulator.strategies import HOOKS, STRATEGIES, Strategy, resolve_strategy
+from lightning_dear.simulator.strategies import HOOKS, STRATEGIES, resolve_strategy
 from lightning_dear.studies.device_costs import Device, halves_costs, whole_costs
 from lightning_dear.workloads.replay.profile import load_profile, planned
 
@@ -29,8 +27,14 @@ def workload_of(cfg: DictConfig) -> Workload:
     Raises:
         ValueError: If there is no such profile, or its seconds make no sense.
     """
-    if _is_measured(str(cfg.profile)):
-        return _measured(cfg)
+    path = Path(cfg.profile)
+    if path.suffix == ".json" and path.is_file() and '"tensors"' in path.read_text():
+        if cfg.compute_s is not None or cfg.step_s:
+            raise ValueError(
+                "compute_s and step_s change a profile's seconds, and these were measured; leave"
+                " them out."
+            )
+        return load_workload(cfg.profile)
     profile = load_profile(cfg.profile)
     if cfg.compute_s is not None:
         profile = profile.with_compute(float(cfg.compute_s))
@@ -83,20 +87,6 @@ def compressed(
     )
 
 
-def _is_measured(name: str) -> bool:
-    path = Path(name)
-    return path.suffix == ".json" and path.is_file() and '"tensors"' in path.read_text()
-
-
-def _measured(cfg: DictConfig) -> Workload:
-    if cfg.compute_s is not None or cfg.step_s:
-        raise ValueError(
-            "compute_s and step_s change a profile's seconds, and these were measured; leave them"
-            " out."
-        )
-    return load_workload(cfg.profile)
-
-
 def network_of(
     cluster: DictConfig, algorithm: Algorithm = "best", world_size: int | None = None
 ) -> Network:
@@ -123,8 +113,17 @@ def network_of(
             f"The cluster's file says nothing of {world_size} ranks, but of"
             f" {cluster.only_world_size} alone; ask for as many, or choose another cluster."
         )
-    if cluster.get("measured") is not None:
-        _check_measured(cluster.measured, algorithm, num_nodes, world_size)
+    if (measured := cluster.get("measured")) is not None:
+        if algorithm != "best":
+            raise ValueError(
+                f"algorithm={algorithm} means nothing for a cluster that was measured; leave it"
+                " out."
+            )
+        if measured.num_nodes == 1 and (num_nodes > 1 or world_size > measured.world_size):
+            raise ValueError(
+                "This cluster was measured on one node, which says nothing of links between"
+                " several; calibrate on two or more, or choose another cluster."
+            )
         return measured_network(cluster, world_size)
     between = Link(float(cluster.alpha_s), float(8e-6 / rate_mbit if beta_s is None else beta_s))
     is_gloo = cluster.accelerator == "cpu"
@@ -149,20 +148,6 @@ def _within(cluster: DictConfig, between: Link, is_gloo: bool) -> Link:
     return LOOPBACK if is_gloo and LOOPBACK.beta_s < between.beta_s else between
 
 
-def _check_measured(
-    measured: DictConfig, algorithm: Algorithm, num_nodes: int, world_size: int
-) -> None:
-    if algorithm != "best":
-        raise ValueError(
-            f"algorithm={algorithm} means nothing for a cluster that was measured; leave it out."
-        )
-    if measured.num_nodes == 1 and (num_nodes > 1 or world_size > measured.world_size):
-        raise ValueError(
-            "This cluster was measured on one node, which says nothing of links between several;"
-            " calibrate on two or more, or choose another cluster."
-        )
-
-
 def measured_network(cluster: DictConfig, world_size: int) -> Network:
     """Return what was measured, for another number of ranks.
 
@@ -180,10 +165,13 @@ def measured_network(cluster: DictConfig, world_size: int) -> Network:
         return Link(growth * costs.alpha_s, costs.beta_s_per_byte)
 
     all_reduce, cores = link(measured.all_reduce), measured.get("shared_cores")
+    host_growth = 1.0
     if cores:
         busy_s = growth * measured.all_reduce.get("cpu_s", 0.0) * world_size / cores
         all_reduce = Link(max(all_reduce.alpha_s, busy_s), all_reduce.beta_s)
-    host_growth = _host_growth(measured, world_size)
+        # Ranks that are more than the cores that they share wait for each other.
+        sharing, shared = (max(ranks / cores, 1.0) for ranks in (world_size, measured.world_size))
+        host_growth = float(sharing / shared)
     return Network(
         between=link(cluster),
         world_size=world_size,
@@ -196,15 +184,6 @@ def measured_network(cluster: DictConfig, world_size: int) -> Network:
         sharded_tensor_s=host_growth * measured.sharded_tensor.seconds,
         host_growth=host_growth,
     )
-
-
-def _host_growth(measured: DictConfig, world_size: int) -> float:
-    """Ranks that are more than the cores that they share wait for each other."""
-    cores = measured.get("shared_cores")
-    if not cores:
-        return 1.0
-    sharing, shared = (max(ranks / cores, 1.0) for ranks in (world_size, measured.world_size))
-    return float(sharing / shared)
 
 
 def _read_curve(measured: DictConfig | None, growth: float) -> Curve:
@@ -235,19 +214,15 @@ def ranks_per_node(cluster: DictConfig) -> int:
     return cluster.devices
 
 
-def strategies_of(cfg: DictConfig, workload: Workload) -> list[Strategy]:
-    """Return the strategies to compare; for null all that can be used for the workload."""
-    if cfg.strategies is not None:
-        return [resolve_strategy(name) for name in cfg.strategies if name not in HOOKS]
+def cases_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[Pair]:
+    """Return each strategy with each compressor to predict, and DDP's hooks in any case.
+
+    Where none are named, the strategies are all that can be used for the workload.
+    """
     has_codec = not workload.codecs.are_none
-    return [one for one in STRATEGIES.values() if one.plans_for_codecs or not has_codec]
-
-
-def cases_of(
-    cfg: DictConfig, workload: Workload, world_size: int
-) -> list[tuple[Strategy, Workload]]:
-    """Return each strategy with each compressor to predict, and DDP's hooks in any case."""
-    strategies = strategies_of(cfg, workload)
+    strategies = [one for one in STRATEGIES.values() if one.plans_for_codecs or not has_codec]
+    if cfg.strategies is not None:
+        strategies = [resolve_strategy(name) for name in cfg.strategies if name not in HOOKS]
     cases = pairs(strategies, workloads_of(cfg, workload, world_size))
     there, names = [(strategy.name, one.compressor) for strategy, one in cases], cfg.strategies
     for hooked, (strategy, name) in HOOKS.items():
@@ -278,11 +253,8 @@ def world_sizes_of(cfg: DictConfig) -> list[int]:
     own, only = inside * int(cfg.cluster.num_nodes), cfg.cluster.get("only_world_size")
     most = measured.world_size if measured is not None and measured.num_nodes == 1 else math.inf
     asked = set(cfg.world_sizes or (1, *(own * 2**power // 8 for power in range(7))))
-    known = {
-        size
-        for size in asked
-        if (size <= inside or size % inside == 0) and 1 <= size <= most and only in (None, size)
-    }
+    filling = [size for size in asked if size <= inside or size % inside == 0]
+    known = {size for size in filling if 1 <= size <= most and only in (None, size)}
     if cfg.world_sizes and asked != known:
         raise ValueError(
             f"Leave {sorted(asked - known)} out of world_sizes: that many ranks do not fill nodes"

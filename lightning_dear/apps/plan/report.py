@@ -1,7 +1,5 @@
 """What ``dear-plan`` predicts, and says: the table, the advice, and the scaling curves."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -16,16 +14,8 @@ from lightning_dear.apps import job
 from lightning_dear.apps.plan.config import cases_of, network_of, workload_of, world_sizes_of
 from lightning_dear.apps.program import Program
 from lightning_dear.planning.step import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from lightning_dear.simulator import Network, Workload
-from lightning_dear.simulator.ranking import (
-    BASELINE,
-    Ranked,
-    alone_s,
-    by_step,
-    predicted,
-    recommended,
-)
-from lightning_dear.studies.files import write_lines
+from lightning_dear.simulator import Network, Workload, ranking
+from lightning_dear.studies.files import Line, write_lines
 from lightning_dear.studies.plot import picture
 from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.table import MISSING, format_table
@@ -46,7 +36,7 @@ _QUALITY = (
 )
 
 
-def quality_of(row: Ranked) -> str:
+def quality_of(row: ranking.Ranked) -> str:
     """Return what becomes of a training's gradients."""
     if row.compressor == "none":
         return LOSSLESS
@@ -65,7 +55,7 @@ _SCRIPTS = {
 }
 
 
-def script_of(row: Ranked) -> str:
+def script_of(row: ranking.Ranked) -> str:
     """Return what a script builds its trainer with to use it."""
     words = re.findall(r"(fusion|compressor)=(\w+)", row.overrides or "")
     options = ", ".join(f'{name}="{value}"' for name, value in words)
@@ -84,30 +74,26 @@ class Report:
         has_no_gpu: Whether encoding is counted for a GPU although the cluster has none.
     """
 
-    rows: Sequence[Ranked]
+    rows: Sequence[ranking.Ranked]
     workload: Workload
     network: Network
     enough: float
     has_no_gpu: bool
 
     @cached_property
-    def best(self) -> Ranked:
+    def best(self) -> ranking.Ranked:
         """What to use: nothing lossy, unless there is nothing else."""
-        return recommended(self._choices or self.rows, self.enough)
+        return ranking.recommended(self._choices or self.rows, self.enough)
 
     @cached_property
-    def _choices(self) -> list[Ranked]:
+    def _choices(self) -> list[ranking.Ranked]:
         """What may be advised."""
-        return [
-            row
-            for row in self.rows
-            if row.overrides is not None and quality_of(row) != LOSSY and not self._is_guessed(row)
-        ]
+        can_run = [row for row in self.rows if row.overrides is not None]
+        return [row for row in can_run if quality_of(row) != LOSSY and not self._is_guessed(row)]
 
-    def _is_guessed(self, row: Ranked) -> bool:
+    def _is_guessed(self, row: ranking.Ranked) -> bool:
         """Whether nothing is known of what encoding takes on this cluster."""
-        is_counted = row.compressor not in ("none", self.workload.compressor)
-        return self.has_no_gpu and is_counted
+        return self.has_no_gpu and row.compressor not in ("none", self.workload.compressor)
 
     def describe(self, source: str) -> str:
         """Return in a few lines what is predicted for what."""
@@ -143,15 +129,15 @@ class Report:
             notes.append(f"Cannot be run with dear-train, for comparing: {listed}.")
         return "\n".join([*lines, _wrapped(*notes)])
 
-    def _cells(self, row: Ranked) -> list[str]:
-        step, ddp_s = row.step, self._step_of(BASELINE)
+    def _cells(self, row: ranking.Ranked) -> list[str]:
+        step, ddp_s = row.step, self._step_of(ranking.BASELINE)
         return [
             row.name,
             _ms(step.step_s),
             _ms(sum(step.exposed_s.values())),
             MISSING if ddp_s is None else f"{ddp_s / step.step_s:.3f}",
-            f"{row.efficiency(alone_s(self.workload)):.1%}",
-            f"{step.sent_bytes / 1e6:.1f}",
+            f"{row.efficiency(ranking.alone_s(self.workload)):.1%}",
+            f"{step.program.sent_bytes / 1e6:.1f}",
             quality_of(row),
         ]
 
@@ -162,8 +148,8 @@ class Report:
 
     def advice(self) -> str:
         """Return what to use, how sure that is, and the overrides to paste."""
-        best, ddp_s = self.best, self._step_of(BASELINE)
-        if best.name == BASELINE:
+        best, ddp_s = self.best, self._step_of(ranking.BASELINE)
+        if best.name == ranking.BASELINE:
             gain = best.step.step_s / min(row.step.step_s for row in self._choices) - 1
             said = [f"DDP will do: nothing that can be advised is more than {gain:.1%} faster."]
         else:
@@ -182,11 +168,8 @@ class Report:
 
     def _sureness(self) -> str:
         best_s = self.best.step.step_s
-        near = [
-            row.name
-            for row in self._choices
-            if row is not self.best and abs(row.step.step_s / best_s - 1) <= KNOWN_ERROR
-        ]
+        others = [row for row in self._choices if row is not self.best]
+        near = [row.name for row in others if abs(row.step.step_s / best_s - 1) <= KNOWN_ERROR]
         name = self.best.name
         found = f"every other row differs from {name} by more than that"
         if near:
@@ -198,11 +181,9 @@ class Report:
         lossless = [row for row in self._choices if row.compressor == "none"]
         if self.best.compressor == "none" or not lossless:
             return []
-        row = recommended(lossless, self.enough)
-        return [
-            f"Without a compressor, {_ms(row.step.step_s)} ms ({row.name}): dear-train"
-            f" {row.overrides}"
-        ]
+        row = ranking.recommended(lossless, self.enough)
+        takes = f"{_ms(row.step.step_s)} ms ({row.name})"
+        return [f"Without a compressor, {takes}: dear-train {row.overrides}"]
 
     # --- files ------------------------------------------------------------------------------------
 
@@ -213,16 +194,16 @@ class Report:
             {
                 "strategy": row.name,
                 "step_s": row.step.step_s,
-                "efficiency": row.efficiency(alone_s(self.workload)),
+                "efficiency": row.efficiency(ranking.alone_s(self.workload)),
                 **{f"exposed_{kind}_s": row.step.exposed_s.get(kind, 0.0) for kind in kinds},
-                "sent_bytes": row.step.sent_bytes,
+                "sent_bytes": row.step.program.sent_bytes,
                 "quality": quality_of(row),
             }
             for row in self.rows
         ]
         write_lines(path, figures)
 
-    def write_scaling(self, folder: Path, scaled: Sequence[tuple[int, Ranked]]) -> None:
+    def write_scaling(self, folder: Path, scaled: Sequence[tuple[int, ranking.Ranked]]) -> None:
         """Write ``scaling.csv``, and ``scaling.png``: efficiency over the number of ranks.
 
         Args:
@@ -231,15 +212,13 @@ class Report:
         """
         from matplotlib import colormaps
 
-        figures = [
-            {"strategy": row.name, "world_size": size, "step_s": row.step.step_s}
-            for size, row in scaled
-        ]
-        write_lines(folder / "scaling.csv", figures)
+        figures: list[Line] = []
         curves: dict[str, dict[int, float]] = {}
         for size, row in scaled:
-            share = 100 * row.efficiency(alone_s(self.workload))
+            figures.append({"strategy": row.name, "world_size": size, "step_s": row.step.step_s})
+            share = 100 * row.efficiency(ranking.alone_s(self.workload))
             curves.setdefault(row.name, {})[size] = share
+        write_lines(folder / "scaling.csv", figures)
         with picture(folder / "scaling.png", [14]) as (axis,):
             axis.set_prop_cycle(color=colormaps["tab20"](range(20)))
             for name, shares in curves.items():
@@ -270,7 +249,7 @@ def run_job(cfg: DictConfig, program: Program) -> None:
     job.folder_with(cfg)
 
 
-def plan(cfg: DictConfig, folder: Path) -> Ranked:
+def plan(cfg: DictConfig, folder: Path) -> ranking.Ranked:
     """Predict a step under each strategy; print and write what comes out. Starts no process.
 
     Args:
@@ -287,7 +266,7 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
     sizes = world_sizes_of(cfg)
     num_cases = len(cases_of(cfg, workload, network.world_size))
     with closing(Progress(num_cases * (1 + len(sizes)))) as progress:
-        rows = by_step(_each(cfg, workload, network.world_size, progress))
+        rows = ranking.by_step(_each(cfg, workload, network.world_size, progress))
         found = Report(rows, workload, network, cfg.enough, cfg.cluster.accelerator == "cpu")
         source = str(cfg.cluster.get("source") or "its file names no source")
         text = f"{found.describe(source)}\n{found.table()}\n{found.advice()}"
@@ -303,9 +282,9 @@ def plan(cfg: DictConfig, folder: Path) -> Ranked:
 
 def _each(
     cfg: DictConfig, workload: Workload, world_size: int, progress: Progress
-) -> Iterator[Ranked]:
+) -> Iterator[ranking.Ranked]:
     network = network_of(cfg.cluster, cfg.algorithm, world_size)
     for strategy, one in cases_of(cfg, workload, world_size):
         progress.begin(f"{strategy.name}, {world_size} ranks")
-        yield predicted(strategy, one, network)
+        yield ranking.predicted(strategy, one, network)
         progress.step()

@@ -1,7 +1,5 @@
 """Pictures of recipes: bars side by side, one panel for each cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,13 +22,26 @@ def grouped_bars(
     Returns:
         A `matplotlib.figure.Figure`.
     """
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1 + 2.6 * len(panels)), layout="constrained")
     all_axes = figure.subplots(len(panels), squeeze=False, sharex=True)[:, 0]
-    for axes, (name, bars) in zip(all_axes, panels.items(), strict=True):
-        _draw(axes, bars, len(groups))
-        axes.set_title(name, fontsize=10)
+    for axes, (panel, bars) in zip(all_axes, panels.items(), strict=True):
+        width = 0.85 / max(len(bars), 1)
+        for number, (name, heights) in enumerate(bars.items()):
+            places = [group + (number + 0.5) * width - 0.425 for group in range(len(groups))]
+            drawn = [(at, height) for at, height in zip(places, heights, strict=True) if height]
+            axes.bar(
+                [at for at, _ in drawn],
+                [height for _, height in drawn],
+                width,
+                label=name,
+                color=colormaps["tab20"](number % 20),
+            )
+        axes.margins(y=0.25)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_title(panel, fontsize=10)
         axes.set_ylabel(ylabel, fontsize=8)
         axes.set_xticks(range(len(groups)), groups, fontsize=8)
         if line is not None:
@@ -38,21 +49,3 @@ def grouped_bars(
     all_axes[0].legend(fontsize=7, ncols=5, loc="upper left")
     figure.suptitle(title, fontsize=11)
     return figure
-
-
-def _draw(axes: Any, bars: Bars, num_groups: int) -> None:
-    from matplotlib import colormaps
-
-    width = 0.85 / max(len(bars), 1)
-    for number, (name, heights) in enumerate(bars.items()):
-        places = [group + (number + 0.5) * width - 0.425 for group in range(num_groups)]
-        drawn = [(at, height) for at, height in zip(places, heights, strict=True) if height]
-        axes.bar(
-            [at for at, _ in drawn],
-            [height for _, height in drawn],
-            width,
-            label=name,
-            color=colormaps["tab20"](number % 20),
-        )
-    axes.margins(y=0.25)
-    axes.grid(axis="y", alpha=0.3)

@@ -1,7 +1,5 @@
 """What a recipe ends with: claims with what must be true for them, figures in rows, a picture."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 Kind = Literal["simulated", "measured"]
+
+Answer = Literal["yes", "no", "not known"]
+
+Rows = Sequence[Mapping[str, Any]]
 
 WIDTH = 100
 """Columns of a terminal that a recipe writes at most."""
@@ -50,7 +52,7 @@ class Claim:
     kind: Kind
     must_be_true: str = ""
     checked: str = "none"
-    plausible: Literal["yes", "no", "not known"] = "not known"
+    plausible: Answer = "not known"
 
 
 def check(what: str, fitted: float, other: float) -> dict[str, Any]:
@@ -65,7 +67,7 @@ def check(what: str, fitted: float, other: float) -> dict[str, Any]:
     return {"checked": words, "plausible": is_plausible(fitted, other)}
 
 
-def is_plausible(fitted: float, other: float) -> Literal["yes", "no"]:
+def is_plausible(fitted: float, other: float) -> Answer:
     """Return whether a fitted value is near enough to one from another source; both positive."""
     return "yes" if max(fitted / other, other / fitted) <= PLAUSIBLE else "no"
 
@@ -82,7 +84,7 @@ class Report:
     """
 
     claims: Sequence[Claim]
-    summary: Sequence[Mapping[str, Any]]
+    summary: Rows
     figure: Any = None
 
     def as_text(self) -> str:
@@ -118,7 +120,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def compared(summary: Sequence[Mapping[str, Any]], recorded: Sequence[Mapping[str, str]]) -> str:
+def compared(summary: Rows, recorded: Rows) -> str:
     """Say whether figures are the recorded ones, or name the cells that differ."""
     found = list(_differences(summary, recorded))
     if not found:
@@ -128,9 +130,7 @@ def compared(summary: Sequence[Mapping[str, Any]], recorded: Sequence[Mapping[st
     return "\n  ".join([*lines, *more])
 
 
-def _differences(
-    summary: Sequence[Mapping[str, Any]], recorded: Sequence[Mapping[str, str]]
-) -> Iterator[str]:
+def _differences(summary: Rows, recorded: Rows) -> Iterator[str]:
     if len(summary) != len(recorded):
         yield f"{len(summary)} rows, recorded {len(recorded)}"
         return
@@ -148,7 +148,7 @@ def _is_same(one: str, other: str) -> bool:
         return one == other
 
 
-def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def _write_csv(path: Path, rows: Rows) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
         writer.writeheader()

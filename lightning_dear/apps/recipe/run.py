@@ -4,12 +4,9 @@ A recipe is a folder with a `make.py`, whose `make(cfg, siblings)` returns a `Re
 files beside it as `from . import NAME`.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -47,9 +44,6 @@ class Sibling:
         return read_rows(self.folder / f"{name}.csv")
 
 
-Make = Callable[[DictConfig, Mapping[str, Sibling]], Report]
-
-
 def load(name: str) -> ModuleType:
     """Import the `make.py` of a recipe, in a checkout and in a wheel.
 
@@ -62,31 +56,31 @@ def load(name: str) -> ModuleType:
     return import_module(f"{package.__name__}.make")
 
 
-def reproduce(cfg: DictConfig, folder: Path) -> Report:
-    """Run a recipe; print what comes out and write it into `folder`.
+def run_job(cfg: DictConfig, program: Program) -> None:
+    """Run a recipe; print what comes out and write it into the job's folder.
 
     Blocks; with `cfg.measure` as long as its siblings take.
 
     Args:
         cfg: A config of ``conf/recipe``.
-        folder: The run's.
+        program: This one.
 
     Raises:
         ValueError: If the config asks for what does not exist, or the machine cannot measure.
         RuntimeError: If a sibling fails.
     """
-    name, recorded = str(cfg.name), recipes_dir() / str(cfg.name)
+    folder, name = job.folder_with(cfg), str(cfg.name)
+    recorded = recipes_dir() / name
     if cfg.measure:
         measure(cfg, folder)
-    make: Make = load(name).make
-    report = make(cfg, siblings_of(cfg, folder if cfg.measure else recorded))
+    siblings = siblings_of(cfg, folder if cfg.measure else recorded)
+    report: Report = load(name).make(cfg, siblings)
     report.write(name, folder)
     print(report.as_text())
     if all(word.startswith("measure=") for word in HydraConfig.get().overrides.task):
         # No option changes what is to come out.
         print(compared(report.summary, read_rows(recorded / "summary.csv")))
     print(f"Claims, figures and picture: {folder}", flush=True)
-    return report
 
 
 # --- siblings -------------------------------------------------------------------------------------
@@ -112,20 +106,17 @@ def measure(cfg: DictConfig, folder: Path) -> None:
     if reason := why_unavailable(as_own_root=True):
         raise ValueError(f"measure=true needs an emulated cluster: {reason}")
     for name, sibling in cfg.siblings.items():
-        _measure(sibling, folder / MEASURED / str(name))
-
-
-def _measure(sibling: DictConfig, folder: Path) -> None:
-    print(f"Measuring: {command_of(sibling)}", flush=True)
-    run = folder / "run"
-    program = f"lightning_dear.apps.{sibling.program}"
-    command = [sys.executable, "-m", program, *sibling.overrides, f"hydra.run.dir={run}"]
-    if code := job.run_child(command):
-        raise RuntimeError(f"{command_of(sibling)} ended with {code}; what it printed is above.")
-    for name in _KEPT:
-        if (run / name).is_file():
-            (run / name).rename(folder / name)
-    (folder / "machine.txt").write_text(f"{_machine()}\n")
+        words = command_of(sibling)
+        print(f"Measuring: {words}", flush=True)
+        kept = folder / MEASURED / str(name)
+        program, run = f"lightning_dear.apps.{sibling.program}", kept / "run"
+        command = [sys.executable, "-m", program, *sibling.overrides, f"hydra.run.dir={run}"]
+        if code := job.run_child(command):
+            raise RuntimeError(f"{words} ended with {code}; what it printed is above.")
+        for one in _KEPT:
+            if (run / one).is_file():
+                (run / one).rename(kept / one)
+        (kept / "machine.txt").write_text(f"{_machine()}\n")
 
 
 def _machine() -> str:
@@ -133,12 +124,5 @@ def _machine() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     processor = names[0] if names else platform.processor() or platform.machine()
-    return (
-        f"{processor}, {os.cpu_count()} cores; Python {platform.python_version()},"
-        f" torch {torch.__version__}"
-    )
-
-
-def run_job(cfg: DictConfig, program: Program) -> None:
-    """Runs one recipe."""
-    reproduce(cfg, job.folder_with(cfg))
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{processor}, {os.cpu_count()} cores; {versions}"

@@ -1,7 +1,5 @@
 """Steps of profiles on clusters, by name, as the recipes need them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing

@@ -18,12 +18,10 @@ _TITLES = {"test_acc": "test accuracy", "test_bits_per_byte": "test bits per byt
 _NOT_MEASURED = "not measured"
 
 
-def summary_of(trainer: Trainer) -> dict[str, float]:
+def summary_of(trainer: Any) -> dict[str, float]:
     """Return what the run's monitor measured, or nothing where callbacks hold none."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, DearMonitor):
-            return callback.summary()
-    return {}
+    summaries = (one.summary() for one in trainer.callbacks if isinstance(one, DearMonitor))
+    return next(summaries, {})
 
 
 class EpochLines(Callback):
@@ -75,13 +73,10 @@ def jobs_end() -> None:
     """Prints a table over the jobs of a sweep, if there were several."""
     if len(_JOBS) > 1:
         alike, titles = set.intersection(*(set(words) for words, _ in _JOBS)), list(_JOBS[0][1])
-        cells = [
-            [
-                " ".join(one for one in words if one not in alike),
-                *(found.get(one, "") for one in titles),
-            ]
-            for words, found in _JOBS
-        ]
+        cells = []
+        for words, found in _JOBS:
+            job = " ".join(one for one in words if one not in alike)
+            cells.append([job, *(found.get(one, "") for one in titles)])
         print(tables.format_table(["job", *titles], cells, tables.WIDTH))
 
 
@@ -100,11 +95,10 @@ def rows(
     table.append(("step time (median)", _milliseconds(summary.get("step_s"))))
     if batch and summary.get("step_s"):
         table.append((f"{unit} per second", f"{batch / summary['step_s']:,.0f}"))
-    table.append(("bytes on the wire per step and rank", _bytes(summary.get("wire_bytes"))))
-    table.append(
-        ("exposed communication per step (median)", _milliseconds(summary.get("exposed_s")))
-    )
-    return table
+    sent, exposed = summary.get("wire_bytes"), _milliseconds(summary.get("exposed_s"))
+    sent_bytes = _NOT_MEASURED if sent is None else f"{sent:,.0f}"
+    table.append(("bytes on the wire per step and rank", sent_bytes))
+    return [*table, ("exposed communication per step (median)", exposed)]
 
 
 def format_table(title: str, table: list[tuple[str, str]]) -> str:
@@ -120,7 +114,3 @@ def format_table(title: str, table: list[tuple[str, str]]) -> str:
 
 def _milliseconds(seconds: float | None) -> str:
     return _NOT_MEASURED if seconds is None else f"{seconds * 1e3:.2f} ms"
-
-
-def _bytes(count: float | None) -> str:
-    return _NOT_MEASURED if count is None else f"{count:,.0f}"

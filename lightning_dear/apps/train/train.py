@@ -43,7 +43,9 @@ def train(cfg: DictConfig) -> dict[str, float]:
     datamodule = instantiate(cfg.data, _convert_="all")
     model = instantiate(cfg.model, _convert_="all")
     trainer = build_trainer(cfg, callbacks=[report.EpochLines()])
-    record_config(cfg, trainer)
+    rank_zero_only(job.folder_with)(cfg)
+    for logger in trainer.loggers:
+        logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
     if not cfg.eval:
         with report.folder_named(trainer):
             trainer.fit(model, datamodule=datamodule, ckpt_path=cfg.ckpt_path)
@@ -100,14 +102,6 @@ def build_all(nodes: DictConfig | None) -> list[Any]:
     """Build what a group holds, callbacks or loggers; nothing of a group that is None."""
     built = (nodes or {}).values()
     return [instantiate(node, _convert_="all") for node in built if node is not None]
-
-
-def record_config(cfg: DictConfig, trainer: Trainer) -> None:
-    """Write ``config.yaml``, resolved, into the job's folder and give it to the loggers."""
-    rank_zero_only(job.folder_with)(cfg)
-    container = OmegaConf.to_container(cfg, resolve=True)
-    for logger in trainer.loggers:
-        logger.log_hyperparams(container)  # type: ignore[arg-type]
 
 
 def run_job(cfg: DictConfig, program: Program) -> float | None:

@@ -4,8 +4,6 @@ What is real: parameters, gradients, hooks, optimizer, buckets, sockets. What is
 which is replaced by waiting, as the host of an accelerator waits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,25 +95,6 @@ class Noise:
 Gradients = Zeros | Noise
 
 
-class _Replay(torch.autograd.Function):
-    """Identity on a small tensor that waits, and gives a layer's parameters gradients."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, activation: Tensor, layer: ReplayLayer, *parameters: Tensor) -> Tensor:
-        ctx.layer, ctx.parameters = layer, parameters
-        layer.waiter.wait(layer.profile.forward_s)
-        return activation.clone()
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        layer: ReplayLayer = ctx.layer
-        gradients = layer.gradients.make(layer.number, ctx.parameters)
-        layer.waiter.wait(layer.profile.backward_s)
-        return grads[0], None, *gradients
-
-
 class ReplayLayer(nn.Module):
     """One layer of a profile.
 
@@ -150,6 +129,25 @@ class ReplayLayer(nn.Module):
         apply: Any = _Replay.apply
         output: Tensor = apply(activation, self, *parameters)
         return output
+
+
+class _Replay(torch.autograd.Function):
+    """Identity on a small tensor that waits, and gives a layer's parameters gradients."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, activation: Tensor, layer: ReplayLayer, *parameters: Tensor) -> Tensor:
+        ctx.layer, ctx.parameters = layer, parameters
+        layer.waiter.wait(layer.profile.forward_s)
+        return activation.clone()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        layer: ReplayLayer = ctx.layer
+        gradients = layer.gradients.make(layer.number, ctx.parameters)
+        layer.waiter.wait(layer.profile.backward_s)
+        return grads[0], None, *gradients
 
 
 class ReplayNet(nn.Module):
@@ -257,7 +255,8 @@ class ReplayModel(Task):
     def units(self) -> list[list[nn.Module]]:
         """Consecutive layers, which stay whole until backward: each is gathered once a step."""
         layers = self.net.get_submodule("layers").children()
-        return runs_of(layers, _nbytes, self.shard_unit_mb * MIB)
+        least_bytes = self.shard_unit_mb * MIB
+        return runs_of(layers, lambda layer: sum(p.nbytes for p in layer.parameters()), least_bytes)
 
     @override
     def setup(self, stage: str) -> None:
@@ -290,10 +289,6 @@ class ReplayModel(Task):
     def evaluate(self, batch: Any, stage: str) -> None:
         """Wait for the time of the forward; nothing is logged."""
         self.loss(batch)
-
-
-def _nbytes(layer: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in layer.parameters())
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

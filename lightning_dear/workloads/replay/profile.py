@@ -116,12 +116,12 @@ class ModelProfile:
         if scale == 1:
             return self
         divisor = _divisor(self._numels(), scale)
-        layers = (
-            replace(
-                layer, shapes=tuple((_scaled_numel(math.prod(s), divisor),) for s in layer.shapes)
-            )
-            for layer in self.layers
-        )
+
+        def scaled(shape: tuple[int, ...]) -> tuple[int]:
+            numel = math.prod(shape)
+            return (min(numel, max(MIN_NUMEL, round(numel / divisor))),)
+
+        layers = (replace(one, shapes=tuple(map(scaled, one.shapes))) for one in self.layers)
         return replace(self, layers=tuple(layers))
 
     def with_compute(self, compute_s: float) -> ModelProfile:
@@ -218,10 +218,6 @@ def _rounded(layer: LayerProfile) -> dict[str, object]:
     """The layer's fields with times to the nearest 10 nanoseconds, so that files stay small."""
     times = {"forward_s": round(layer.forward_s, 8), "backward_s": round(layer.backward_s, 8)}
     return asdict(layer) | times
-
-
-def _scaled_numel(numel: int, divisor: float) -> int:
-    return min(numel, max(MIN_NUMEL, round(numel / divisor)))
 
 
 def _divisor(numels: Sequence[int], scale: float) -> float:

@@ -1,7 +1,5 @@
 """Records the profile of one's own model: sizes, and how long each layer takes on this device."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -116,9 +114,7 @@ def _by_layer(owned: Owned, times: ModelTimes) -> tuple[list[float], list[float]
         ends.append(max(times.ready_s[index] for index in indices))
     begins = [0.0, *accumulate(begins[1:], max), times.forward_s]
     ends = [0.0, *accumulate(ends[:0:-1], max), times.backward_s]
-    forward, backward = (
-        [after - before for before, after in pairwise(cuts)] for cuts in (begins, ends)
-    )
+    forward, backward = ([end - begin for begin, end in pairwise(cuts)] for cuts in (begins, ends))
     return forward, backward[::-1]
 
 
@@ -191,11 +187,10 @@ def owned_parameters(model: nn.Module, order: list[str]) -> Owned:
     for path, parameter in trained:
         if parameter not in owners:
             raise ValueError(f"{path} belongs to no module that was called: freeze or remove it.")
-    owned: Owned = {}
-    for name in order:
-        if own := [parameter for parameter, owner in owners.items() if owner == name]:
-            owned[name] = own
-    return owned
+    owned: Owned = {name: [] for name in order}
+    for parameter, owner in owners.items():
+        owned[owner].append(parameter)
+    return {name: own for name, own in owned.items() if own}
 
 
 def _around(path: str, position: dict[str, int]) -> str | None:

@@ -1,17 +1,11 @@
 """A device that only lets time pass, beside a host that works meanwhile."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
 from typing import BinaryIO
 
-from lightning_dear.telemetry.device_work import (
-    charge_device_work,
-    device_work_charged_s,
-    device_work_s,
-)
+from lightning_dear.telemetry import device_work
 
 MIN_SLEEP_S = 2e-4
 """Shorter waits are put off until there is this much to wait for: `time.sleep` returns some 0.05 to
@@ -61,8 +55,8 @@ class HostTime:
     clock = staticmethod(time.perf_counter)
     sleep = staticmethod(time.sleep)
     work_clock = staticmethod(work_clock)
-    device_clock = staticmethod(device_work_s)
-    charged_clock = staticmethod(device_work_charged_s)
+    device_clock = staticmethod(device_work.device_work_s)
+    charged_clock = staticmethod(device_work.device_work_charged_s)
 
 
 class Waiter:
@@ -105,7 +99,7 @@ class Waiter:
         """A step begins: the device is free from now on, and what came before is forgotten."""
         self._is_quick = self._num_quick > 0
         self._num_quick -= self._is_quick
-        charge_device_work(0.0 if self._is_quick else self._charge)
+        device_work.charge_device_work(0.0 if self._is_quick else self._charge)
         self._late_s = self.late_s
         self._free_s = self._host_s = self._left_s = self.host.clock()
         self._left_busy_s, self._left_device_s = self._busy_s(), self.host.device_clock()
