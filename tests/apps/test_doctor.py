@@ -23,6 +23,7 @@ from lightning_dear.apps.doctor.reachability import (
     knock_from,
     open_door,
 )
+from lightning_dear.collectives.world import World
 from lightning_dear.emulation import EmulatedCluster
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import LinkCost
@@ -351,7 +352,7 @@ def test_links_within_hosts_are_apart_from_those_between_them():
     ],
 )
 def test_the_layout_is_one_sentence(hosts, hops, words):
-    assert layout_row(hosts, hops) == ("layout", words)
+    assert layout_row(World(0, len(hosts), hosts), hops) == ("layout", words)
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_another_plan_leaves_masters_and_replicas_alone() -> None:
     ("options", "message"),
     [
         *(
-            ({"codec": CODECS[name]()}, f"with {name} ranks would fall far behind")
+            ({"compressor": CODECS[name]()}, f"with {name} ranks would fall far behind")
             for name in (
                 "topk",
                 "efsignsgd",
@@ -174,7 +174,7 @@ def test_another_plan_leaves_masters_and_replicas_alone() -> None:
                 "dgc",
             )
         ),
-        ({"gather": "gradients", "codec": Int8(), "decouple": False}, "decouple=False"),
+        ({"gather": "gradients", "compressor": Int8(), "decouple": False}, "decouple=False"),
     ],
 )
 def test_codecs_that_cannot_send_differences_are_refused(
