@@ -205,7 +205,7 @@ class PipelineStrategy(ABC):
             RuntimeError: If there is no plan yet.
         """
         if self._present is None or self._present.parts[0].plan is None:
-            raise RuntimeError("There is no plan yet. Call save_plan after the first step of a fit.")
+            raise RuntimeError("There is no plan yet. Call save_plan after a fit's first step.")
         save_plan(path, self._present.parts[0].plan, self._present.parts[0].tensors)
 
     def encoding_figures(self) -> dict[str, Tensor | float]:
@@ -229,7 +229,7 @@ class PipelineStrategy(ABC):
     @timeline.setter
     def timeline(self, timeline: Timeline | None) -> None:
         if self._present is None:
-            raise RuntimeError("A timeline can be recorded only during fit. Assign it in a callback.")
+            raise RuntimeError("Nothing is being trained. Assign timeline in a fit's callback.")
         self._present.timeline = timeline
 
     # --- for users: each rank has its shard of the mean gradient ----------------------------------
@@ -262,7 +262,7 @@ class PipelineStrategy(ABC):
 
     @contextmanager
     def whole_gradients(self, optimizer: Optimizer | None = None) -> Generator[None, None, None]:
-        """A context in which `.grad` holds the mean gradient. Changes to it take effect in the step.
+        """A context in which `.grad` holds the mean gradient. The step uses it with all changes.
 
         Collective. Blocks. For code between backward and step that reads or changes gradients
         itself. Costs one all-gather.

@@ -51,7 +51,7 @@ _ASKS = is_inside(pl.__version__, "2.6", "1000")  # type: ignore[attr-defined]
 def append_callbacks(
     trainer: pl.Trainer, planner: FusionPlanner, schedule: CompressionSchedule | None
 ) -> None:
-    """Adds the callbacks that the options ask for to the trainer, unless it has them. For a fit only.
+    """Adds the callbacks that the options need to the trainer of a fit, unless it has them.
 
     Args:
         trainer: Its list of callbacks is mutated.
@@ -268,7 +268,7 @@ class StopRequest:
         return str(self)
 
     def disconnect(self) -> None:
-        """Undoes the changes to the trainer. After a fit, notes on the board that this rank is done.
+        """Undoes the changes to the trainer. After a fit, notes on the board that this rank ended.
 
         Another rank that waits for more steps of this rank finds the note and quotes it.
         """
