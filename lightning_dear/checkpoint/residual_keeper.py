@@ -15,13 +15,7 @@ from torch.optim import Optimizer
 from lightning_dear.bucket import Chunk
 from lightning_dear.checkpoint import residuals
 from lightning_dear.checkpoint.optimizer_state import CLASS, ShardedState, check_class
-from lightning_dear.checkpoint.residuals import (
-    FACTORS,
-    RESIDUALS_KEY,
-    STEERING,
-    Residuals,
-    RowLayout,
-)
+from lightning_dear.checkpoint.residuals import FACTORS, RESIDUALS_KEY, STEERING, Residuals
 from lightning_dear.collectives.work import STATE_TAGS, Collectives
 from lightning_dear.exchange import CompressedBucket
 from lightning_dear.exchange.options import ExchangeOptions
@@ -241,9 +235,9 @@ class ResidualKeeper:
         )
 
     @property
-    def _rows(self) -> RowLayout:
+    def _rows(self) -> residuals.RowLayout:
         collectives = self._present()
-        return RowLayout(collectives.world, self._options.ranks_together(collectives))
+        return residuals.RowLayout(collectives.world, self._options.ranks_together(collectives))
 
     def _first(self, bucket: CompressedBucket) -> Parameter:
         """Returns the first parameter in the bucket, under which its steering is saved."""
