@@ -287,7 +287,7 @@ class _Trial:
         self._put(self.pieces)
 
     def step(self, number: int) -> None:
-        """Makes step `number`. Gradients depend only on the number, so they are equal in all trials."""
+        """Makes step `number`. Its gradients depend only on `number`, so trials get equal ones."""
         deferred = DeferredStep(self.twin)
         if self._way == "late":
             inner_step(self.twin)
