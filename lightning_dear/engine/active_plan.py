@@ -214,7 +214,9 @@ class Recording:
                 ranks, or has too many buckets, or mixes votes with uncompressed buckets.
         """
         if any(other != plan for other in collectives.all_gather_object(plan)):
-            raise ValueError(f"Ranks have different plans, one is '{plan.name}'. Give all the same.")
+            raise ValueError(
+                f"Ranks have different plans: one is '{plan.name}'. Give all ranks the same plan."
+            )
         if plan.world_size != collectives.world.size:
             raise ValueError(
                 f"The plan '{plan.name}' is for {plan.world_size} ranks, and there are"

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, zip_longest
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, strided
 from torch.nn import Module, Parameter
@@ -22,12 +22,28 @@ from lightning_dear.engine.gate import owners, plain_parameters
 from lightning_dear.engine.hooks import GradientHooks, OnGradient
 from lightning_dear.engine.module_tree import ModuleTree, ignored_names
 from lightning_dear.engine.read_order import ForwardRecorder
-from lightning_dear.engine.shared_options import check_options, options_of
+from lightning_dear.engine.shared_options import OptionValues, check_options, options_of
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.tensorwise import choose_options
 
 Described = Sequence[tuple[str, str]]
 """(name, layout) of every trained parameter, for the comparison between ranks."""
+
+
+class Report(NamedTuple):
+    """What a rank tells the others before it trains, for `check_layout`.
+
+    Attributes:
+        problem: Why this rank cannot train. None means that it can.
+        described: The trained parameters of all optimizers.
+        settings: For each optimizer the options of its parameter groups.
+        how: How the rank exchanges, in words.
+    """
+
+    problem: str | None
+    described: Described
+    settings: Sequence[OptionValues]
+    how: str
 
 
 class TrainedParameters:
@@ -227,41 +243,58 @@ def check_layout(
         ValueError: Saying what is wrong and what to change.
     """
     options, problem, remark = choose_options(unknown, options, or_else)
-    problems = [
-        problem,
-        *(_local_problem(module, one, options) for one in unknown),
-        *(why_untrainable(module, one, collectives.world.size) for one in unknown),
-    ]
-    # All parameters, since those that are frozen now may be trained later.
-    named = module.named_parameters()
-    unused = unused_group(options.groups, [(name, one.ndim) for name, one in named])
-    problem = next((one for one in problems if one), _shared_problem(optimizers) or unused)
+    problem = problem or _first_problem(module, optimizers, unknown, collectives, options)
     described = [
         (name, f"{what}, {type(optimizer).__name__} {number}")
         for number, optimizer in enumerate(optimizers)
         for name, what in _describe(module, optimizer)
     ]
     settings = [options_of(optimizer) for optimizer in optimizers]
-    own = problem, described, settings, _how(options, collectives)
+    own = Report(problem, described, settings, _how(options, collectives))
     reports = collectives.all_gather_object(own)
     if problem is not None:
         raise ValueError(problem)
-    for rank, (other_problem, *_) in enumerate(reports):
-        if other_problem is not None:
-            raise ValueError(f"{other_problem} (found on rank {rank})")
-    for rank, (_, other, _, other_how) in enumerate(reports):
-        if other != reports[0][1]:
-            raise ValueError(_difference(rank, reports[0][1], other))
-        if other_how != reports[0][3]:
+    _compare(reports)
+    for number, optimizer in enumerate(optimizers):
+        what = f"set up different optimizers: {type(optimizer).__name__} {number}"
+        check_options(what, [report.settings[number] for report in reports])
+    return options, remark
+
+
+def _first_problem(
+    module: Module,
+    optimizers: Sequence[Optimizer],
+    unknown: Sequence[Optimizer],
+    collectives: Collectives,
+    options: ExchangeOptions,
+) -> str | None:
+    """Why this rank cannot train like this. None means that it can. See `check_layout`. Local."""
+    # All parameters, since those that are frozen now may be trained later.
+    named = [(name, one.ndim) for name, one in module.named_parameters()]
+    problems = (
+        *(_local_problem(module, one, options) for one in unknown),
+        *(why_untrainable(module, one, collectives.world.size) for one in unknown),
+        _shared_problem(optimizers),
+        unused_group(options.groups, named),
+    )
+    return next((problem for problem in problems if problem), None)
+
+
+def _compare(reports: Sequence[Report]) -> None:
+    """Refuses problems of any rank, and models and exchanges that differ between ranks."""
+    for rank, report in enumerate(reports):
+        if report.problem is not None:
+            raise ValueError(f"{report.problem} (found on rank {rank})")
+    first = reports[0]
+    for rank, report in enumerate(reports):
+        if report.described != first.described:
+            raise ValueError(_difference(rank, first.described, report.described))
+        if report.how != first.how:
             raise ValueError(
-                f"Ranks exchange in different ways: {reports[0][3]} on rank 0 and {other_how} on"
+                f"Ranks exchange in different ways: {first.how} on rank 0 and {report.how} on"
                 f" rank {rank}. Give all the same compressor and gather. If it draws on devices,"
                 " they must be of one model, or use compressor='randomk', which draws on the CPU."
             )
-    for number, optimizer in enumerate(optimizers):
-        what = f"set up different optimizers: {type(optimizer).__name__} {number}"
-        check_options(what, [settings[number] for _, _, settings, _ in reports])
-    return options, remark
 
 
 def _how(options: ExchangeOptions, collectives: Collectives) -> str:
