@@ -176,7 +176,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         pipeline = self._new_pipeline(module, optimizers, *place)
         for one in [*others, pipeline] if taken else []:
             one.hold_back()
-        pipeline.refuse_early("under Fabric nobody says which backward belongs to which step")
+        pipeline.refuse_early("Fabric does not tell which backward belongs to which step")
         _sync(module, self.world_size)
         wrapped = self._remember(DearModule(module, pipeline))
         for part in pipeline.parts:
@@ -357,7 +357,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         """Leaves out modules with their process groups, since launchers pickle the strategy."""
         return {**self.__dict__, "_setups": []}
 
-    # --- for users, beside what `PipelineStrategy` has ------------------------------------------
+    # --- for users, besides the methods of `PipelineStrategy` -----------------------------------
 
     @override
     def pipeline_of(self, optimizer: Optimizer | None = None) -> Pipeline:
@@ -368,9 +368,9 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
             own = unwrapped(optimizer)
             trained = [one for one in trained if one.trains(own)]
             if not trained:
-                raise ValueError(f"This {type(own).__name__} was not set up, or has ended.")
+                raise ValueError(f"{type(own).__name__} was not set up, or has ended. Set it up.")
         if len(trained) > 1:
-            raise ValueError("Several models were set up; pass the optimizer of one of them.")
+            raise ValueError("Several models were set up. Pass the optimizer of one of them.")
         pipeline: Pipeline = trained[0].pipeline
         return pipeline
 

@@ -69,7 +69,7 @@ def append_callbacks(
     if folder and not recorded:
         callbacks.append(TimelineCallback(dirpath=folder))
     elif folder and folder not in recorded:
-        rank_zero_warn("LIGHTNING_DEAR_TIMELINE is ignored: the trainer has a TimelineCallback.")
+        rank_zero_warn("LIGHTNING_DEAR_TIMELINE is ignored. Unset it, or remove TimelineCallback.")
     if schedule is not None and schedule not in callbacks:
         callbacks.append(schedule)
 

@@ -282,7 +282,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         assert self._pipeline is not None
         assert self.lightning_module is not None
-        # In manual optimization nobody knows whether this backward is the last before the step.
+        # In manual optimization it is not known whether this is the last backward of the step.
         is_automatic = self.lightning_module.automatic_optimization
         is_last = is_automatic or self._last_of is not None or None
         synchronize = not self._is_sync_blocked and is_last
@@ -462,7 +462,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         """Leaves out process groups and works, since launchers pickle the strategy."""
         return {**self.__dict__, "_pipeline": None, "_stop": None}
 
-    # --- for users, beside what `PipelineStrategy` has ------------------------------------------
+    # --- for users, besides the methods of `PipelineStrategy` -----------------------------------
 
     @property
     @override

@@ -323,7 +323,10 @@ class FailureBoard:
         # If all ranks have ended, the failure came afterwards, and these notes do not explain it.
         ended = [*left.values()] if len(left) < self.world_size else []
         if dead:
-            return f"Ranks {[*dead]} are gone without a report: were they killed (out of memory)?"
+            return (
+                f"Ranks {[*dead]} are gone without a report. See what they printed last, and in"
+                " dmesg whether they were killed (out of memory)."
+            )
         if ended:
             return " ".join(ended)
         if mute:

@@ -127,8 +127,7 @@ def check_optimizers(
     """
     if not optimizers or type(optimizers[0]).__name__ == private_names.MOCK_OPTIMIZER.name:
         raise ValueError(
-            "strategy='dear' needs an optimizer, and configure_optimizers returned none."
-            " Return one from there."
+            "strategy='dear' needs an optimizer. Return one from configure_optimizers."
         )
     has_scaler = getattr(precision, "scaler", None) is not None
     for optimizer in optimizers:
