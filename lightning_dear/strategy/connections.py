@@ -147,10 +147,10 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 _CTRL_C = 128
-"""Is added to a wish to stop that came from Ctrl-C."""
+"""Is added to the number of a wish to stop that came from Ctrl-C."""
 
 _MAX_RANK = _CTRL_C - 2
-"""Largest rank that a wish can name. It stands for all larger ranks, too."""
+"""Stands in a wish for this rank and all larger ranks, which are not named."""
 
 
 class StopRequest:

@@ -316,7 +316,7 @@ def test_ranks_with_other_compressors_are_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DGC(error_feedback=False), "form of error feedback"),
+        (lambda: DGC(error_feedback=False), "dgc needs error feedback"),
         (lambda: LoCo(rate=0.5, **WITHOUT_FEEDBACK), "rate of loco has no effect"),
     ],
 )
