@@ -24,7 +24,7 @@ from lightning_dear.engine.whole_gradients import WholeGradients
 from lightning_dear.exchange import Exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.sparse.figures import figures_of
-from lightning_dear.optimizers.sharded import OptimizerShards
+from lightning_dear.optimizers.sharded import SteppedPieces
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, check_plan
 
@@ -129,7 +129,7 @@ class ActivePlan:
         for bucket in self.flat.buckets:
             self.exchange.sync(bucket)
 
-    def unscale(self, unscale: Callable[[Optimizer], None], shards: OptimizerShards) -> None:
+    def unscale(self, unscale: Callable[[Optimizer], None], shards: SteppedPieces) -> None:
         """Calls a GradScaler's `unscale_` on this rank's pieces. Collective, blocks.
 
         If any rank has inf or nan in its pieces, the scalers of all ranks find inf, so that all

@@ -15,7 +15,7 @@ from lightning_dear.engine.hooks import warn_of_leftovers
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle
 from lightning_dear.engine.step_state import StepProgress, StepState
 from lightning_dear.engine.training import Training
-from lightning_dear.optimizers.sharded import OptimizerShards
+from lightning_dear.optimizers.sharded import SteppedPieces
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class MeanGradient:
     training: Training
     progress: StepProgress
     plans: PlanLifecycle
-    stepper: OptimizerShards
+    stepper: SteppedPieces
     has_leftovers: bool = False
 
     def reduce(self) -> None:

@@ -313,7 +313,7 @@ class OptimizerPipeline:
         self.progress.begin_step()
         self._instruments.begin_step()
         try:
-            for numbers in self.stepper.run(active.plan.gather_order):
+            for numbers in self.stepper.begin_step(active.plan.gather_order):
                 self._launch_gathers(numbers)
         except BaseException:
             self.stepper.restore()
