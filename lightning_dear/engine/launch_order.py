@@ -19,9 +19,10 @@ Calls of the user launch more, after the means have arrived and before the last 
 message in the gather group), GradScaler's unscaling (one in the reduce group), and whole gradients
 (one gather of each bucket, and flags in the reduce group when they are taken back).
 
-With several optimizers, the order in which the user calls them counts. If one optimizer is stepped
-before the next one's gradients are clipped or unscaled, it launches all rows before the other's
-rows. If the user first clips or unscales several optimizers, their rows but the last come first.
+With several optimizers, the order in which the user calls them counts. If the first is stepped
+before the second is clipped, unscaled or stepped, all rows of the first come before those of the
+second. If the user clips or unscales both before stepping, all rows but the last of both come
+first, and then the last row of each.
 
 A gradient is late if it comes after its bucket was launched. It needs another round, which repeats
 three rows: gradients, flags and second factors. On NCCL late gradients raise an error: ranks would
