@@ -76,5 +76,5 @@ def run(argv: Sequence[str]) -> str:
     except subprocess.TimeoutExpired:
         raise EmulationUnavailable(f"`{command}` took over {_COMMAND_TIMEOUT_S:g} s") from None
     if done.returncode != 0:
-        raise EmulationUnavailable(f"refused, run it as root: `{command}`: {done.stderr.strip()}")
+        raise EmulationUnavailable(f"refused `{command}`, try it as root: {done.stderr.strip()}")
     return done.stdout

@@ -142,7 +142,9 @@ def test_the_dense_share_is_one_of_the_entrys_own_steps() -> None:
         assert own.trainer.max_steps == 400
         assert build_strategy(own).compression_schedule._dense_steps == 40
         cfg.entries[1]["trainer.max_steps"] = 0
-        with pytest.raises(ValueError, match=r"max_steps must be at least 1, got 0 \(long\)"):
+        with pytest.raises(
+            ValueError, match=r"Entry long has trainer\.max_steps=0\. Choose 1 or more"
+        ):
             entries_of(cfg)
 
 

@@ -257,12 +257,12 @@ def test_ranks_reduce_over_the_emulated_links() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"num_hosts": 0, "rate_mbit": 1}, "num_hosts must be 1 to 200, not 0"),
-        ({"num_hosts": 1, "rate_mbit": 0}, "rate_mbit must be positive"),
+        ({"num_hosts": 0, "rate_mbit": 1}, "num_hosts=0 is not valid. Choose 1 to 200"),
+        ({"num_hosts": 1, "rate_mbit": 0}, "rate_mbit=0 must be positive"),
         ({"num_hosts": 1, "rate_mbit": 1, "mtu": 10}, "mtu must be 576 to 65535"),
         (
             {"num_hosts": 1, "rate_mbit": 1, "socket_buffer_bytes": -1},
-            "socket_buffer_bytes must be 4096 to .*, or None for the kernel's own, not -1",
+            "socket_buffer_bytes=-1 is not valid. .* 4096 to .*, or None for the kernel's own",
         ),
     ],
 )

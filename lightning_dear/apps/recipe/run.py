@@ -103,7 +103,7 @@ def measure(cfg: DictConfig, folder: Path) -> None:
         RuntimeError: If a sibling fails.
     """
     if reason := why_unavailable(as_own_root=True):
-        raise ValueError(f"measure=true needs emulated hosts: {reason}. Or leave measure out.")
+        raise ValueError(f"measure=true needs an emulated cluster: {reason}. Or leave measure out.")
     for name, sibling in cfg.siblings.items():
         words = command_of(sibling)
         print(f"Measuring: {words}", flush=True)
