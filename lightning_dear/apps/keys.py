@@ -98,7 +98,10 @@ class Converge:
         has_choice = len(self.reference_lr_factors) > 1
         if (has_choice and not self.tuning_seeds) or {*self.tuning_seeds} & {*self.seeds}:
             # Options that were chosen on a seed are biased towards that seed.
-            raise ValueError(f"tuning_seeds={self.tuning_seeds} is wrong. Give others than seeds.")
+            raise ValueError(
+                f"tuning_seeds={self.tuning_seeds} is empty, or shares one with seeds={self.seeds}."
+                " Give one or more tuning_seeds that are not in seeds."
+            )
 
 
 @dataclass

@@ -119,7 +119,7 @@ class EmulatedCluster:
             raise ValueError(f"num_hosts={self.num_hosts} is not valid. Choose 1 to {MAX_HOSTS}.")
         if self.rate_mbit is not None and not self.rate_mbit > 0:
             raise ValueError(
-                f"rate_mbit={self.rate_mbit} must be positive. Choose more, or None for no limit."
+                f"rate_mbit={self.rate_mbit} is not valid. Choose a rate above 0, or None."
             )
         if not 576 <= self.mtu <= 65535:
             raise ValueError(f"mtu={self.mtu} is not valid. mtu must be 576 to 65535 bytes.")
@@ -300,4 +300,4 @@ def _delete_namespace(name: str) -> None:
     except EmulationUnavailable as error:
         # It may not exist: it was never made, or another process found it stale and removed it.
         if (NAMESPACES / name).exists():
-            warnings.warn(f"{name} is left: {error}. Run: ip netns delete {name}", stacklevel=2)
+            warnings.warn(f"{name} remains ({error}). Run: ip netns delete {name}", stacklevel=2)

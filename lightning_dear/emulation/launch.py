@@ -66,7 +66,7 @@ def run_on_cluster(
         KeyboardInterrupt: If this process was interrupted; raised when all ranks have ended.
     """
     if not cluster.hosts:
-        raise RuntimeError("The cluster is not entered: use with EmulatedCluster(...) as cluster")
+        raise RuntimeError("The cluster is not entered. Use: with EmulatedCluster(...) as cluster")
     if ranks_per_host < 1:
         raise ValueError(f"ranks_per_host={ranks_per_host} is not valid. Choose 1 or more.")
     variables = {RIG_VARIABLE: cluster.describe(ranks_per_host), **(env or {})}

@@ -46,8 +46,7 @@ class Link:
     def __post_init__(self) -> None:
         if not (0 <= self.alpha_s < math.inf and 0 <= self.beta_s < math.inf):
             raise ValueError(
-                f"alpha_s={self.alpha_s} or beta_s={self.beta_s} is not valid. alpha_s and beta_s"
-                " must be finite and not negative."
+                f"alpha_s={self.alpha_s} and beta_s={self.beta_s} must be finite and not negative."
             )
 
     def message_s(self, nbytes: float, num_messages: float = 1) -> float:

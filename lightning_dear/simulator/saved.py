@@ -51,7 +51,9 @@ def load_workload(path: str | Path) -> Workload:
             **{name: content[name] for name in _PLAIN},
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} holds no measured model: {error}. Calibrate again.") from error
+        raise ValueError(
+            f"{path} holds no measured model: {error}. Write it again with dear-plan calibrate."
+        ) from error
 
 
 def _times(fields: Mapping[str, Any]) -> ModelTimes:

@@ -109,7 +109,7 @@ def targets_of(model: str, runs: Runs, reference: str, margin: float) -> dict[in
     targets = {seed: float(run.losses[-1]) + margin for seed, run in runs[reference].items()}
     if not np.isfinite(list(targets.values())).all():
         raise ValueError(
-            f"{reference} has made fewer than window_steps steps on {model}. Set a smaller window."
+            f"{reference} has made fewer than window_steps steps on {model}. Lower window_steps."
         )
     return targets
 

@@ -192,7 +192,7 @@ def test_what_a_sharded_tensor_takes_grows_where_ranks_share_cores(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"algorithm": "ring"}, "algorithm=ring means nothing for a cluster that was measured"),
+        ({"algorithm": "ring"}, "algorithm=ring has no effect on a measured cluster"),
         ({"cluster": {"measured": {"num_nodes": 1}}}, "measured on one node"),
     ],
 )

@@ -270,7 +270,7 @@ def test_open_and_closed_doors():
     listening[2].close()
     (closed,) = knock_from(0, doors)
     assert re.match(
-        r"rank 0 .* -> rank 2 .*: connection refused. Open all ports in a firewall", closed
+        r"rank 0 .* -> rank 2 .*: connection refused. Open all ports of any firewall", closed
     )
     for one in listening[:2]:
         one.close()

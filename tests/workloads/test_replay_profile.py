@@ -146,9 +146,9 @@ def test_what_is_not_a_profile_is_refused(content, tmp_path):
 
 
 def test_impossible_values_are_refused():
-    with pytest.raises(ValueError, match="lacks a parameter"):
+    with pytest.raises(ValueError, match="has no or an empty parameter"):
         LayerProfile("a", (), 0.1, 0.1)
-    with pytest.raises(ValueError, match="lacks a parameter"):
+    with pytest.raises(ValueError, match="has no or an empty parameter"):
         LayerProfile("a", ((3, 0),), 0.1, 0.1)
     with pytest.raises(ValueError, match="not negative"):
         LayerProfile("a", ((3,),), -0.1, 0.1)

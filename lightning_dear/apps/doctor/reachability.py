@@ -214,4 +214,4 @@ def _advice(here: Door, door: Door) -> str:
             ". Set cluster.interface or GLOO_SOCKET_IFNAME to the interface that joins the hosts. A"
             " loopback address cannot be reached from another host."
         )
-    return ". Open all ports in a firewall between them: gloo and NCCL use ports of any number."
+    return ". Open all ports of any firewall between them. gloo and NCCL listen on random ports."

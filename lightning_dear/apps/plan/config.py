@@ -31,10 +31,7 @@ def workload_of(cfg: DictConfig) -> Workload:
     path = Path(cfg.profile)
     if path.suffix == ".json" and path.is_file() and '"tensors"' in path.read_text():
         if cfg.compute_s is not None or cfg.step_s:
-            raise ValueError(
-                f"{cfg.profile} has measured seconds, which compute_s or step_s would change. Leave"
-                " compute_s and step_s out."
-            )
+            raise ValueError(f"{cfg.profile} has measured seconds. Leave compute_s and step_s out.")
         return load_workload(cfg.profile)
     profile = load_profile(cfg.profile)
     if cfg.compute_s is not None:
@@ -127,8 +124,7 @@ def network_of(
     if (measured := cluster.get("measured")) is not None:
         if algorithm != "best":
             raise ValueError(
-                f"algorithm={algorithm} means nothing for a cluster that was measured. Leave it"
-                " out."
+                f"algorithm={algorithm} has no effect on a measured cluster. Leave it out."
             )
         if measured.num_nodes == 1 and (num_nodes > 1 or world_size > measured.world_size):
             raise ValueError(
@@ -225,8 +221,7 @@ def ranks_per_node(cluster: DictConfig) -> int:
     """
     if not isinstance(cluster.devices, int):
         raise ValueError(
-            f"dear-plan has to know how many ranks a node has, not devices={cluster.devices!r}. Set"
-            " cluster.devices=8 (or another number)."
+            f"devices={cluster.devices!r} is no number of ranks. Set cluster.devices=8 or the like."
         )
     return cluster.devices
 

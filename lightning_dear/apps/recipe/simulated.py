@@ -71,7 +71,7 @@ def fitted(
 
     ends = math.log(low), math.log(high)
     if missing(ends[0]) * missing(ends[1]) > 0:
-        raise ValueError(f"{what} is {goal:g} nowhere between {low:g} and {high:g}.")
+        raise ValueError(f"{what} is never {goal:g} from {low:g} to {high:g}. Change the options.")
     return math.exp(brentq(missing, *ends, xtol=tolerance))
 
 
@@ -133,5 +133,5 @@ def listed(cfg: DictConfig, option: str) -> list[str]:
     """
     names = cfg[option]
     if isinstance(names, str) or not names:
-        raise ValueError(f"{option} must be a list of names, such as {option}=[{names or '...'}].")
+        raise ValueError(f"{option}={names} must be a list, such as {option}=[{names or '...'}].")
     return [str(name) for name in names]

@@ -266,8 +266,7 @@ class ReplayModel(Task):
         device = self.trainer.strategy.root_device
         if device.type != "cpu":
             raise ValueError(
-                f"A replay cannot run on {device.type}. Set accelerator='cpu'. It waits on the"
-                " host, and the device would not wait with it."
+                f"A replay waits on the host, not on {device.type}. Set accelerator='cpu'."
             )
 
     @override

@@ -42,7 +42,7 @@ class LayerProfile:
 
     def __post_init__(self) -> None:
         if not self.shapes or min(map(math.prod, self.shapes)) < 1:
-            raise ValueError(f"Layer {self.name!r} lacks a parameter, or one is empty. Remove it.")
+            raise ValueError(f"Layer {self.name!r} has no or an empty parameter. Remove the layer.")
         if not 0 <= self.forward_s < math.inf or not 0 <= self.backward_s < math.inf:
             raise ValueError(
                 f"Layer {self.name!r} takes {self.forward_s} s forward and {self.backward_s} s"
@@ -176,7 +176,7 @@ def load_profile(name_or_path: str | Path) -> ModelProfile:
         layers = tuple(_layer(**entry) for entry in content.pop("layers"))
         return ModelProfile(**content, layers=layers)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a profile: {error}. Record it again.") from error
+        raise ValueError(f"{path} is not a profile: {error}. Use record_profile.") from error
 
 
 def planned(profile: ModelProfile) -> tuple[list[TensorSpec], ModelTimes]:

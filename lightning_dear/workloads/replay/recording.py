@@ -49,8 +49,7 @@ def record_profile(
     """
     if num_steps < 1 or num_warm_up < 0:
         raise ValueError(
-            f"num_steps={num_steps} or num_warm_up={num_warm_up} is too small. num_steps must be"
-            " 1 or more and num_warm_up 0 or more."
+            f"num_steps={num_steps} must be 1 or more and num_warm_up={num_warm_up} 0 or more."
         )
     run = loss or _default_loss(module, batch)
     was_training = module.training
