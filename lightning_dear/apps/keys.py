@@ -166,7 +166,7 @@ IGNORED = {
 }
 """Program -> options that its command line must not have.
 
-Hydra accepts them, because the program's config is based on `dear-train`'s, but no code reads them.
+Hydra accepts them, because they are in shared config files, but the program does not read them.
 """
 
 

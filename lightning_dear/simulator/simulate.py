@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from lightning_dear.planning.step import Carried, Program, Run
 
 _WARM_UP_STEPS, _NUM_STEPS = 3, 4
-"""Number of steps that are left out, since the first one waits for no earlier step; and of those
-that are counted."""
+"""Number of first steps that do not count, because the very first one waits for no earlier step;
+and number of steps that count."""
 
 
 @dataclass(frozen=True)

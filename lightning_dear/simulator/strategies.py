@@ -31,7 +31,7 @@ Builder = Callable[[Workload, Network], Program]
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to train with many ranks.
+    """A strategy that can be simulated: DDP, FSDP2, `strategy="dear"` or a published one.
 
     Attributes:
         name: Key in `STRATEGIES`.
@@ -145,8 +145,8 @@ def searched(planner: planning.SearchingPlanner) -> Builder:
 def linear(workload: Workload, network: Network) -> planning.LinkCost:
     """Return the costs that planners get of a network: a line through two points.
 
-    The points are a bucket of 1 KiB and one of half the model, for halves and for all-reduces. So
-    planners do not see costs that are no line, such as a change of algorithm with the size.
+    The points are a bucket of 1 KiB and a bucket of half the model, for halves and for all-reduces.
+    So planners do not see costs that are not linear in the size, such as a change of algorithm.
     """
     small, large = 1024.0, workload.nbytes / 2 + 2048.0
 

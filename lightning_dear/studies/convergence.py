@@ -261,7 +261,7 @@ def _verdict(asked: Asked, row: Line, num_seeds: int, losses: Sequence[float]) -
     return "fails by training loss, as it must" if is_noticed else "NOT NOTICED"
 
 
-# --- what is written ------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def text_of(rows: Sequence[Line]) -> str:

@@ -235,7 +235,10 @@ def _sparse(made: SparseAllReduce, device: Device, world_size: int) -> CodecCost
 
 
 def _at_once(cost: CodecCost, world_size: int) -> CodecCost:
-    """Return the same cost with all work that follows the first half added to `decode_sum`."""
+    """Return `cost` with all work after the reduce half moved into `decode_sum`.
+
+    For strategies that run both halves as one exchange, with no other work between them.
+    """
     if cost.way == "all_gather":
         return cost
     shard = cost.encode_shard

@@ -160,9 +160,9 @@ def with_starts(
     """Measure alpha of all-reduces on a CPU, with short ones. Collective. Blocks.
 
     They are launched once all together, and once at the times when gradients are ready. The smaller
-    result counts, since both are too large: on gloo, ranks with short messages wait for each other
-    the longer the more messages are in flight; and at a backward's pace ranks also wait between
-    launches.
+    result counts, since both can be too large. All together, ranks wait for each other the longer
+    the more messages are in flight (gloo). At the times of a backward, the pauses between launches
+    are part of the result.
 
     Returns:
         `links` with that alpha, and the CPU seconds of a rank for one all-reduce.

@@ -41,7 +41,7 @@ def in_turn(names: Sequence[T], round_number: int) -> list[T]:
 
 
 def turns(num_rounds: Mapping[str, int]) -> Iterator[Turn]:
-    """Yield the turns of a study in their order.
+    """Yield the blocks of a study in the order in which they run.
 
     Args:
         num_rounds: Entry -> number of rounds, from the first on, in which it takes part.

@@ -244,7 +244,7 @@ def point_of(cfg: DictConfig, label: str, model: LightningModule, world_size: in
     Args:
         cfg: Config of the point.
         label: Name of the point for people.
-        model: A model built like the ones that the entries train.
+        model: A model with the same config as the entries' models.
         world_size: Number of ranks.
     """
     profile = model.profile if isinstance(model, ReplayModel) else None

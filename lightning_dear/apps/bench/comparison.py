@@ -99,7 +99,7 @@ class Comparison:
     # --- entries ------------------------------------------------------------------------------
 
     def _ready(self, entry: config.Entry) -> tuple[Run, str]:
-        """Tune an entry if it asks for that. Return what runs its blocks, and a note for people."""
+        """Tune an entry if its config says so. Return a function that runs a block, and a note."""
         overrides, note, plan = entry.overrides, "", None
         if entry.grid:
             chosen = self._best_of_grid(entry)

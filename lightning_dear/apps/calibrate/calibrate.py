@@ -203,7 +203,7 @@ def _curve(times_s: Mapping[int, list[float]], world_size: int) -> dict[str, lis
     from scipy.optimize import isotonic_regression
 
     sent = [sent_bytes(size, world_size) for size in times_s]
-    # A longer message cannot take less time. Where noise says so, both get their mean.
+    # A longer message cannot take less time. If noise made it shorter, both get their mean.
     rising = isotonic_regression([median(repeats) for repeats in times_s.values()])
     return {"sizes_bytes": sent, "seconds": rising.x.tolist()}
 

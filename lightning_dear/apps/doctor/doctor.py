@@ -78,7 +78,7 @@ def examine_job(cfg: DictConfig, trainer: Trainer) -> Findings:
 
 
 def examine(strategy: Any, cfg: DictConfig) -> Findings:
-    """Examine from one started rank. Collective, blocks; see :func:`examine_job`."""
+    """Run all checks on a started rank, as part of :func:`examine_job`. Collective. Blocks."""
     if not isinstance(strategy, ParallelStrategy) or strategy.world_size == 1:
         compute = measure_compute(cfg, strategy.root_device)
         table = [*version_rows([facts_of()]), *compute_rows(compute)]
@@ -207,7 +207,7 @@ def _accumulated(cfg: DictConfig) -> int:
     return int(cfg.trainer.get("accumulate_grad_batches") or 1)
 
 
-# --- what is printed ---------------------------------------------------------------------------
+# --- output ------------------------------------------------------------------------------------
 
 
 def layout_row(world: World, hops: int) -> tuple[str, str]:

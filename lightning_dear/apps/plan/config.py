@@ -243,7 +243,7 @@ def cases_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[Pair]
         if is_asked and (strategy.name, name) not in there:
             one = compressed(workload.uncompressed, name, device_of(cfg), world_size)
             cases.append((strategy, one))
-    # Unless strategies were named, one that dear-train cannot run appears without compressors only.
+    # A pair that encodes is left out if dear-train cannot run it, unless the config names it.
     return [
         (strategy, one)
         for strategy, one in cases

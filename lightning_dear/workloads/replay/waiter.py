@@ -16,7 +16,7 @@ MIN_STANDSTILL_S = 1e-4
 short turns of other threads."""
 
 _SCHEDSTAT = "/proc/thread-self/schedstat"
-"""Linux's file on the thread that opens it: ns on a core, ns waiting for a core, time slices."""
+"""Linux's file on the calling thread: ns on a core, ns waiting for a core, time slices."""
 
 _of_thread = threading.local()
 
