@@ -70,7 +70,7 @@ def check(cfg: DictConfig) -> None:
     options: Any = OmegaConf.to_container(cfg, resolve=False)
     chosen = list(HydraConfig.get().overrides.task)
     for group in checks.ignored_groups(chosen, options["strategy"]):
-        log.warning("%s=... is ignored. Leave it out: only strategy=dear reads it.", group)
+        log.warning("%s is ignored. Leave it out: only strategy=dear reads it.", group)
     for key in checks.unknown_options(options):
         log.warning("%s is no option of dear-train. Leave it out unless your config uses it.", key)
 
