@@ -174,8 +174,10 @@ def _own_version() -> str:
 def version_problems(facts: Sequence[dict[str, str]]) -> list[str]:
     """Return a sentence for each version that is not the same on all ranks."""
     differing = [name for name in facts[0] if len({one[name] for one in facts}) > 1]
-    advice = "Install the same version on every host."
-    return [f"{name} differs: {_spread(facts, name)}. {advice}" for name in differing]
+    return [
+        f"{name} differs: {_spread(facts, name)}. Install the same version on every host."
+        for name in differing
+    ]
 
 
 def version_rows(facts: Sequence[dict[str, str]]) -> Rows:
