@@ -1,8 +1,8 @@
-"""Flat buffers: parameters and gradients of a bucket lie side by side, ready to travel.
+"""Flat buffers, in which the parameters and the gradients of a bucket are contiguous.
 
-Every parameter becomes a view of one flat buffer per family (dtype, device), so that an
-all-gather lands in place; a bucket is a contiguous range of it, and a shard is this rank's
-contiguous 1/world_size of a bucket.
+There is one flat buffer for each family (dtype, device and compressor). Every parameter becomes a
+view of it, so that an all-gather writes parameters in place. A bucket is a contiguous range of the
+buffer, and a shard is a rank's contiguous 1/world_size of a bucket.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from lightning_dear.planning.plan import BucketPlan, BucketSpec
 from lightning_dear.torch_modes import plain_mode, saves_calls
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
-"""Parameters of these are stepped as fp32 masters: an update is often below their resolution."""
+"""dtypes whose parameters are stepped as fp32 masters, as they would round small updates away."""
 
 
 class Role(Enum):
-    """What a rank does with a bucket, and so what the bucket's buffers hold.
+    """What this rank does with a bucket, which determines what the bucket's buffers hold.
 
-    `ExchangeOptions.role_of` decides it, from options, plan and dtype. All legal combinations:
+    `ExchangeOptions.role_of` chooses the role from options, plan and dtype:
 
         role                 when                    the rank steps      `shard` is
         -------------------  ----------------------  ------------------  --------------------------
-        SHARDED              in every other case     its shard           `replica` itself
-        SHARDED_MASTERS      likewise, 16 bits       its shard, in fp32  a copy
+        SHARDED              in all other cases      its shard           `replica` itself
+        SHARDED_MASTERS      same, 16-bit parameters its shard, in fp32  a copy
         EARLY                the plan calls it early its shard           a copy
-        EARLY_MASTERS        likewise, 16 bits       its shard, in fp32  a copy
+        EARLY_MASTERS        same, 16-bit parameters its shard, in fp32  a copy
         LAGGING              differences are encoded its shard           a copy, ahead of `replica`
-        LAGGING_MASTERS      likewise, 16 bits       its shard, in fp32  a copy, ahead of `replica`
+        LAGGING_MASTERS      same, 16-bit parameters its shard, in fp32  a copy, ahead of `replica`
         REPLICATED           it is all-reduced       all of the bucket   `replica` itself
-        REPLICATED_MASTERS   likewise, 16 bits       all of it, in fp32  a copy
-        SCATTERED            sums stay with owners   all of the bucket   `replica` itself
-                             of regions (Ok-Topk)
+        REPLICATED_MASTERS   same, 16-bit parameters all of it, in fp32  a copy
+        SCATTERED            each rank sums a region all of the bucket   `replica` itself
+                             of it (Ok-Topk)
 
-    "16 bits": parameters have 16 bits. Then `mean` is an fp32 tensor of its own; elsewhere it is a
-    view of `gradients`. In a SCATTERED bucket it is 0 outside this rank's region until the sums of
-    all regions have arrived. `landing` is a tensor of its own in EARLY buckets, since backward
-    still reads the old parameters; elsewhere it is `parameters` itself. `published` is empty but in
-    LAGGING buckets. A REPLICATED bucket gathers nothing.
+    With 16-bit parameters `mean` is an fp32 tensor of its own; otherwise it is a view of
+    `gradients`. In a SCATTERED bucket `mean` is 0 outside this rank's region until the sums of all
+    regions have arrived. In EARLY buckets `landing` is a tensor of its own, since backward still
+    reads the old parameters; in others it is `parameters` itself. `published` is empty except in
+    LAGGING buckets. A REPLICATED bucket is not gathered.
 
     Attributes:
-        has_master: Whether the numbers that are stepped are a copy that checkpoints keep.
-        lags: Whether `replica` stays behind `shard` by what encoded differences have not brought.
-        is_staged: Whether new parameters wait in `landing`.
-        is_all_reduced: Whether every rank gets the whole mean in backward.
+        has_master: Whether `shard` is a copy that checkpoints save, such as an fp32 master.
+        lags: Whether `replica` differs from `shard` by what encoding has left out so far.
+        is_staged: Whether gathered parameters arrive in `landing` and are copied later.
+        is_all_reduced: Whether every rank gets the whole mean gradient in backward.
         is_whole: Whether every rank steps all of the bucket.
     """
 
@@ -75,22 +75,22 @@ class Role(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """One bucket's buffers.
+    """Holds the buffers of one bucket.
 
     Attributes:
-        number: Position in the plan, equal on all ranks.
-        spec: What lies where in it.
-        role: What this rank does with it; `Role` says what the buffers hold in each.
-        parameters: Flat, `spec.padded_numel` elements; the parameters are views of it.
-        gradients: Flat, as `parameters`. Empty where nothing has to travel or to be converted
-            (world size 1, 32 or 64 bits, no codec): there the optimizer reads `parameter.grad`.
-        received: Scratch for what other ranks send of this rank's gradient shard.
-        replica: What this rank steps, its shard or all of it, as every rank has it; a view of
-            `parameters`.
-        shard: The numbers that the optimizer steps.
-        published: `replica` as it was when differences had arrived last.
-        mean: The mean gradient of `shard`.
-        landing: Where gathered parameters arrive.
+        number: Number of the bucket in the plan, the same on all ranks.
+        spec: Tensors that the bucket holds, with their offsets.
+        role: What this rank does with the bucket; see `Role` for what the buffers below hold.
+        parameters: [spec.padded_numel], flat; the user's parameters are views of it.
+        gradients: [spec.padded_numel], flat. Empty if gradients need not be sent or converted
+            (world size 1, 32 or 64 bits, no codec): the optimizer then reads `parameter.grad`.
+        received: Scratch buffer for the gradients that other ranks send to this shard's owner.
+        replica: Range of `parameters` that this rank steps, its shard or the whole bucket, with the
+            values that all ranks have; a view.
+        shard: Values of that range that the optimizer steps.
+        published: Copy of `replica` from the last time that differences arrived.
+        mean: Mean gradient of `shard`.
+        landing: Buffer in which gathered parameters arrive.
     """
 
     number: int
@@ -107,53 +107,58 @@ class Bucket:
 
     @cached_property
     def own(self) -> slice:
-        """Where what this rank steps lies in the bucket: its shard, or all of it."""
+        """Returns the range of the bucket that this rank steps: its shard, or all of it."""
         begin = self.replica.storage_offset() - self.parameters.storage_offset()
         return slice(begin, begin + self.replica.numel())
 
     @cached_property
     def is_stepped_whole(self) -> bool:
-        """Whether this rank steps all of it: because of its role, or since there is one rank."""
+        """Tells whether this rank steps the whole bucket: by its role, or as the only rank."""
         return self.replica.numel() == self.parameters.numel()
 
     def publish(self) -> None:
-        """Rounds the stepped shard into what is gathered; nothing to do where they are the same."""
+        """Copies the stepped `shard` to the buffer that is gathered, if they are not the same."""
         if self.role.is_staged:
             self.landing[self.own].copy_(self.shard)
         elif self.role.has_master:
             self.replica.copy_(self.shard)
 
     def lag(self, out: Tensor) -> Tensor:
-        """How far `replica` is behind `shard`, written into `out`."""
+        """Writes `shard` - `replica` into `out`, and returns it."""
         return torch.sub(self.shard, self.replica, out=out)
 
     def follow(self, differences: Tensor) -> None:
-        """Adds what every rank has sent of its lag, its row, to the parameters everywhere alike."""
+        """Adds the decoded differences of all ranks to `parameters`, the same on every rank.
+
+        Args:
+            differences: [world_size, padded_numel / world_size]; each row was sent by its owner.
+        """
         self.parameters.view(differences.shape).add_(differences)
         self.note_published()
 
     def note_published(self) -> None:
-        """Notes what all ranks have now of this rank's shard."""
+        """Notes the values that all ranks now have of this rank's shard."""
         if self.role.lags:
             self.published.copy_(self.replica)
 
     def land(self) -> None:
-        """Makes what was gathered the parameters' values, whatever context they are read in."""
+        """Copies gathered parameters from `landing`; may be called in any context of forward."""
         if self.role.is_staged:
             with plain_mode(self.parameters.device.type):
                 self.parameters.copy_(self.landing)
 
     def adopt_writes(self) -> None:
-        """Takes over values that were written to the parameters from outside, element by element.
+        """Copies values that the user has written to the parameters into `shard`, by element.
 
-        A value was written if its bits are not those of the master, rounded. A version counter does
-        not tell, since it sees no write through `.data`. Where parameters lag, the master moves by
-        as much as they were moved.
+        An element was written if it is not the rounded element of the master. Version counters do
+        not tell, since they miss writes through `.data`. In a bucket that lags, the change of each
+        element is added to the master.
         """
         if self.role.lags:
-            # Usually nobody wrote. A CPU sees that in one pass; an accelerator would be waited for.
+            # Usually nothing was written. A CPU finds out in one pass over memory. On an
+            # accelerator the host would have to wait for the answer.
             if saves_calls(self.shard.device) or not torch.equal(self.replica, self.published):
-                # By 0 where nobody wrote: the lag is still to be sent.
+                # Elements that were not written keep their lag, which is still to be sent.
                 follow_weights(self.shard, self.published, self.replica)
                 self.note_published()
         elif self.role.has_master:
@@ -163,7 +168,7 @@ class Bucket:
             self.shard.copy_(self.replica)
 
     def adopt_gradients(self) -> None:
-        """Takes what was changed of this rank's shard of the whole mean gradient into `mean`."""
+        """Copies elements of `gradients` that the user has changed into the fp32 `mean`."""
         if self.role.has_master:
             own = self.gradients[self.own]
             was_changed = own != self.mean.to(own.dtype)
@@ -171,32 +176,32 @@ class Bucket:
 
 
 def follow_weights(master: Tensor, before: Tensor, weights: Tensor) -> None:
-    """Moves `master` by as much as `weights` were since they were `before`; it is mutated.
+    """Adds `weights` - `before` to `master`, in place.
 
-    Where they were not moved it stays, bit for bit. Not so where weights come back from a
-    divergence, whose lag would swamp them: if they were moved by more than twice their new norm, or
-    were not finite, `master` becomes what they are.
+    Elements that did not change keep their bits. There is one exception: if the weights changed by
+    more than twice their new norm, or were not finite, `master` becomes equal to `weights`. That
+    happens if the user restores weights after a divergence: the old lag would be far too large.
     """
     dtype, norm = master.dtype, torch.linalg.vector_norm
     weights, before = weights.to(dtype), before.to(dtype)
     lag = torch.sub(master, before)
     moved = torch.where(weights == before, master, weights + lag)
-    # Never so if a norm is nan.
+    # False if a norm is nan.
     is_move = norm(weights - before) <= 2 * norm(weights)
     torch.where(is_move, moved, weights, out=master)
 
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where one parameter lies in the flat buffers, elements in the order of its storage.
+    """Describes where one parameter lies in the flat buffers, in the order of its storage.
 
     Attributes:
         parameter: The user's parameter; its `data` is a view of the flat buffer.
-        view: The part of the flat parameter buffer that `parameter.data` is.
-        gradient: View of the gradient buffer in the parameter's shape and strides; None where
-            there is none and the optimizer reads `parameter.grad` where autograd left it.
-        buckets: Numbers of the buckets that hold it.
-        data_ptr: Address of `parameter.data`; another address means that somebody replaced it.
+        view: That view of the flat buffer.
+        gradient: View of the gradient buffer with the parameter's shape and strides. None means
+            that there is no such buffer, and that the optimizer reads `parameter.grad`.
+        buckets: Numbers of the buckets that hold the parameter.
+        data_ptr: Address of `view`. If `parameter.data` has another one, the user has replaced it.
     """
 
     parameter: Parameter
@@ -206,23 +211,23 @@ class Placement:
     data_ptr: int
 
     def was_replaced(self) -> bool:
-        """Whether `parameter.data` no longer is the flat buffer's view."""
+        """Tells whether `parameter.data` is no longer the view of the flat buffer."""
         return self.parameter.data_ptr() != self.data_ptr
 
 
 def storage_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Strides that keep the tensor's memory format (channels_last too) without gaps."""
+    """Returns gapless strides in the tensor's memory format, such as channels_last."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
 def storage_shape(tensor: Tensor) -> torch.Size:
-    """The sizes of a tensor's dimensions in the order of its storage, the outermost first."""
+    """Returns the sizes of a tensor's dimensions in the order of its storage, outermost first."""
     dimensions = sorted(range(tensor.ndim), key=storage_strides(tensor).__getitem__, reverse=True)
     return torch.Size(tensor.shape[dimension] for dimension in dimensions)
 
 
 def as_flat(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """`tensor` as 1-D in the order of `strides`; a view where its layout allows, else a copy."""
+    """Returns `tensor` as 1-D in the order of `strides`: a view if it has them, or a copy."""
     if tensor.stride() != strides:
         tensor = torch.empty_strided(
             tensor.size(), strides, dtype=tensor.dtype, device=tensor.device
@@ -232,38 +237,40 @@ def as_flat(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class FlatBuffers:
-    """All buckets of a plan and where each parameter lies in them."""
+    """Holds the buckets of a plan, by bucket number, and the placement of each parameter."""
 
     buckets: list[Bucket]
     placements: list[Placement]
 
     @property
     def lagging(self) -> list[Parameter]:
-        """The parameters that stay behind what is stepped, see `Role.lags`."""
-        return [one.parameter for one in self.placements if self.buckets[one.buckets[0]].role.lags]
+        """Returns the parameters in buckets that lag; see `Role.lags`."""
+        return [p.parameter for p in self.placements if self.buckets[p.buckets[0]].role.lags]
 
     @cached_property
     def _addresses(self) -> tuple[list[Parameter], list[int]]:
-        return [one.parameter for one in self.placements], [one.data_ptr for one in self.placements]
+        return [p.parameter for p in self.placements], [p.data_ptr for p in self.placements]
 
     @property
     def replaced(self) -> list[Placement]:
-        """The placements whose parameters have other data in the place of the flat buffer's."""
+        """Returns the placements whose `parameter.data` the user has replaced."""
         parameters, addresses = self._addresses
-        # Usually none, which one pass of C calls tells.
+        # Usually none. Comparing all addresses at once is faster than a call for each placement.
         if [*map(Tensor.data_ptr, parameters)] == addresses:
             return []
-        return [one for one in self.placements if one.was_replaced()]
+        return [placement for placement in self.placements if placement.was_replaced()]
 
     @torch.no_grad()
     def adopt_writes(self, but: Collection[int] = ()) -> bool:
-        """Takes over what was written from outside: to a parameter, or in place of its data.
+        """Takes over values that the user wrote to parameters, or set as new `data` of them.
+
+        `parameter.data` becomes a view of the flat buffer again.
 
         Args:
-            but: Buckets that have been stepped since; nobody may have written to them.
+            but: Numbers of buckets that have been stepped since, which have no such writes.
 
         Returns:
-            Whether a parameter had other data in its place.
+            Whether the `data` of a parameter was replaced.
         """
         replaced = self.replaced
         for placement in replaced:
@@ -284,17 +291,17 @@ def allocate(
     *,
     keeps_gradients: bool,
 ) -> FlatBuffers:
-    """Makes the buffers of `plan` and moves the parameters into them.
+    """Makes the buffers of `plan`, and moves the parameters into them. Local.
 
-    Mutates each parameter's `data`: values stay, storage changes.
+    Mutates `data` of each parameter: the values stay, the storage changes.
 
     Args:
-        plan: Over exactly these parameters, by their index.
-        parameters: The engine's list.
-        role_of: (number of a bucket, dtype of its parameters) -> its role.
-        rank: Whose shards to make.
-        scratch_numel: Elements of a bucket -> elements of its scratch (see `Bucket.received`).
-        keeps_gradients: Whether gradients of 32 or 64 bits go into buckets, too.
+        plan: Plan over exactly these parameters, by their index.
+        parameters: Parameters in the engine's order.
+        role_of: (bucket number, dtype of its parameters) -> role of the bucket.
+        rank: Rank whose shards are made.
+        scratch_numel: Elements of a bucket -> elements of `Bucket.received`.
+        keeps_gradients: Whether 32-bit and 64-bit gradients get a buffer, as 16-bit ones always do.
     """
     by_family, homes = _by_family_and_tensor(plan)
     buckets: dict[int, Bucket] = {}
@@ -306,7 +313,7 @@ def allocate(
         sizes = (plan.buckets[number].padded_numel for number in numbers)
         begins = dict(zip(numbers, accumulate(sizes, initial=0), strict=False))
         starts = _move_data(plan, begins, parameters, flat)
-        # Behind that, which gives back as much memory as is needed here.
+        # After `_move_data`, which frees as much memory as is allocated here.
         has_gradients = keeps_gradients or flat.dtype in LOW_PRECISION
         gradients = torch.zeros_like(flat) if has_gradients else flat.new_empty(0)
         for tensor, start in starts.items():
@@ -329,18 +336,18 @@ def allocate(
 
 
 def _by_family_and_tensor(plan: BucketPlan) -> tuple[dict[str, list[int]], dict[int, list[int]]]:
-    """Numbers of the buckets of each family, and of those that hold each tensor."""
+    """Returns (family -> its bucket numbers, tensor index -> numbers of the buckets with it)."""
     by_family: dict[str, list[int]] = {}
     homes: dict[int, list[int]] = {}
     for number, spec in enumerate(plan.buckets):
         by_family.setdefault(spec.family, []).append(number)
-        for piece in spec.slices:
-            homes.setdefault(piece.tensor, []).append(number)
+        for part in spec.slices:
+            homes.setdefault(part.tensor, []).append(number)
     return by_family, homes
 
 
 def shard_slice(padded_numel: int, rank: int, world_size: int) -> slice:
-    """Where `rank`'s shard lies in a bucket of `padded_numel` elements."""
+    """Returns the range of `rank`'s shard in a bucket of `padded_numel` elements."""
     size = padded_numel // world_size
     return slice(rank * size, (rank + 1) * size)
 
@@ -354,7 +361,7 @@ def _bucket(
     scratch: Tensor,
     own: slice,
 ) -> Bucket:
-    """Makes what `role` needs beside views of the flat buffers; see the table there."""
+    """Returns a bucket with the tensors that its role needs; see the table of `Role`."""
     replica, mean = parameters[own], gradients[own]
     shard = torch.empty_like(replica) if role.lags or role.is_staged else replica
     if parameters.dtype in LOW_PRECISION:
@@ -369,12 +376,15 @@ def _bucket(
 def _move_data(
     plan: BucketPlan, begins: Mapping[int, int], parameters: Sequence[Parameter], flat: Tensor
 ) -> dict[int, int]:
-    """Moves data into buckets that begin where `begins` says; returns where each tensor begins."""
+    """Moves parameters into `flat`, and returns tensor index -> its first element there.
+
+    `begins` maps bucket numbers to the first element of each bucket.
+    """
     starts = {
-        piece.tensor: begin + piece.offset
+        part.tensor: begin + part.offset
         for number, begin in begins.items()
-        for piece in plan.buckets[number].slices
-        if piece.start == 0
+        for part in plan.buckets[number].slices
+        if part.start == 0
     }
     for tensor, start in starts.items():
         parameter = parameters[tensor]
@@ -393,11 +403,11 @@ def _place(parameter: Parameter, gradients: Tensor, start: int, homes: list[int]
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Consecutive elements of a tensor, in storage order.
+    """Holds consecutive elements of a tensor, in the order of its storage.
 
     Attributes:
-        start: Number of the first one.
-        values: The elements; of any shape, without gaps.
+        start: Index of the first element in the tensor.
+        values: Values of the elements; of any shape, without gaps.
     """
 
     start: int
@@ -406,18 +416,19 @@ class Chunk:
 
 @dataclass
 class Piece:
-    """The part of one parameter that lies in this rank's shard of one bucket.
+    """Describes the part of one parameter that lies in this rank's shard of one bucket.
 
     Attributes:
-        tensor_index: The parameter's number in the engine's list.
-        start: First element, in storage order.
-        stop: One past the last element.
-        bucket: The bucket's number.
-        offset: Where the piece begins in the bucket.
-        parameter: 1-D view of the elements in the bucket's `shard`, what the optimizer steps on.
-        gradient: 1-D view of their mean gradient; None where autograd's own is read.
-        role: The bucket's; SHARDED for a whole parameter that is in no bucket.
-        is_plain: Whether it is a whole, contiguous parameter, whose gradient needs no rearranging.
+        tensor_index: Index of the parameter in the engine's list.
+        start: First element of the piece in the parameter, in the order of its storage.
+        stop: First element after the piece.
+        bucket: Number of the bucket.
+        offset: Element of the bucket at which the piece begins.
+        parameter: 1-D view of the piece in the bucket's `shard`, which the optimizer steps.
+        gradient: 1-D view of the piece's mean gradient. None means that `parameter.grad` is read.
+        role: Role of the bucket; SHARDED for a whole parameter that is in no bucket.
+        is_plain: Whether the piece is a whole, contiguous parameter, whose gradient can be read as
+            it is.
         was_stepped: Whether a step has changed `parameter`.
     """
 
@@ -434,12 +445,12 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Returns the number of elements."""
         return self.stop - self.start
 
 
 def shard_pieces(bucket: Bucket) -> list[Piece]:
-    """The pieces of what this rank steps of `bucket`, in the order in which they lie in it."""
+    """Returns the pieces of the range of `bucket` that this rank steps, by their offsets."""
     own, pieces = bucket.own, []
     for part in bucket.spec.slices:
         lower, upper = max(part.offset, own.start), min(part.offset + part.numel, own.stop)
@@ -464,15 +475,22 @@ def shard_pieces(bucket: Bucket) -> list[Piece]:
 
 
 def cut_state(key: str, value: Any, parameter: Parameter, piece: Piece) -> Any:
-    """A copy of what of an optimizer's state `value` for `parameter` belongs to `piece`."""
+    """Returns a copy of the part of an optimizer's state that belongs to `piece`.
+
+    Args:
+        key: Key of the state.
+        value: State of the whole `parameter`. A value of another shape is copied as a whole.
+        parameter: Parameter to which the state belongs.
+        piece: Piece of the parameter.
+    """
     if not isinstance(value, Tensor):
         return value
-    # By name, since a parameter without dimensions has the shape of its `step`.
+    # `step` is recognised by name, since it has the shape of a parameter without dimensions.
     if key != "step" and value.shape == parameter.shape:
         flat = as_flat(value, parameter.stride())
-        # Beside fp32 masters state is fp32, also what DDP has kept in 16 bits.
+        # The state of fp32 masters is fp32, also if it comes from DDP, which keeps it in 16 bits.
         is_widened = piece.role.has_master and flat.is_floating_point()
         dtype = piece.parameter.dtype if is_widened else None
         return flat[piece.start : piece.stop].to(parameter.device, dtype, copy=True)
-    # Pieces are stepped one by one, and each counts its `step` in place.
+    # A copy, since the optimizer counts `step` in place, and steps each piece by itself.
     return value.clone()

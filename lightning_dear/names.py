@@ -1,4 +1,4 @@
-"""What a misspelt name may have been meant to be, and which extra brings a missing library."""
+"""Error messages for unknown names, and for libraries that are not installed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 
 APPS = ("sklearn", "scipy", "matplotlib")
-"""What the extra `apps` brings: all programs but dear-train need it, training does not."""
+"""Modules that the extra `apps` installs. All programs except dear-train need it."""
 
 
 def is_meant(name: str, names: Iterable[str]) -> str:
-    """A question to append to a message: one of `names`, if any comes close, after a space."""
+    """Returns " Is '...' meant?" with the most similar of `names`; empty if none is similar.
+
+    Args:
+        name: Unknown name.
+        names: Valid names.
+    """
     known = list(names)
     plain = "".join(filter(str.isalnum, name.lower()))
     close = get_close_matches(name, known, n=1) or get_close_matches(plain, known, n=1)
@@ -19,10 +24,15 @@ def is_meant(name: str, names: Iterable[str]) -> str:
 
 
 def check_name(what: str, name: str, names: Iterable[str]) -> str:
-    """Return `name`, which must be one of `names`.
+    """Returns `name`, after checking that it is one of `names`.
+
+    Args:
+        what: What the names are names of, for the message.
+        name: Name to check.
+        names: Valid names.
 
     Raises:
-        ValueError: If it is none; the message lists them. `what` says what they are names of.
+        ValueError: If `name` is not among them; the message lists the valid ones.
     """
     known = list(names)
     if name not in known:
@@ -34,13 +44,15 @@ def check_name(what: str, name: str, names: Iterable[str]) -> str:
 def need(
     what: str, *modules: str, extra: str = "apps", error: type[BaseException] = ModuleNotFoundError
 ) -> None:
-    """Raise `error`, naming our extra, unless all `modules` are installed; imports none of them.
+    """Raises `error` if one of `modules` is not installed. Imports none of them.
+
+    The message tells how to install them.
 
     Args:
-        what: Who needs them, for the message.
-        *modules: Top-level names.
-        extra: Of ours, which installs them.
-        error: `SystemExit` ends a program with this one sentence.
+        what: Option or program that needs the modules, for the message.
+        *modules: Top-level names of the modules.
+        extra: Extra of this package that installs them.
+        error: Class of the exception. `SystemExit` ends a program with the message alone.
     """
     if missing := [name for name in modules if find_spec(name) is None]:
         raise error(f'{what} needs {", ".join(missing)}: pip install "lightning-dear[{extra}]"')

@@ -1,7 +1,7 @@
-"""Where the files lie that are installed beside the code.
+"""Finds the folders of configs and recipes, which are installed together with the code.
 
-Imports neither torch nor Lightning, because the Hydra plugin runs this file on its own in every
-Hydra application of an environment.
+This file imports neither torch nor Lightning, because the Hydra plugin runs it by itself in every
+Hydra application of the environment.
 """
 
 from pathlib import Path
@@ -10,12 +10,12 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def conf_dir() -> Path:
-    """Return the folder of Hydra configs: inside an installed package, beside it in a checkout."""
+    """Returns the folder of Hydra configs: in an installed package, or beside it in a checkout."""
     return _packaged("conf")
 
 
 def recipes_dir() -> Path:
-    """Return the folder of recipes: inside an installed package, beside it in a checkout."""
+    """Returns the folder of recipes: in an installed package, or beside it in a checkout."""
     return _packaged("recipes")
 
 

@@ -1,21 +1,22 @@
-"""What `import lightning_dear` adds to later imports: our names in Lightning, and a mirror of ours.
+"""Registers this package's strategies with Lightning, and makes the mirror for `pytorch_lightning`.
 
-Names: `strategy="dear"` is known to whichever Lightning the user imports, before or after us.
-Neither Lightning nor torch is imported here: names are registered when a Lightning package is, and
-the strategy is imported when a Trainer asks for it.
+Registration: after `import lightning_dear`, Lightning knows `strategy="dear"`, whether it is
+imported before or after this package. Neither Lightning nor torch is imported here. The names are
+registered as soon as a Lightning package is imported, and the strategy is imported when a Trainer
+asks for it.
 
-The mirror: our classes a second time, for `pytorch_lightning`, from the same source files.
-`lightning.pytorch` and `pytorch_lightning` are two copies of one source with different classes, so
-that a strategy derived from the one is none to the other's Trainer. Lightning makes its second copy
-by rewriting imports before a release; here that happens when a module is imported:
-`lightning_dear.pytorch_lightning.strategy` is `strategy/` with `lightning.pytorch` read as
-`pytorch_lightning`, and so on for every folder in `MIRRORED`. The others know only torch and exist
-once. Files, line numbers and sources in tracebacks are those of the original; classes have a module
-that can be imported, so they can be pickled.
+The mirror: a second copy of this package's classes, for `pytorch_lightning`, made from the same
+source files. `lightning.pytorch` and `pytorch_lightning` are two copies of one source, with
+different classes, so that a Trainer of one does not accept a strategy that is derived from the
+other. Lightning makes its second copy by rewriting imports before a release. This package does the
+same while a module is imported: `lightning_dear.pytorch_lightning.strategy` is `strategy/` with
+`lightning.pytorch` read as `pytorch_lightning`, and so on for every folder in `MIRRORED`. All
+other folders import only torch, and exist once. Tracebacks show the original files and lines.
+Mirrored classes can be pickled, since their modules can be imported by name.
 
-Where `pytorch_lightning` is installed and `lightning` is not, `lightning_dear.strategy` and the
-others are the mirrored modules themselves. The applications in `lightning_dear.apps` and the
-configs always use `lightning`.
+If `pytorch_lightning` is installed and `lightning` is not, `lightning_dear.strategy` and the other
+folders in `MIRRORED` are the mirrored modules themselves. The applications in `lightning_dear.apps`
+and the configs always use `lightning`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ START_METHODS = {
     "dear_fork": "fork",
     "dear_notebook": "fork",
 }
-"""How each of our strategy names starts its processes."""
+"""Name of a strategy -> its `start_method`, which tells how further ranks are started."""
 
 REGISTRIES = {
     "lightning.pytorch.strategies": "lightning_dear:DearStrategy",
@@ -48,14 +49,14 @@ REGISTRIES = {
     "lightning.fabric.strategies": "lightning_dear.fabric:DearFabricStrategy",
     "lightning_fabric.strategies": "lightning_dear.pytorch_lightning.fabric:DearFabricStrategy",
 }
-"""Lightning's modules that look up strategies by name -> our strategy for it."""
+"""Lightning module that has a registry of strategies -> "module:class" of the strategy for it."""
 
 
 def register_now_or_later() -> None:
-    """Registers our names where Lightning is imported already, and elsewhere once it is.
+    """Registers the strategies with all Lightning packages, now or once a package is imported.
 
-    And makes the mirrored modules importable. Changes `sys.meta_path`; a second call registers
-    again and adds nothing.
+    Also makes the mirrored modules importable. Adds a finder to `sys.meta_path`, once even if it is
+    called again.
     """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
@@ -65,7 +66,12 @@ def register_now_or_later() -> None:
 
 
 def register(registry: Any, create: Callable[..., Any]) -> None:
-    """Adds our names to one of Lightning's registries; `create` takes a strategy's options."""
+    """Adds the names in `START_METHODS` to one of Lightning's registries.
+
+    Args:
+        registry: Registry of strategies; mutated.
+        create: Called with the strategy's options; returns the strategy.
+    """
     for name, start_method in START_METHODS.items():
         registry.register(
             name,
@@ -77,7 +83,7 @@ def register(registry: Any, create: Callable[..., Any]) -> None:
 
 
 def _register_in(module: ModuleType) -> None:
-    names = ("StrategyRegistry", "STRATEGY_REGISTRY")  # A Trainer's, and Fabric's.
+    names = ("StrategyRegistry", "STRATEGY_REGISTRY")  # Of a Trainer, of Fabric.
     registry = next(getattr(module, name) for name in names if hasattr(module, name))
     register(registry, partial(_create, REGISTRIES[module.__name__]))
 
@@ -87,11 +93,11 @@ def _create(strategy: str, **options: Any) -> Any:
 
 
 def _register_after(loader: Loader) -> None:
-    """Has the module that `loader` executes next registered."""
+    """Replaces `loader.exec_module` once, so that strategies are registered after the import."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
-        # The module keeps its own loader, for whoever asks it for resources or its source.
+        # The loader must be its old self again, since the module keeps it (as `__loader__`).
         del vars(loader)["exec_module"]
         execute(module)
         _register_in(module)
@@ -103,7 +109,7 @@ def _register_after(loader: Loader) -> None:
 
 
 MIRRORED = ("callbacks", "fabric", "strategy")
-"""The folders that import Lightning, themselves or through each other."""
+"""Folders of this package that import Lightning, directly or through each other."""
 
 _PACKAGE = "lightning_dear"
 _MIRROR = "lightning_dear.pytorch_lightning"
@@ -115,7 +121,10 @@ _RENAMED = {
 
 
 def mirrored_name(name: str) -> str:
-    """The module that takes the place of module `name` in the mirror; `name` itself if none."""
+    """Returns the name that stands for the module `name` in mirrored modules.
+
+    Returns `name` itself for modules that are not mirrored.
+    """
     for original, mirrored in _RENAMED.items():
         if name == original or name.startswith(f"{original}."):
             return mirrored + name.removeprefix(original)
@@ -123,10 +132,11 @@ def mirrored_name(name: str) -> str:
 
 
 def mirror_imports(tree: ast.Module) -> None:
-    """Renames the modules that `tree` imports, in place.
+    """Renames the modules that `tree` imports to their mirrored names, in place.
 
-    Ours are written so that this does: `from package.module import name`, or `import package.module
-    as name`. See `unclear_imports` in tests/test_mirror.py.
+    It suffices to rename imports because this package imports in two forms only:
+    `from package.module import name` and `import package.module as name`. `unclear_imports` in
+    tests/test_mirror.py checks that.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -137,16 +147,17 @@ def mirror_imports(tree: ast.Module) -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Whether there is a package of this name, without dots; imports nothing."""
+    """Tells whether a top-level package of this name is installed. Imports nothing."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
         return False
-    # Any folder of the name in sys.path has a spec, but no file behind it.
+    # A plain folder of this name in sys.path has a spec, too, but without an origin.
     return spec is not None and spec.origin is not None
 
 
 def _mirrored_spec(fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """Returns the spec of a mirrored module. None means that `fullname` is not in the mirror."""
     original = _PACKAGE + fullname.removeprefix(_MIRROR)
     if mirrored_name(original) != fullname:
         return None
@@ -164,18 +175,20 @@ def _mirrored_spec(fullname: str, path: Sequence[str] | None) -> ModuleSpec | No
 
 
 class _AliasLoader(Loader):
-    """Puts the mirrored module in the place of the one that is asked for."""
+    """Loader that makes an import of a module return the mirrored module instead."""
 
     @override
     def exec_module(self, module: ModuleType) -> None:
-        # Whatever stands in sys.modules after this call is what the import returns.
+        # The import returns what is in sys.modules after this call.
         sys.modules[module.__name__] = importlib.import_module(mirrored_name(module.__name__))
 
 
 class _MirrorLoader(SourceFileLoader):
+    """Loader that compiles the source of a module with renamed imports."""
+
     @override
     def get_code(self, fullname: str) -> CodeType:
-        # Never from cached bytecode: that is the original's, which has the same file.
+        # Not from cached bytecode, which is that of the original: both have the same file.
         file = self.get_filename(fullname)
         tree = ast.parse(self.get_data(file), file)
         mirror_imports(tree)
@@ -183,7 +196,7 @@ class _MirrorLoader(SourceFileLoader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds mirrored modules, and has Lightning's, which others find, registered after import."""
+    """Finder of mirrored modules, which also registers strategies after Lightning's imports."""
 
     @override
     def find_spec(

@@ -1,4 +1,4 @@
-"""Torch as it is outside any context, for work that happens to be done inside one."""
+"""Contexts for computations that must not depend on the contexts and settings around the caller."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ _without_modes = private_names.WITHOUT_MODES.imported()
 _without_torch_function = private_names.WITHOUT_TORCH_FUNCTION.imported()
 
 HOST_DEVICES: tuple[str, ...] = ("cpu",)
-"""Devices on which a pass over memory costs more than the call that makes it."""
+"""Types of devices on which an operator's pass over memory costs more than the call itself."""
 
 
 def saves_calls(device: torch.device) -> bool:
-    """Whether fewer calls are worth more passes over memory: on accelerators each is a launch."""
+    """Tells whether fewer operators are faster even if they read more memory, as on accelerators.
+
+    Each operator is a kernel launch on an accelerator.
+    """
     return device.type not in HOST_DEVICES
 
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Matrices of fp32 are multiplied in fp32, also after `torch.set_float32_matmul_precision`."""
+    """Multiplies fp32 matrices in fp32 within it, also after `set_float32_matmul_precision`."""
     backends: Any = torch.backends
     if not hasattr(backends.mkldnn, "matmul"):
-        # Before torch 2.9 one word is for all devices.
+        # Before torch 2.9 there is only one setting, for all devices.
         earlier = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
         try:
@@ -36,29 +39,34 @@ def exact_products() -> Iterator[None]:
         finally:
             torch.set_float32_matmul_precision(earlier)
         return
-    places = backends.cuda.matmul, backends.mkldnn.matmul
-    before = [one.fp32_precision for one in places]
-    for one in places:
-        one.fp32_precision = "ieee"
+    settings = backends.cuda.matmul, backends.mkldnn.matmul
+    before = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = "ieee"
     try:
         yield
     finally:
-        for one, own in zip(places, before, strict=True):
-            one.fp32_precision = own
+        for setting, earlier in zip(settings, before, strict=True):
+            setting.fp32_precision = earlier
 
 
 class Onlooker:
-    """Mixin of dispatch modes that look on and change no result: `plain_mode` leaves them on."""
+    """Mixin of dispatch modes that observe and change no result; `plain_mode` keeps these on."""
 
 
 @contextmanager
 def plain_mode(device_type: str, default_dtype: torch.dtype = torch.float32) -> Iterator[None]:
-    """No gradients, and none of the contexts around the caller that would change results.
+    """Turns off gradients and all contexts around the caller that would change results.
 
-    A parameter may be read, and so updated, anywhere in a forward: under autocast (which would
-    round), under inference mode (whose new tensors refuse later updates), inside `torch.func`
-    transforms, while a mode records operations (selective checkpointing), or under another default
-    dtype (which optimizers make their state of), and on each rank elsewhere.
+    A read of a parameter in forward may have to update it first, wherever that read is: under
+    autocast, which would round; under inference mode, whose new tensors cannot be updated later;
+    inside `torch.func` transforms; while a mode records operations, as for selective checkpointing;
+    or under another default dtype, which optimizers use for their state. Each rank may do so at
+    another place, and all must get the same result.
+
+    Args:
+        device_type: Type of the device, such as "cpu", for which autocast is turned off.
+        default_dtype: torch's default dtype within the context.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(default_dtype)

@@ -1,4 +1,4 @@
-"""The versions this package was tested with, and one warning outside them."""
+"""Lists the versions with which this package was tested, and warns if others are installed."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 Ranges = Mapping[str, tuple[str, str]]
-"""Distribution, or "python" -> the first version inside the range and the first one past it."""
+"""Distribution, or "python" -> (first version inside the range, first version behind it)."""
 
 TESTED_RANGES = {"python": ("3.10", "3.14"), "torch": ("2.6", "2.16"), "lightning": ("2.5", "2.7")}
-"""Versions that the test suite was run with."""
+"""Versions with which the test suite was run."""
 
 MIRROR_RANGES = {
     name.replace("lightning", "pytorch-lightning"): ends for name, ends in TESTED_RANGES.items()
 }
-"""What counts where `pytorch_lightning` is used, which has the version numbers of `lightning`."""
+"""The same for `pytorch_lightning`, which has the version numbers of `lightning`."""
 
 _named: set[str] = set()
+"""Versions that this process has already warned about."""
 
 
 def warn_outside_tested_range(ranges: Ranges = TESTED_RANGES) -> None:
-    """Warn, naming every version outside `ranges`; silent when all lie inside.
+    """Warns once about every installed version that lies outside `ranges`.
 
-    A version that was named in an earlier warning of this process is not named again.
+    A version that an earlier warning of this process has named is not named again.
     """
     outside = [problem for problem in _outside(ranges) if problem not in _named]
     if outside:
@@ -41,7 +42,8 @@ def warn_outside_tested_range(ranges: Ranges = TESTED_RANGES) -> None:
 
 def _outside(ranges: Ranges) -> Iterator[str]:
     for name, (minimum, below) in ranges.items():
-        # A missing one is left to the import that needs it, which fails with the better message.
+        # A missing distribution is no matter here: the import that needs it fails with a better
+        # message.
         with suppress(PackageNotFoundError):
             installed = platform.python_version() if name == "python" else version(name)
             if not is_inside(installed, minimum, below):
@@ -49,7 +51,7 @@ def _outside(ranges: Ranges) -> Iterator[str]:
 
 
 def is_inside(installed: str, minimum: str, below: str) -> bool:
-    """Whether a version lies in the range; local and pre-release suffixes do not count."""
+    """Tells whether `minimum` <= `installed` < `below`; suffixes such as "+cu121" do not count."""
     return _release(minimum) <= _release(installed) < _release(below)
 
 

@@ -1,1 +1,1 @@
-"""Moves bytes between ranks; only this room calls torch.distributed in training."""
+"""Moves bytes between ranks. In training, only this folder calls torch.distributed."""

@@ -1,4 +1,4 @@
-"""A thread that runs calls one after the other, so that others can ask whether one has ended."""
+"""A thread that runs calls one after another, so that a caller can ask whether a call has ended."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ _Todo = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class Background:
-    """Runs what it is given in order, in a thread that starts with the first and ends with this.
+    """Runs submitted calls in order, in one thread.
 
-    torch's works cannot be asked whether their data has arrived; a thread that waits for one can.
+    The thread starts with the first call and ends when this object is deleted. torch's works cannot
+    be asked whether their data has arrived. A thread can wait for a work instead, and the future of
+    that call says whether the wait has ended.
 
     Args:
-        name: Of the thread.
+        name: Name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -31,16 +33,17 @@ class Background:
         self._lock = threading.Lock()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Runs `call` in the thread, when it has run what was given before. Does not block.
+        """Queues `call`; the thread runs it after all calls queued before. Does not block.
 
         Returns:
-            Has `call`'s result, or raises what it has raised.
+            A future that gets the result of `call`, or the exception that `call` raises.
         """
         future: Future[Any] = Future()
         with self._lock:
             if self._thread is None:
-                # A daemon, as what it waits for may never come, and must not keep the process
-                # alive. It holds the queue and not `self`, so that `self` can go, which ends it.
+                # A daemon thread, because the call may wait for data that never comes, and must not
+                # keep the process alive. The thread refers to the queue and not to `self`, so that
+                # `self` can be deleted; then the finalizer ends the thread.
                 self._todo = queue.SimpleQueue()
                 self._thread = threading.Thread(
                     target=_run, args=(self._todo,), name=self._name, daemon=True
@@ -51,20 +54,21 @@ class Background:
         return future
 
     def finish(self) -> None:
-        """Blocks until all that was given before has ended, and ends the thread.
+        """Blocks until all calls queued before have ended, and ends the thread.
 
-        What another thread gives meanwhile is run by a new one.
+        A call that another thread submits meanwhile is run by a new thread.
         """
         with self._lock:
             thread, self._thread = self._thread, None
-            # Within the lock: behind the end nothing would be run.
+            # Under the lock, because a call queued after this None would never run.
             self._todo.put(None)
         if thread is not None:
             thread.join()
 
 
 def _run(todo: _Todo) -> None:
-    # No local name outlives a turn: it would keep process groups, and their threads, alive.
+    # No local variable holds the last call while the thread waits for the next one: it would keep
+    # process groups, and their threads, alive.
     while _run_next(todo.get()):
         pass
 
@@ -78,6 +82,7 @@ def _run_next(run: Callable[[], None] | None) -> bool:
 def _run_one(call: Callable[[], Any], future: Future[Any]) -> None:
     try:
         future.set_result(call())
-    # Whatever it is, whoever waits gets it; raised here it would end this thread, and be lost.
+    # Every exception, so that the future's reader gets it. Raised here, it would end this thread
+    # and be lost.
     except BaseException as error:
         future.set_exception(error)

@@ -1,10 +1,11 @@
-"""Makes the collectives of a training: what moves a bucket, asynchronously.
+"""Makes the process groups of a training, and the `Collectives` object that launches on them.
 
-Two process groups of our own, one for reduce-scatters and one for all-gathers, so that the host's
-collectives on the default group (Lightning broadcasts a flag before every batch) never queue
-behind ours, nor ours behind theirs. NCCL has a third group, gloo's, for objects: ranks must meet in
-it whatever NCCL is still waiting for. In two hops it has two more, of the ranks of a host and of
-those with one place on their hosts. `gloo.py`, `nccl.py` and `two_hops.py` use them.
+There are two groups beside the default group, one for reduce-scatters and one for all-gathers. So
+Lightning's collectives on the default group (it broadcasts a flag before every batch) never queue
+behind those of the engine, nor the other way round. With NCCL there is a third group, on gloo, for
+Python objects: ranks must be able to exchange these whatever NCCL is waiting for. Two hops on NCCL
+need two more groups: the ranks of one host, and the ranks with one place on their hosts. `gloo.py`,
+`nccl.py` and `two_hops.py` use the groups.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from lightning_dear.collectives.work import Collectives, alive, reusable_groups
 from lightning_dear.collectives.world import RankPlace, World, hosts_of
 
 _NUM_GROUPS = 3
-"""With NCCL, before those that two hops need."""
+"""Number of groups made with NCCL, without the two for two hops."""
 
-_Said = tuple[bool, RankPlace, int | None]
-"""What a rank says of itself: whether it sends rows, where it is, how many hops it wants."""
+_RankInfo = tuple[bool, RankPlace, int | None]
+"""What a rank tells all others: whether it sends rows, where it runs, and the `hops` that it asks
+for."""
 
 
 def new_collectives(
@@ -45,25 +47,28 @@ def new_collectives(
     hops: int | None = None,
     node: tuple[int, int] = (0, 0),
 ) -> Collectives:
-    """Over all ranks, with new process groups or those of the fit before. Collective, blocks.
+    """Makes the collectives over all ranks. Collective, blocks.
+
+    Makes new process groups, or uses those of the fit before.
 
     Args:
-        device: Where parameters live.
-        timeout: How long a collective may take before it raises; None keeps torch's default.
-        sends_rows: Whether connections from each rank to each other one are opened now, too.
-        hops: 1: every shard goes straight to its owner. 2: within a host, then between hosts, where
-            several hosts have the same number of ranks, two or more, and a host's ranks follow one
-            another; elsewhere people are warned and 1 is used. None: 2 with gloo, where it is
-            possible; else 1.
-        node: This rank's node rank and local rank, by which hosts are told apart where these are
-            unique; see `hosts_of`. People are warned if they contradict what ranks see.
+        device: Device of the parameters.
+        timeout: How long a collective may take before it raises. None means torch's default.
+        sends_rows: Whether to open the connections for all-to-alls now, too, which lead from each
+            rank to each other rank. One rank that asks for them is enough.
+        hops: 1 means that every shard goes straight to its owner. 2 means that shards go within a
+            host first, then between hosts. 2 needs several hosts with the same number of ranks, two
+            or more, and consecutive rank numbers on each host; otherwise rank 0 warns, and 1 is
+            used. None means 2 with gloo where that is possible, else 1.
+        node: Node rank and local rank of this rank. They tell hosts apart if no two ranks have both
+            alike, see `hosts_of`. Rank 0 warns if they contradict what the ranks see.
 
     Returns:
-        Collectives of one rank if torch.distributed is not initialised.
+        The collectives. They have this rank alone if torch.distributed is not initialised.
 
     Raises:
-        ValueError: If parameters on an accelerator are to travel through gloo, or the default
-            process group has no backend for them; or if ranks have other `hops`.
+        ValueError: If parameters on an accelerator would travel through gloo, if the default
+            process group has no backend for `device`, or if ranks ask for different `hops`.
     """
     streams = CudaStreams(device) if device.type == "cuda" else Streams()
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -71,20 +76,21 @@ def new_collectives(
     backend = _backend_of(device)
     if backend == "gloo" and device.type != "cpu":
         raise ValueError(
-            f"strategy='dear' cannot send parameters on {device} through gloo;"
-            " use process_group_backend='nccl'."
+            f"strategy='dear' cannot send parameters on {device} through gloo. Set"
+            " process_group_backend='nccl', or leave it out. gloo sends only from host memory."
         )
-    groups, everyones = _process_groups(timeout, backend, (sends_rows, (_host(), node), hops))
-    world = _agreed_world([place for _, place, _ in everyones])
-    has_two_hops = _agreed_hops([one[2] for one in everyones], backend, world) == 2
+    groups, infos = _process_groups(timeout, backend, (sends_rows, (_host(), node), hops))
+    world = _agreed_world([place for _, place, _ in infos])
+    has_two_hops = _agreed_hops([wanted for *_, wanted in infos], backend, world) == 2
     has_subgroups = has_two_hops and backend != "gloo"
     subgroups = _groups_of_two_hops(timeout, backend, world) if has_subgroups else ()
     kind = _KINDS[backend == "gloo", has_two_hops]
-    # With gloo objects travel among the all-gathers, since all else there is matched by tags.
+    # With gloo, objects travel in the all-gather group, where all other messages are matched by
+    # tag.
     reduce_group, gather_group, object_group = (*groups, groups[1])[:3]
     ours = reduce_group, gather_group, object_group, world
     collectives: Collectives = kind(*subgroups, *ours, streams=streams)
-    _connect(collectives, device, sends_rows=any(sends for sends, *_ in everyones))
+    _connect(collectives, device, sends_rows=any(sends for sends, *_ in infos))
     return collectives
 
 
@@ -94,56 +100,66 @@ _KINDS: dict[tuple[bool, bool], Any] = {
     (False, False): NativeCollectives,
     (False, True): NativeTwoHopCollectives,
 }
-"""(whether the backend is gloo, whether shards travel in two hops) -> class."""
+"""(whether the backend is gloo, whether there are two hops) -> class of the collectives."""
 
 
 def _agreed_hops(wanted: Sequence[int | None], backend: str, world: World) -> int:
-    """Returns in how many hops shards travel. Warns if that is not what was asked for."""
+    """Returns the number of hops. Rank 0 warns if two were asked for and cannot be had.
+
+    Raises:
+        ValueError: If ranks ask for different numbers.
+    """
     if len(set(wanted)) > 1:
-        raise ValueError(f"hops must be the same on all ranks, got {list(wanted)}.")
+        raise ValueError(f"hops must be the same on all ranks, got {list(wanted)}. Set one value.")
     has_two = world.ranks_a_host > 1
     if wanted[0] == 2 and not has_two and world.rank == 0:
         warnings.warn(
-            "hops=2 has no effect here. It needs several hosts, the same number of ranks on each,"
-            " at least two, and a host's ranks numbered one after the other. The first rank on each"
-            f" rank's host is {', '.join(map(str, world.hosts))}. Leave it out.",
+            "hops=2 has no effect here. Leave it out. It needs several hosts, the same number of"
+            " ranks on each, at least two, and consecutive rank numbers on each host. The first"
+            f" rank on each rank's host is {', '.join(map(str, world.hosts))}.",
             stacklevel=3,
         )
     return 2 if has_two and (wanted[0] or (2 if backend == "gloo" else 1)) == 2 else 1
 
 
 def _agreed_world(places: Sequence[RankPlace]) -> World:
-    """Returns the ranks of the default group, on their hosts. Warns if node ranks do not count."""
+    """Returns all ranks and their hosts. Rank 0 warns if the node ranks are not used."""
     hosts, wrong = hosts_of(places)
     world = World(dist.get_rank(), dist.get_world_size(), hosts)
     if wrong and world.rank == 0:
         nodes = sorted({node for _, (node, _) in places})
         warnings.warn(
-            f"Node ranks {nodes[:9]} are not used: {wrong}. Give each host one of its own. Now"
-            " machine and network tell hosts apart.",
+            f"Node ranks {nodes[:9]} are not used: {wrong}. Give each host a node rank (NODE_RANK)"
+            " of its own. Now the names of machines and networks tell hosts apart.",
             stacklevel=3,
         )
     return world
 
 
 def _backend_of(device: torch.device) -> str:
-    """Name of what serves `device`: the default group may have a backend for each kind of them."""
+    """Returns the name of the backend that the default group uses for devices like `device`.
+
+    The default group may have one backend for each type of device.
+
+    Raises:
+        ValueError: If it has none for this type.
+    """
     world: Any = dist.group.WORLD
     try:
         name: str = private_names.GET_BACKEND.of(world)(torch.device(device.type)).name()
     except RuntimeError as error:
         raise ValueError(
             f"The default process group ('{dist.get_backend_config()}') has no backend for"
-            f" parameters on {device}: use process_group_backend='nccl' for CUDA devices, 'gloo'"
-            " for CPUs, or name a backend for both in torch.distributed.init_process_group."
+            f" parameters on {device}. Set process_group_backend='nccl' for CUDA devices, 'gloo'"
+            " for CPUs, or name a backend for each in torch.distributed.init_process_group."
         ) from error
     return name
 
 
 def _host() -> tuple[str, str]:
-    """Names this machine, and on Linux the network that this process sees: the same for all there.
+    """Returns names for this machine and, on Linux, for the network that this process sees.
 
-    All containers of a machine name it alike.
+    All containers of a machine get the same machine name.
     """
     try:
         booted = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -153,26 +169,30 @@ def _host() -> tuple[str, str]:
 
 
 def _process_groups(
-    timeout: timedelta | None, backend: str, own: _Said
-) -> tuple[list[Any], list[_Said]]:
-    """The groups, and what every rank says of itself."""
+    timeout: timedelta | None, backend: str, info: _RankInfo
+) -> tuple[list[Any], list[_RankInfo]]:
+    """Returns the process groups, and the infos of all ranks. Collective, blocks.
+
+    The groups are for reduce-scatters, for all-gathers and, with NCCL, for objects.
+    """
     default_group, groups = reusable_groups.get(timeout, (None, []))
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (default_group is dist.group.WORLD, own))
-    # All or none: making a group is collective, and who reused its own would not come.
-    if not all(can_reuse for can_reuse, _ in said):
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (default_group is dist.group.WORLD, info))
+    # All ranks make new groups or none does: making one is collective, and a rank that reused its
+    # old group would not take part.
+    if not all(can_reuse for can_reuse, _ in told):
         groups = [_new_group(timeout, backend) for _ in range(2)]
         if backend != "gloo":
             groups.append(dist.new_group(timeout=timeout, backend="gloo"))
         reusable_groups.clear()
         reusable_groups[timeout] = dist.group.WORLD, groups
-    return groups, [one for _, one in said]
+    return groups, [info for _, info in told]
 
 
 def _groups_of_two_hops(timeout: timedelta | None, backend: str, world: World) -> Sequence[Any]:
-    """The group of this host's ranks, and that of the ranks with this one's place on their hosts.
+    """Returns the groups of this host's ranks and of the ranks with this rank's place. Collective.
 
-    New ones, or those of the fit before, by the same rule as the others. Collective.
+    The groups of the fit before are used again if `_process_groups` has kept its groups.
     """
     _, groups = reusable_groups[timeout]
     ranks, size = range(world.size), world.ranks_a_host
@@ -185,7 +205,7 @@ def _groups_of_two_hops(timeout: timedelta | None, backend: str, world: World) -
     for layout in layouts if len(groups) == _NUM_GROUPS else ():
         how = {"timeout": timeout, "pg_options": _options_of(timeout, backend)}
         made.append(new_subgroups(layout, **how)[0])
-    # Both or none: the next fit takes what is here.
+    # Both at once: if making the second fails, the next fit must not find the first alone.
     groups += made
     return groups[_NUM_GROUPS:]
 
@@ -195,31 +215,32 @@ def _new_group(timeout: timedelta | None, backend: str) -> Any:
 
 
 def _options_of(timeout: timedelta | None, backend: str) -> Any:
-    """Those of a group in which NCCL's kernels go before those that a device computes with."""
+    """Options of a group whose NCCL kernels run before compute kernels; None for gloo."""
     options: Any = None
     if backend == "nccl" and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if timeout is not None:
-            # Else torch warns that it takes its own.
+            # Otherwise torch warns that the options have another timeout than the group.
             setattr(options, private_names.NCCL_TIMEOUT.name, timeout)
     return options
 
 
 def forget_process_groups() -> None:
-    """Drops every reference to our groups, so that torch can end their threads.
+    """Drops all references to the groups made here, so that torch can end their threads. Local.
 
-    For the end of a job, so that no group outlives `destroy_process_group` until the interpreter
-    is taken down. Afterwards nothing can be sent through collectives made before.
+    For the end of a job. Otherwise a group could outlive `destroy_process_group`, until the
+    interpreter shuts down. Afterwards collectives made before can send nothing.
     """
     reusable_groups.clear()
-    for one in alive:
-        one.forget_groups()
+    for collectives in alive:
+        collectives.forget_groups()
 
 
 def leave_process_groups() -> None:
-    """Ends our groups and the default one, so that the next job begins without. May block on NCCL.
+    """Destroys all process groups, so that the next job begins with none. May block on NCCL.
 
-    For a process that goes on, in good order, or after its peers have ended.
+    For a process that goes on after a job. The job must have ended without an error on this rank,
+    or all other ranks must have ended.
     """
     forget_process_groups()
     if dist.is_initialized():
@@ -227,15 +248,16 @@ def leave_process_groups() -> None:
 
 
 def end_process_groups() -> None:
-    """Ends gloo's threads with the training they served, before the interpreter is taken down.
+    """At exit: destroys gloo's groups, so that their threads end before the interpreter shuts down.
 
-    One that still holds a tensor of Python's then aborts the process (signal 6, "terminate called
-    without an active exception"), and Lightning ends NCCL's groups alone. Not after an exception:
-    others may never come, and this would wait for them.
+    A gloo thread that still holds a Python tensor at that time aborts the process (signal 6,
+    "terminate called without an active exception"). Lightning destroys only NCCL's groups. Does
+    nothing after an uncaught exception: other ranks might never come, and destroying would wait for
+    them.
     """
     have_sent = bool(alive or reusable_groups)
     forget_process_groups()
-    # What Python sets before it prints an exception that nobody caught.
+    # Python sets this before it prints an uncaught exception.
     is_failing = getattr(sys, "last_value", None) is not None
     if have_sent and not is_failing and dist.is_initialized() and _has_only_gloo():
         dist.destroy_process_group()
@@ -245,15 +267,15 @@ atexit.register(end_process_groups)
 
 
 def _has_only_gloo() -> bool:
-    kinds = dist.get_backend_config().split(",")
-    return all(one.rpartition(":")[2] == "gloo" for one in kinds)
+    names = dist.get_backend_config().split(",")
+    return all(name.rpartition(":")[2] == "gloo" for name in names)
 
 
 def _connect(collectives: Collectives, device: torch.device, *, sends_rows: bool) -> None:
-    """Opens every connection now, in one order, instead of in the midst of the first backward.
+    """Opens all connections now, in the same order on all ranks. Collective, blocks.
 
-    Blocks until they are open. NCCL connects every pair of ranks only if rows are to travel, since
-    that takes memory on the device.
+    Otherwise the first backward would open them. NCCL connects each pair of ranks only if
+    `sends_rows` is True, since connections take memory on the device.
     """
     if sends_rows:
         rows = torch.zeros((2, collectives.world.size, 1), dtype=torch.uint8, device=device)
@@ -261,7 +283,8 @@ def _connect(collectives: Collectives, device: torch.device, *, sends_rows: bool
     collectives.launch_max(torch.zeros(1, dtype=torch.uint8, device=device)).wait()
     collectives.launch_all_gather(torch.zeros(collectives.world.size, device=device), 0).wait()
     if collectives.hops == 2:
-        # Else the all-gather has used another group.
+        # In two hops on NCCL that all-gather has used other groups, and the all-gather group has no
+        # connections yet.
         collectives.launch_broadcast(torch.zeros(1, device=device), 0).wait()
     collectives.streams.synchronize()
     collectives.ledger.clear()

@@ -1,4 +1,4 @@
-"""Collectives for gloo: every message straight from the rank that has it to the one it is for."""
+"""Collectives on gloo: point-to-point messages, each straight from its sender to its receiver."""
 
 from __future__ import annotations
 
@@ -21,37 +21,38 @@ from lightning_dear.collectives.work import (
     take_largest,
 )
 
-# Above those of all buckets.
+# Above the tags of all buckets.
 _FLAGS_TAG = 1 << 29
 _BUFFERS_TAG = 1 << 30
 
 RankRows = Sequence[tuple[int, Tensor]]
-"""(rank, what is sent to it, or comes from it)."""
+"""Pairs (rank, row); the row is sent to that rank, or received from it."""
 
 
 def nbytes_of(rows: RankRows) -> int:
-    """Bytes of all rows together."""
+    """Returns the bytes of all rows together."""
     return sum(row.nbytes for _, row in rows)
 
 
 def by_source(rows: RankRows) -> list[Tensor]:
-    """The rows in the order of their ranks."""
+    """Returns the rows in the order of their ranks."""
     return [row for _, row in sorted(rows, key=itemgetter(0))]
 
 
 class PairwiseCollectives(Collectives):
-    """Point-to-point exchange for gloo, which has no reduce-scatter of its own.
+    """Collectives by point-to-point messages, for gloo, which has no reduce-scatter of its own.
 
-    gloo's `reduce_scatter` runs a whole all-reduce; sending every shard straight to its owner moves
-    (P-1)/P of the buffer instead, and gloo's own threads make the progress. With one rank there are
-    no peers and every call is a no-op.
+    gloo's `reduce_scatter` runs a whole all-reduce. Here every shard goes straight to its owner,
+    which moves (P-1)/P of the buffer with P ranks, and gloo's own threads make the progress. With
+    one rank there are no peers, and every call is a no-op.
 
-    Sending to one peer at a time, in step with the others, comes nearer to the rate for one bucket
-    alone (`tests/benchmarks/exchanges.py`), and was slower in training with four ranks on 1 Gb/s: a
-    rank that comes late then holds up all others' messages.
+    Sending to one peer at a time, in step with the other ranks, comes nearer to the link's rate for
+    a single bucket (`tests/benchmarks/exchanges.py`). In training with four ranks on 1 Gb/s it was
+    slower, because a rank that comes late then holds up the messages of all others.
 
-    Its objects travel in the group of the all-gathers, where all else is matched by tags. Of
-    several hosts each one's gradients are summed first, then the hosts' sums.
+    Python objects travel in the all-gather group, where all other messages are matched by tag. If
+    several hosts have several ranks each, an owner adds up the shards of each host first, then the
+    hosts' sums, so that the bits are those of two hops.
     """
 
     wait_blocks_host = matches_by_tag = has_variable_lengths = True
@@ -62,7 +63,7 @@ class PairwiseCollectives(Collectives):
         self._expected: dict[tuple[str, int], tuple[int, Waits]] = {}
 
     def _peers(self) -> list[int]:
-        # Each rank begins with another peer, so that not all send to rank 0 first.
+        # Each rank begins with a different peer, so that not all ranks send to rank 0 first.
         return [(self.world.rank + hop) % self.world.size for hop in range(1, self.world.size)]
 
     def _sources(self) -> list[int]:
@@ -71,8 +72,9 @@ class PairwiseCollectives(Collectives):
     @property
     @override
     def favors_all_reduce(self) -> bool:
-        # Each rank sends straight to all others. Of n bytes the R ranks of a host send
-        # R (P - R) / P n to other hosts in each half; a ring's all-reduce 2 (P - 1) / P n in all.
+        # Each rank sends straight to all others: of n bytes the R ranks of a host send R (P - R) /
+        # P n to other hosts in each half. A ring all-reduce sends 2 (P - 1) / P n between hosts in
+        # all. A grid of hosts can use two hops instead.
         is_grid = self.world.ranks_a_host > 1
         return self.world.fewest_on_a_host > 1 and not is_grid
 
@@ -89,7 +91,8 @@ class PairwiseCollectives(Collectives):
         outgoing = [(peer, shard_of(buffer, peer, self.world.size)) for peer in self._peers()]
         waits = self._exchange("reduce_scatter", received, rows, outgoing, tag)
         self.ledger["reduce_scatter"] += nbytes_of(outgoing)
-        # In rank order, not that of arrival or of peers, so that all runs have the same bits.
+        # In rank order, and not in the order in which messages arrive, so that all runs have the
+        # same bits.
         addends, size = by_source((*rows, (self.world.rank, own))), self.world.ranks_a_host
         finish = partial(sum_in_source_order, addends, out, size)
         return self.new_work("reduce_scatter", f"bucket {tag}", waits, finish)
@@ -122,13 +125,13 @@ class PairwiseCollectives(Collectives):
         tag: int,
         num_notes: int = 1,
     ) -> Work:
-        # gloo lets a message be shorter than the memory that waits for it.
+        # gloo lets a message be shorter than the memory of its receive.
         outgoing = [(peer, messages[peer]) for peer in self._peers() if peer in messages]
         rows = [(source, incoming[source]) for source in self._sources() if source in sources]
         waits = self._exchange(lane, incoming, rows, outgoing, tag)
-        noted_bytes = sum(num_notes * one.element_size() for _, one in outgoing)
-        self.ledger["metadata"] += noted_bytes
-        self.ledger[lane] += nbytes_of(outgoing) - noted_bytes
+        note_bytes = sum(num_notes * message.element_size() for _, message in outgoing)
+        self.ledger["metadata"] += note_bytes
+        self.ledger[lane] += nbytes_of(outgoing) - note_bytes
         return self.new_work(lane, f"bucket {tag}", waits)
 
     @override
@@ -186,16 +189,25 @@ class PairwiseCollectives(Collectives):
     def _exchange(
         self, lane: str, buffer: Tensor, rows: RankRows, outgoing: RankRows, tag: int
     ) -> Waits:
-        """Receives `rows`, parts of `buffer`, if they are not expected already, and sends."""
-        # Before the sends: a send that finds no receive posted costs 1.7x.
+        """Posts the receives of `rows`, unless they are posted, and sends `outgoing`.
+
+        Args:
+            lane: "reduce_scatter" or "all_gather", which decides on the process group.
+            buffer: Flat buffer of which `rows` are views.
+            rows: Memory that other ranks' messages are written into.
+            outgoing: Messages to other ranks.
+            tag: Tag of all these messages.
+        """
+        # Receives first: a send takes 1.7 times as long if its receive is not posted yet.
         receives = self._receives(lane, buffer, rows, tag)
         return [*receives, *self._sends(lane, outgoing, tag)]
 
     def _receives(self, lane: str, buffer: Tensor, rows: RankRows, tag: int) -> Waits:
         data_ptr, receives = self._expected.pop((lane, tag), (0, None))
-        # A posted receive writes where it was told to, whatever this launch wants.
+        # A posted receive writes into the memory of its `expect` call, whatever this launch asks
+        # for.
         if receives is not None and data_ptr != buffer.data_ptr():
-            raise RuntimeError(f"bucket {tag} is expected in another buffer: {lane}")
+            raise RuntimeError(f"{lane} of bucket {tag} expects another buffer. Launch with that.")
         return self._receive(lane, rows, tag) if receives is None else receives
 
     def _sends(self, lane: str, outgoing: RankRows, tag: int) -> Waits:

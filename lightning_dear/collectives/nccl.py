@@ -1,4 +1,4 @@
-"""Collectives of the backend itself: NCCL's."""
+"""Collectives on NCCL: the backend's own reduce-scatter and all-gather."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing_extensions import override
 from lightning_dear import private_names
 from lightning_dear.collectives.work import Collectives, SplitTensor, Work, shard_of
 
-# torch 2.13 renamed both; the old names warn there and are the only ones before it.
+# torch 2.13 renamed both. Its old names warn, and earlier versions have only these.
 _IS_RENAMED = hasattr(dist, "reduce_scatter_single")
 REDUCE_SCATTER = "reduce_scatter_single" if _IS_RENAMED else "reduce_scatter_tensor"
 ALL_GATHER = "all_gather_single" if _IS_RENAMED else "all_gather_into_tensor"
 
 
 class NativeCollectives(Collectives):
-    """The backend's own reduce-scatter and all-gather (NCCL): stream-ordered, no host block.
+    """The backend's own reduce-scatter and all-gather (NCCL). A wait does not block the host.
 
-    NCCL orders a collective behind the stream that launches it, and `wait` orders the current
-    stream behind the collective, so neither side ever blocks the host. Order is the same on all
-    ranks within a group and between both groups, because launches follow the plan: in a step all
-    reduce-scatters, module buffers, the flags of used parameters, all all-gathers.
+    NCCL runs a collective after the kernels that are on the launching stream, and `wait` makes the
+    current stream wait for the collective. NCCL matches messages by order, so that all ranks must
+    launch in one order, in each group and over both groups. They do, since launches follow the
+    plan: in a step first all reduce-scatters, then module buffers, the flags, and all all-gathers.
     """
 
     wait_blocks_host = matches_by_tag = has_variable_lengths = False
@@ -38,14 +38,15 @@ class NativeCollectives(Collectives):
     @override
     def abort(self) -> None:
         self.was_aborted = True
-        # Also the default group: there forwards may wait for others, and losses that are logged.
+        # Also the default group, in which a forward may wait for other ranks, or a loss that is
+        # logged.
         groups = *self.device_groups, self.calls.group.WORLD
-        # Where torch cannot, or has done so, who waits is ended after the timeout.
+        # If torch cannot abort, or has done so already, waits end with the timeout.
         with suppress(Exception):
             backends = [
                 private_names.GET_BACKEND.of(group)(torch.device("cuda")) for group in groups
             ]
-            # At once, since one after the other they might wait for each other.
+            # In one NCCL group call, since aborts one after the other might wait for each other.
             private_names.NCCL_GROUP_START.of(backends[0])()
             for backend in backends:
                 with suppress(Exception):

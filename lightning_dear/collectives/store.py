@@ -1,4 +1,4 @@
-"""Where ranks meet outside the engine's groups: the key-value store, and the default group."""
+"""How ranks meet outside the engine's groups: the key-value store, and the default group."""
 
 from __future__ import annotations
 
@@ -15,22 +15,29 @@ from lightning_dear.collectives.work import T
 
 
 def default_store() -> Any | None:
-    """The key-value store under the default process group; None if there is no such group."""
+    """Returns the key-value store of the default process group; None if there is no such group."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     c10d: Any = dist.distributed_c10d
     store = private_names.DEFAULT_STORE.of(c10d)()
-    # A client of its own, made below, has no prefixes, and both must find the same keys.
+    # The clients that `new_store_client` makes have no prefix, and all clients must find the same
+    # keys.
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     return store
 
 
 def new_store_client(timeout_s: float = 10.0) -> Any | None:
-    """A connection of its own to that store, for another thread; None if it is not a TCP store.
+    """Opens a new connection to the store of the default group, for use by another thread.
+
+    Args:
+        timeout_s: Seconds that connecting may take.
+
+    Returns:
+        The client. None means that there is no default group, or that its store is no TCP store.
 
     Raises:
-        RuntimeError: If it cannot be made within `timeout_s` seconds.
+        RuntimeError: If connecting takes longer.
     """
     store, distributed = default_store(), cast(Any, dist)
     if not isinstance(store, distributed.TCPStore):
@@ -43,18 +50,20 @@ _ATTEMPT = "lightning_dear/attempt"
 
 
 def attempt_store(timeout: timedelta) -> Any | None:
-    """The store of torchrun, under keys that no attempt before this one has used.
+    """Returns torchrun's store under keys that no earlier attempt has used. Collective, blocks.
 
-    It keeps one store for all its restarts, in which a rank would find the addresses of ranks that
-    are dead. Its number of the restart is no name for an attempt, since it may differ from host to
-    host. So rank 0 chooses a name, and another rank takes it once it was answered. All ranks call;
-    blocks.
+    torchrun keeps one store for all its restarts, in which a rank would find the addresses of ranks
+    that are dead. The count of restarts cannot name an attempt, since it may differ from host to
+    host. So rank 0 draws a random name and publishes it. Another rank accepts a name once rank 0
+    has answered it under that name, since the published name may at first be that of an earlier
+    attempt.
 
     Args:
         timeout: How long ranks wait for each other.
 
     Returns:
-        None where there is no such store, or where the default process group exists already.
+        The store. None means that torchrun has no such store, or that the default process group
+        exists already.
 
     Raises:
         RuntimeError: If not all ranks come in time.
@@ -68,13 +77,14 @@ def attempt_store(timeout: timedelta) -> Any | None:
     if rank == 0:
         store.set(_ATTEMPT, own)
         for other in range(1, world_size):
-            # Whoever has written this has read the new name, so that it is no rank of the past.
+            # Blocks until rank `other` has written under the new name, which no rank of an earlier
+            # attempt can have read.
             store.set(f"{own}/answer/{other}", store.get(f"{own}/{other}"))
     while not answered:
         if time.monotonic() > end:
-            raise RuntimeError(f"Rank 0 did not answer rank {rank} in time: see what it printed.")
+            raise RuntimeError(f"Rank 0 did not answer rank {rank} in time. Read rank 0's output.")
         time.sleep(0.05)
-        # At first perhaps that of an attempt that is over: nobody answers there.
+        # At first this may be the name of an earlier attempt, whose rank 0 does not answer.
         name = store.get(_ATTEMPT).decode()
         store.set(f"{name}/{rank}", own)
         answer = f"{name}/answer/{rank}"
@@ -83,7 +93,10 @@ def attempt_store(timeout: timedelta) -> Any | None:
 
 
 def from_all_ranks(value: T) -> list[T]:
-    """Every rank's picklable `value`, in rank order, over the default group. Collective, blocks."""
+    """Returns every rank's picklable `value`, in rank order. Collective, blocks.
+
+    Uses the default process group.
+    """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()

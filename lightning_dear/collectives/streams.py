@@ -1,4 +1,4 @@
-"""The queues in which a device does its work, and how one waits for another."""
+"""The streams on which a device works, and how one stream waits for another."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from typing_extensions import override
 
 
 class Streams:
-    """The queues in which a device does its work. A CPU has none: all is done at once.
+    """The streams on which a device works. This class is for a CPU, which has none.
+
+    On a CPU an operation has ended when its call returns, so that most methods do nothing. No
+    method but `synchronize`, and the function that `read_later` returns, blocks the host.
 
     Attributes:
-        device: Whose queues they are; the CPU unless another is given.
-        readers: The streams on which parameters are stepped, or were read in a recorded forward.
+        device: The device; the CPU if the argument is None.
+        readers: Streams on which parameters are stepped, or were read in a recorded forward.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -26,50 +29,56 @@ class Streams:
 
     @property
     def model(self) -> str:
-        """Which model the device is; others may draw other numbers from the same seed."""
+        """Model name of the device. Empty for a CPU.
+
+        From the same seed two models may draw different random numbers.
+        """
         return ""
 
     def current(self) -> Any:
-        """The one on which the calling thread puts work; None where there are none."""
+        """Returns the stream on which the calling thread launches kernels; None on a CPU."""
         return None
 
     def follow(self, others: Iterable[Any]) -> None:
-        """Work put on the current one from now on waits for what is on `others`. Host: no wait."""
+        """Makes the current stream wait for all kernels launched so far on the streams `others`."""
 
     def read_later(self, numbers: Tensor) -> Callable[[], list[int]]:
-        """Takes what [n] `numbers` are now; what it returns blocks until that is known.
+        """Starts copying `numbers`, [n], to the host, with the values that they have now.
 
-        The host does not wait before.
+        Returns:
+            A function that blocks until the copy has arrived, and returns the values.
         """
         known: list[int] = numbers.tolist()
         return lambda: known
 
     def synchronize(self) -> None:
-        """Blocks the host until all work is done."""
+        """Blocks the host until the device has run all kernels."""
 
     def lead_readers(self) -> None:
-        """Work put on `readers` from now on waits for what is on the current one. Host: no wait.
+        """Makes the streams `readers` wait for all kernels launched so far on the current stream.
 
-        So does what is put `beside`.
+        The second stream (see `beside`) waits for them, too.
         """
 
     def beside(self) -> AbstractContextManager[Any]:
-        """Work put on the current one in it goes to another, which waits for what it is told to.
+        """Returns a context in which the calling thread launches on a second stream.
 
-        What is made in it is to be read elsewhere between `follow_beside` and `lead_readers` alone.
+        The second stream waits only for what the code inside the context makes it wait for. Tensors
+        allocated inside may be used on other streams only after `follow_beside()` and before
+        `lead_readers()`; afterwards their memory may be reused.
         """
         return nullcontext()
 
     def follow_beside(self) -> None:
-        """Work put on the current one from now on waits for what was put `beside`."""
+        """Makes the current stream wait for all kernels launched so far on the second stream."""
 
 
 class CudaStreams(Streams):
-    """Those of a CUDA device.
+    """The streams of a CUDA device.
 
     Args:
-        device: Which one.
-        cuda: What is called: torch.cuda, or what stands in for it where a device is simulated.
+        device: The device.
+        cuda: Module that is called: `torch.cuda`, or a stand-in where tests simulate a device.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -95,7 +104,7 @@ class CudaStreams(Streams):
 
     @override
     def read_later(self, numbers: Tensor) -> Callable[[], list[int]]:
-        # Pinned, so that the host does not wait for the copy.
+        # Only a copy to pinned memory does not block the host.
         host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
         host.copy_(numbers, non_blocking=True)
         event = self._cuda.Event()
@@ -121,7 +130,7 @@ class CudaStreams(Streams):
 
     @cached_property
     def _relay(self) -> Any:
-        # Before kernels that compute: who waits for what it makes is another host.
+        # Its kernels run before compute kernels, because another host waits for what they make.
         relay = self._cuda.Stream(self.device, priority=-1)
         self._beside.append(relay)
         return relay

@@ -1,15 +1,16 @@
-"""Collectives on hosts of several ranks: one hop within a host, one between hosts.
+"""Collectives in two hops, for hosts with several ranks: one hop within hosts, one between them.
 
-N hosts have L ranks each; rank h L + l is the l-th of host h. Of n bytes that all ranks reduce,
+There are N hosts with L ranks each; rank h L + l has place l on host h. With n bytes:
 
-    reduce-scatter    within each host, rank l sums all that goes to the l-th ranks of any host;
-                      then the l-th ranks of all hosts exchange those sums
-    all-gather        the l-th ranks of all hosts exchange their shards; each passes on within its
-                      host what it has got
+    reduce-scatter    first, on each host, rank l sums all shards that go to ranks with place l;
+                      then the ranks with place l of all hosts exchange these sums
+    all-gather        first, the ranks with place l of all hosts exchange their shards;
+                      then each rank passes on what it has received to the ranks of its host
 
-(N-1)/N n leave a host in each half. Straight to their owners it would be (N-1)/N L n. Shards belong
-to the same ranks either way, and with gloo sums have the same bits: those of a host's ranks in
-order, then of the hosts in order. NCCL adds up a host's ranks in an order of its own.
+In each half (N-1)/N n bytes leave a host. If each shard went straight to its owner, it would be
+(N-1)/N L n. Shards belong to the same ranks as in one hop. On gloo sums have the same bits as in
+one hop, too: a host's ranks are added up in order, then the hosts in order. NCCL adds up a host's
+ranks in an order of its own.
 """
 
 from __future__ import annotations
@@ -37,38 +38,39 @@ from lightning_dear.collectives.work import (
 )
 
 _SECOND_HOP = 1 << 28
-"""Added to the tag of a bucket: above the numbers of all buckets, below flags and buffers."""
+"""Added to a bucket's tag for the messages of its second hop. It is above the tags of all buckets,
+and below those of flags and module buffers."""
 
 
 class TwoHopCollectives(PairwiseCollectives):
     """`PairwiseCollectives` whose reduce-scatters and all-gathers go in two hops.
 
-    Whoever launches sends the first hop; a thread waits for it and sends the second. Each half of
-    each optimizer has its own thread, since all ranks launch its buckets in one order. A shared
-    thread could deadlock: it could wait for a hop that another rank launches only after the one
-    queued behind it.
+    A launch sends the first hop. A thread waits for that and sends the second hop. Each half of
+    each optimizer has a thread of its own, in which its buckets stand in the order in which all
+    ranks launch them. A shared thread could deadlock: it could wait for a first hop that another
+    rank launches only after the hop that is queued behind it.
 
-    All else goes straight to the rank that it is for.
+    All other messages go straight to the ranks that they are for.
 
-    `hosts` are several, each with the same number of ranks, two or more, numbered one after the
-    other.
+    The ranks must form a grid: `world.hosts` are several, each with the same number of ranks, two
+    or more, numbered consecutively.
     """
 
     hops = 2
 
     @cached_property
     def _threads(self) -> dict[tuple[str, int], Background]:
-        """By half and optimizer."""
+        """(half, number of the optimizer) -> the thread that sends its second hops."""
         return {}
 
     def _within(self, way: int) -> list[int]:
-        """Others of this host, in the order in which this rank sends (1) or receives (-1)."""
-        # Each rank begins with another peer, and receives in the order in which others send.
+        """Returns the other ranks of this host, in the order of sends (way 1) or receives (-1)."""
+        # Each rank begins with a different peer, and receives in the order in which others send.
         size, first = self.world.ranks_a_host, self.world.rank - self.world.place_on_host
         return [first + (self.world.rank + way * hop) % size for hop in range(1, size)]
 
     def _across(self, way: int) -> list[int]:
-        """Those of other hosts with this rank's place, likewise."""
+        """Returns the ranks of other hosts with this rank's place, in the order of `_within`."""
         hops = range(self.world.ranks_a_host, self.world.size, self.world.ranks_a_host)
         return [(self.world.rank + way * hop) % self.world.size for hop in hops]
 
@@ -95,14 +97,14 @@ class TwoHopCollectives(PairwiseCollectives):
         if sums.dtype != torch.float32:
             sums = torch.empty_like(sums, dtype=torch.float32)
 
-        def encoded() -> Tensor:
+        def encode_and_keep_own() -> Tensor:
             rows = encode(sums)
             incoming[own].copy_(rows[own])
             return rows
 
         receives = self._receives("reduce_scatter", incoming, across, tag + _SECOND_HOP)
         self.ledger["reduce_scatter"] += incoming[own].nbytes * len(across)
-        return self._reduce(buffer, received, list(sums), encoded, receives, tag)
+        return self._reduce(buffer, received, list(sums), encode_and_keep_own, receives, tag)
 
     def _reduce(
         self,
@@ -116,7 +118,8 @@ class TwoHopCollectives(PairwiseCollectives):
         """Sums within the host into `sums`, then sends each host its row of what `encode` returns.
 
         Returns:
-            The work, and what blocks until the rows are made, and raises if they cannot be.
+            The work, and a function that blocks until the rows are encoded, and raises if they
+            cannot be.
         """
         lane, within = "reduce_scatter", self._received(received)[0]
         outgoing = self._columns(buffer, self._within(1))
@@ -172,7 +175,7 @@ class TwoHopCollectives(PairwiseCollectives):
         self._expect("all_gather", buffer, within, tag + _SECOND_HOP)
 
     def _received(self, received: Tensor) -> tuple[RankRows, RankRows]:
-        """Where a reduce-scatter receives: of ranks of this host N shards each, of others one."""
+        """Cuts `received` into rows: N shards for each rank of this host, one per other host."""
         sources = [source for source in self._within(-1) for _ in self._column(received, 0)]
         rows = [
             (source, shard_of(received, place, self.world.size - 1))
@@ -186,7 +189,7 @@ class TwoHopCollectives(PairwiseCollectives):
         ]
 
     def _gathered(self, buffer: Tensor) -> tuple[RankRows, RankRows]:
-        """Where an all-gather receives: of other hosts a shard, of ranks of this one N."""
+        """Cuts `buffer` into rows: one shard per other host, N for each rank of this host."""
         shards = buffer.tensor_split(self.world.size)
         across = [(source, shards[source]) for source in self._across(-1)]
         return across, self._columns(buffer, self._within(-1))
@@ -194,35 +197,40 @@ class TwoHopCollectives(PairwiseCollectives):
     def _two_hops(
         self, lane: str, tag: int, first: Waits, pass_on: Callable[[], RankRows], receives: Waits
     ) -> Begun:
-        """A work that ends with the second hop, and what blocks until that has begun.
+        """Starts the second hop once the first has arrived, in a thread. Does not block.
 
         Args:
-            lane: The half.
-            tag: See `launch_reduce_scatter`.
-            first: What the first hop waits for.
-            pass_on: Called by the thread when the first hop has ended; says what is sent then.
-            receives: What the second hop receives.
+            lane: Half of the exchange, "reduce_scatter" or "all_gather".
+            tag: Tag of the first hop's messages.
+            first: Waits of the first hop, which has been launched.
+            pass_on: Called by the thread when the first hop has arrived. Returns the rows to send
+                in the second hop.
+            receives: Waits of the second hop's receives, which are posted.
+
+        Returns:
+            A work that ends with the second hop, and a function that blocks until that has been
+            launched.
         """
         hops = "within the host", "between hosts"
         hops = hops if lane == "reduce_scatter" else hops[::-1]
-        names = [f"bucket {tag} {one}" for one in hops]
+        names = [f"bucket {tag} {hop}" for hop in hops]
         await_first = self.arriving(lane, names[0], first)
 
         def send() -> Callable[[], None]:
             await_first()
             outgoing = pass_on()
             if self.reduce_group is None:
-                raise RuntimeError("The training has ended, and its process groups with it.")
+                raise RuntimeError(f"{names[1]} cannot be sent after training. Wait for it before.")
             sends = self._sends(lane, outgoing, tag + _SECOND_HOP)
-            # Who is named may have waited in vain itself.
-            name = f"{names[1]}, where a rank waits for others of its host"
+            # The named rank may itself wait in vain for a rank of its host.
+            name = f"{names[1]}, where the named rank may wait for a rank of its host"
             return self.arriving(lane, name, [*receives, *sends])
 
         key = lane, tag // TAGS_OF_ONE_OPTIMIZER
         thread = self._threads.setdefault(key, Background(f"dear {lane}, second hops {key[1]}"))
         sent = thread.submit(send)
         if self.observer is not None:
-            # Nobody waits for this recording: another half's hop may stand before it.
+            # The returned wait is not used: it would also wait for first hops of the other half.
             self.observer("first_hop", names[0], partial(_until_done, sent))
         arrive = self.observed(lane, f"bucket {tag}", lambda: sent.result()())
         return Work(arrive), sent.result
@@ -235,17 +243,18 @@ def _until_done(sent: Future[Any]) -> None:
 class NativeTwoHopCollectives(NativeCollectives):
     """`NativeCollectives` whose reduce-scatters and all-gathers go in two hops.
 
-    A launch hands over both hops and what is encoded between them. The second hop waits on a stream
-    beside for the first one, so that neither the host nor the compute stream does. All else
-    is as in one hop.
+    A launch hands both hops, and the encoding between them, to the device. A second stream waits
+    for the first hop and launches the second, so that neither the host nor the compute stream
+    waits. All other collectives go in one hop.
 
-    Both halves share two communicators. Each serves what it is given in order, and in a step every
-    reduce-scatter is launched before any all-gather.
+    Both halves use the same two communicators. Each of these runs its collectives in order, and in
+    a step every reduce-scatter is launched before any all-gather.
 
     Args:
         within: Process group of the ranks of this host, in order.
-        across: Process group of those with this rank's place on their hosts, in order.
-        groups: See `Collectives`, with `hosts`; as are `options`.
+        across: Process group of the ranks with this rank's place on their hosts, in order.
+        groups: Groups and world, the first arguments of `Collectives`. The world has `hosts`.
+        options: Other arguments of `Collectives`.
     """
 
     hops = 2
@@ -265,12 +274,12 @@ class NativeTwoHopCollectives(NativeCollectives):
         self._within = self._across = None
 
     def _but_own(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """The rows of all hosts, of which this one's has nothing in it: it need not travel."""
+        """Returns the rows, with an empty one for this host, whose own row need not travel."""
         own = self.world.host
         return [row[:0] if host == own else row for host, row in enumerate(rows)]
 
     def _start_within(self, call: str, buffer: Tensor) -> Waits:
-        """Starts it in place for each host's shards in `buffer`, which lie side by side."""
+        """Launches `call` within this host, in place, once for each host's shards in `buffer`."""
         waits: list[Any] = []
         for of_host in buffer.chunk(self.world.num_hosts):
             own = shard_of(of_host, self.world.place_on_host, self.world.ranks_a_host)
@@ -281,7 +290,7 @@ class NativeTwoHopCollectives(NativeCollectives):
     def _two_hops(
         self, lane: str, tag: int, first: Waits, launch_second: Callable[[], Waits]
     ) -> Waits:
-        """What waits for the second hop, which begins when the first has ended."""
+        """Returns waits for the second hop, which the second stream launches behind the first."""
         hops = "within the host", "between hosts"
         name = f"bucket {tag} {hops[lane == 'all_gather']}"
         await_first = self.arriving(lane, name, first)
@@ -289,16 +298,16 @@ class NativeTwoHopCollectives(NativeCollectives):
             await_first = self.observer("first_hop", name, await_first)
         with self.streams.beside():
             await_first()
-            # What the first was given is held until the second has been waited for.
-            return [(*one, first) for one in launch_second()]
+            # The first hop's memory must be held until the second hop has been waited for.
+            return [(*wait, first) for wait in launch_second()]
 
     def _count(self, lane: str, within: Tensor, across: Tensor) -> None:
-        """Counts what a half sends.
+        """Adds the bytes that this rank sends in a half to the ledger.
 
         Args:
-            lane: The half.
-            within: What travels within the host, of all of its ranks.
-            across: What travels to, or from, every other host.
+            lane: Half of the exchange, "reduce_scatter" or "all_gather".
+            within: Tensor that travels within the host, with the shards of all of its ranks.
+            across: Tensor that travels to, or from, every other host.
         """
         nbytes = within.nbytes // self.world.ranks_a_host * (self.world.ranks_a_host - 1)
         self.ledger[lane] += nbytes + across.nbytes * (self.world.num_hosts - 1)

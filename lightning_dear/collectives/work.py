@@ -1,4 +1,4 @@
-"""A launched collective, the bytes it sends, and what the engine asks of whoever launches it."""
+"""Class `Work`, a launched collective, and class `Collectives`, which launches and counts them."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from lightning_dear.collectives.world import World
 T = TypeVar("T")
 
 SplitTensor = tuple[Tensor, list[int]]
-"""A flat tensor, and how many of its elements are for, or from, each rank, by rank."""
+"""A flat tensor, and how many of its elements go to, or come from, each rank, in rank order."""
 
 Encode = Callable[[Tensor], Tensor]
-"""Makes of a host's sums, [hosts, elements] fp32, what is sent to each host, a row for each."""
+"""Encodes a host's sums, [hosts, elements] fp32. Returns bytes, a row for each host."""
 
 TAGS_OF_ONE_OPTIMIZER = 1 << 12
-"""Of the buckets of one optimizer; what it exchanges besides begins at multiples of it."""
+"""Number of tags for the buckets of one optimizer; optimizer n has those from n times this on."""
 
 GRADIENT_TAGS = 1 << 22
 STATE_TAGS = 1 << 23
 SELECTION_TAGS = 3 << 22
-"""Added to a bucket's number for exchanges that may be made while the bucket's own is under way, or
-is expected after a step that was broken off: of whole gradients, of saved state, and of what owners
-select."""
+"""Added to a bucket's tag for other messages that may travel at the same time as the bucket's own,
+or while those of a step that broke off are still expected. They carry whole gradients, saved state,
+and what owners select (Ok-Topk)."""
 
 
 @contextmanager
 def uncounted(collectives: Collectives) -> Iterator[None]:
-    """What is sent meanwhile, to measure or to save something, belongs to no step."""
+    """Within this context the ledger counts no bytes: measuring and saving belong to no step."""
     ledger, collectives.ledger = collectives.ledger, Counter()
     try:
         yield
@@ -53,7 +53,7 @@ def uncounted(collectives: Collectives) -> Iterator[None]:
 
 @contextmanager
 def as_metadata(collectives: Collectives) -> Iterator[None]:
-    """What is sent meanwhile says how many numbers travel, and which."""
+    """Within this context bytes count as "metadata": they say how many values travel, and which."""
     ledger = collectives.ledger
     with uncounted(collectives):
         yield
@@ -70,7 +70,7 @@ class Work:
         finish: Local work on the arrived data. None means that there is none.
 
     Attributes:
-        is_done: Whether `wait` has nothing left to do: the data has arrived and is finished.
+        is_done: Whether the data has arrived and `finish` has run, so that `wait` returns at once.
     """
 
     def __init__(
@@ -100,29 +100,29 @@ class Work:
             for finish in self._finishes:
                 finish()
         except BaseException as error:
-            # The result is half finished, and finishing it once more would count parts of it twice.
+            # Running half-finished local work once more would add some of its data twice.
             self._arrive = partial(_raise, error)
             raise
         self.is_done = True
-        # Lets go of the memory that they hold.
+        # Drops the references to the memory that was sent and received.
         self._arrive, self._finishes = _nothing, []
 
     def then(self, finish: Callable[[], object] | None = None) -> Work:
-        """Adds local work that `wait` runs last; returns this work, which is not done before."""
+        """Appends local work, which `wait` runs last. Returns this work, which is not done yet."""
         self._finishes += [] if finish is None else [finish]
         self.is_done = False
         return self
 
     def inside(self, call: Callable[[Callable[[], None]], None]) -> Work:
-        """Lets `wait` run `call`, which is given what waits for the data; returns this work."""
+        """Lets `wait` call `call(arrive)` instead of `arrive()`, and returns this work."""
         self._arrive = partial(call, self._arrive)
         return self
 
     def await_in(self, submit: Callable[[Callable[[], None]], Future[None]]) -> None:
-        """Lets another thread wait for the data from now on; `wait` then waits for that thread.
+        """Lets another thread wait for the data; from now on `wait` waits for that thread.
 
         Args:
-            submit: Hands a call to the thread; see `Background.submit`.
+            submit: Queues a call for the thread, as `Background.submit` does.
         """
         self._arrival = submit(self._arrive)
         self._arrive = self._arrival.result
@@ -131,7 +131,7 @@ class Work:
     def is_on_host(self) -> bool:
         """Whether the data is known to be here, so that `wait` does not block the host.
 
-        Unknown, and False, unless a thread waits for it (`await_in`) or the work is done.
+        False may also mean that it is not known, as before `await_in` is called.
         """
         return self.is_done or (self._arrival is not None and self._arrival.done())
 
@@ -145,50 +145,52 @@ def _raise(error: BaseException) -> NoReturn:
 
 
 Begun = tuple[Work, Callable[[], object]]
-"""A work, and what blocks until its second part has begun."""
+"""A work of two hops, and a function that blocks until the second hop has been launched."""
 
 WorkObserver = Callable[[str, str, Callable[[], None]], Callable[[], None]]
-"""(lane, name, arrive) -> arrive: lets a timeline see when a collective's data arrived."""
+"""(lane, name, arrive) -> wrapped arrive: lets a timeline note when a collective's data arrived."""
 
 
 alive: WeakSet[Collectives] = WeakSet()
-"""All that may hold groups. Weak: nobody is to be kept by this once its training is over."""
+"""All collectives that may hold groups. Weak, so that trainings that are over can be deleted."""
 
 reusable_groups: dict[timedelta | None, tuple[Any, list[Any]]] = {}
-"""Timeout -> the default group and ours made under it; else every fit would open new sockets."""
+"""Timeout -> (default group, groups made under it). The next fit reuses them and their sockets."""
 
 Waits = Sequence[tuple[Any, ...]]
-"""Torch's own works, each behind its peer, or None where only the backend knows whom it waits for.
-Behind the work stands what must be held until then."""
+"""Tuples (peer, torch's work, references that must be held until the wait). The peer is None if
+only the backend knows which ranks the work waits for."""
 
 _AT_ONCE = timedelta(milliseconds=1)
 
 
 @dataclass(eq=False)
 class Collectives(ABC):
-    """What the engine needs from a backend, over process groups of our own.
+    """Launches collectives on process groups of the engine's own, and counts the bytes they send.
+
+    There is a subclass for each backend and number of hops. Every method `launch_...` is
+    collective, does not block and returns a work.
 
     Attributes:
         reduce_group: Process group of the reduce-scatters.
         gather_group: Process group of the all-gathers.
-        object_group: Process group of `all_gather_object`, on gloo. Nothing else in it may be
-            matched by its order: a rank that broke off its backward has launched less than others.
-        world: The ranks of all groups, and this one's place among them.
-        calls: What is called to send and receive: torch.distributed, or what stands in for it,
-            where a device is simulated.
-        streams: Those of the parameters' device.
-        ledger: Kind -> bytes that this rank has handed to the network since the ledger was made:
-            "reduce_scatter", "all_gather", "all_reduce", "other", and "metadata", which says how
-            many numbers travel, and which.
-        hops: 2 if both halves go within hosts and between them; 1 if they do not tell hosts apart.
-        wait_blocks_host: Whether a work's `wait` blocks the host until the data is here (gloo), so
-            that reading flags costs no other wait. If not (NCCL), `wait` blocks a stream.
-        matches_by_tag: Whether messages are matched by their numbers (gloo). If not, they are
-            matched by their order, and all ranks must launch in one order over all groups.
-        has_variable_lengths: Whether a message may be shorter than the memory that awaits it.
+        object_group: Process group of Python objects, on gloo. Other messages in it need tags: a
+            rank whose backward broke off has launched fewer of them than other ranks.
+        world: All ranks, and the number of this rank.
+        calls: `torch.distributed`, or a stand-in for it where a device is simulated.
+        streams: Streams of the parameters' device.
+        ledger: Kind -> bytes that this rank has sent so far. The kinds are "reduce_scatter",
+            "all_gather", "all_reduce", "other" and "metadata" (see `as_metadata`).
+        hops: 2 if each half has one hop within hosts and one between them; else 1.
+        wait_blocks_host: Whether a work's `wait` blocks the host (gloo), which may then read flags
+            without another wait. If not (NCCL), `wait` blocks the current stream.
+        matches_by_tag: Whether messages are matched by tag (gloo). If not, they are matched by
+            order, and all ranks must launch in one order over all groups.
+        has_variable_lengths: Whether a message may be shorter than the memory that receives it.
         was_discarded: Whether `discard` has been called.
-        has_given_up: Whether a wait has failed, here or elsewhere: from then on nobody waits for
-            what is late.
+        has_given_up: Whether a wait has failed, on any rank. Then waits for late data fail at once.
+        observer: Sees when data arrives. None means no timeline.
+        showing: (lane, name) -> context around local work, for a timeline. None means no timeline.
     """
 
     hops: ClassVar[int] = 1
@@ -206,13 +208,15 @@ class Collectives(ABC):
     def __post_init__(self) -> None:
         self.ledger = Counter[str]()
         self.observer: WorkObserver | None = None
-        # (lane, name) -> context, in which work is that a timeline shows.
         self.showing: Callable[[str, str], AbstractContextManager[None]] | None = None
         self.was_discarded = self.was_aborted = self.has_given_up = False
         alive.add(self)
 
     def _column(self, buffer: Tensor, rank: int | None = None) -> list[Tensor]:
-        """The shards of all ranks with the place of `rank` on their hosts, by host; None: ours."""
+        """Returns, by host, the shards of the ranks with `rank`'s place on their hosts.
+
+        None means this rank.
+        """
         owners = self.world.with_place(self.world.rank if rank is None else rank)
         return [shard_of(buffer, owner, self.world.size) for owner in owners]
 
@@ -223,12 +227,12 @@ class Collectives(ABC):
         """Sums `buffer` over ranks; after `wait`, `out` holds this rank's shard of the sum.
 
         Args:
-            buffer: `world_size` shards of equal size, flat. Mutated: undefined after `wait`, but
-                for its own shard where `out` is a view of that.
+            buffer: Flat, `world_size` shards of equal size. Mutated: undefined after `wait`, except
+                this rank's shard if `out` is a view of it.
             received: Flat scratch of `scratch_numel(buffer.numel())` elements.
-            out: One shard: `buffer`'s own shard itself, or elsewhere in fp32. gloo sums in rank
-                order, and 16-bit values in fp32.
-            tag: Of the message, equal on all ranks; see `Exchange.tag_of`.
+            out: One shard: `buffer`'s own shard itself, or an fp32 tensor elsewhere. gloo sums in
+                rank order, and 16-bit values in fp32.
+            tag: Tag of the message, equal on all ranks; see `Exchange.tag_of`.
         """
 
     @abstractmethod
@@ -239,36 +243,35 @@ class Collectives(ABC):
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, tag: int) -> Work:
         """Sends row r to rank r; after `wait`, row s of `incoming` is what rank s has sent here.
 
-        In the place of a reduce-scatter, for bytes that have to be decoded before they are summed.
+        Takes the place of a reduce-scatter for bytes that must be decoded before they are summed.
 
         Args:
-            rows: [world_size, n]; not to be mutated before `wait`.
+            rows: [world_size, n]; must not be mutated before `wait`.
             incoming: [world_size, n] of the same dtype; overwritten.
-            tag: Of the message, equal on all ranks; see `Exchange.tag_of`.
+            tag: Tag of the message, equal on all ranks.
         """
 
     @abstractmethod
     def launch_parts(self, outgoing: SplitTensor, incoming: SplitTensor, tag: int) -> Work:
-        """Sends each rank its part; after `wait`, `incoming` holds what they have sent here.
-
-        On the all-gather group.
+        """Sends each rank its part, on the gather group; `incoming` gets what ranks send here.
 
         Args:
-            outgoing: Not to be mutated before `wait`; nothing for this rank itself.
-            incoming: Of the same dtype; overwritten.
-            tag: See `launch_reduce_scatter`.
+            outgoing: Elements to send, none of them to this rank itself. Must not be mutated before
+                `wait`.
+            incoming: Buffer of the same dtype; overwritten.
+            tag: Tag of the message, equal on all ranks.
         """
 
     def expect_reduce_scatter(self, received: Tensor, tag: int) -> None:
-        """Lets others' parts of the bucket arrive in `received` from now on. Idempotent.
+        """Posts the receives of the bucket's next reduce-scatter, into `received`. Idempotent.
 
-        The next `launch_reduce_scatter` of the bucket must come, with the same `received`. A gloo
-        sender that finds no receive posted waits for a message that says there is one, and that
-        message queues behind whatever its host is sending. NCCL has nothing to do here.
+        `launch_reduce_scatter` must follow with the same `received`. On gloo a sender waits until
+        it hears that the receive is posted, and that message queues behind what the receiver's host
+        is sending. On NCCL this does nothing.
         """
 
     def expect_all_gather(self, buffer: Tensor, tag: int) -> None:
-        """Lets others' shards arrive in `buffer` from now on; as `expect_reduce_scatter`."""
+        """Posts the receives of an all-gather into `buffer`; see `expect_reduce_scatter`."""
 
     def launch_messages(
         self,
@@ -281,66 +284,62 @@ class Collectives(ABC):
     ) -> Work:
         """Sends `messages[r]` to rank r; after `wait`, row s of `incoming` begins with rank s's.
 
-        Where lengths must not be told beforehand (gloo only). A message to this rank is not sent,
-        and its own row is left alone.
+        For messages whose lengths receivers do not know beforehand; only gloo can send them. A
+        message to this rank itself is not sent, and this rank's row is left alone.
 
         Args:
-            lane: "reduce_scatter" or "all_gather", in the place of which it is.
-            messages: Rank -> [n], n of at least 1 and at most the length of a row, the first
-                element of which says how long it is; not to be mutated before `wait`.
-            sources: Ranks that send something here.
+            lane: "reduce_scatter" or "all_gather": the half that the messages belong to.
+            messages: Rank -> [n], n from 1 to the length of a row. The first element tells the
+                receiver the length. Must not be mutated before `wait`.
+            sources: Ranks that send a message to this rank.
             incoming: [world_size, most elements] of the same dtype; overwritten.
-            tag: Of the message, equal on all ranks; see `Exchange.tag_of`.
-            num_notes: How many elements each message begins with that are no payload.
-
-        Raises:
-            RuntimeError: On other backends.
+            tag: Tag of the message, equal on all ranks.
+            num_notes: Leading elements of each message that the ledger counts as metadata.
         """
-        raise RuntimeError("Messages of unknown length need gloo.")
+        raise RuntimeError("NCCL cannot send messages of unknown length. Use gloo, on CPUs.")
 
     def expect_messages(self, lane: str, incoming: Tensor, tag: int) -> None:
-        """Lets rows, or messages, of all others arrive from now on; as `expect_reduce_scatter`."""
+        """Posts receives of all other ranks' rows, or messages; see `expect_reduce_scatter`."""
 
     def launch_all_reduce(self, buffer: Tensor, tag: int) -> Work:
-        """Sums the flat `buffer`, in place on all ranks alike, in the reduce-scatter group."""
+        """Sums the flat `buffer` in place, with equal bits on all ranks, on the reduce group."""
         if self.world.size == 1:
             return Work.done()
         waits = self.start("all_reduce", self.reduce_group, buffer)
         self.ledger["all_reduce"] += 2 * self.ring_bytes(buffer)
-        # In this lane since it takes the reduce-scatters' place in backward.
+        # The lane of the reduce-scatter, whose place in backward the all-reduce takes.
         return self.new_work("reduce_scatter", f"bucket {tag}", waits)
 
     def launch_sums_of_host(
         self, buffer: Tensor, received: Tensor, encode: Encode, incoming: Tensor, tag: int
     ) -> Begun:
-        """Sums `buffer` within each host, and sends what `encode` makes of that between hosts.
+        """Sums `buffer` within each host, and sends what `encode` makes of that between N hosts.
 
-        Of N hosts; where `hops` is 2. After the work's `wait`, row h of `incoming` is what host h
-        has sent here.
+        Only if `hops` is 2. After `wait`, row h of `incoming` is what host h has sent here.
 
         Args:
-            buffer: As in `launch_reduce_scatter`.
-            received: As there.
-            encode: Called once: by a thread when the sums are there (gloo), or at once, for a
-                stream beside the current one (NCCL). Given this host's sums for the ranks that have
-                this one's place on their hosts, [N, elements of a shard] fp32, which it may mutate.
-                Returns [N, n], a row for each.
+            buffer: Same as in `launch_reduce_scatter`.
+            received: Same as in `launch_reduce_scatter`.
+            encode: Called once: by a thread when the sums are there (gloo), or at once, with the
+                second stream as the current one (NCCL). Gets this host's sums for the ranks that
+                have this rank's place on their hosts, [N, elements of a shard] fp32, which it may
+                mutate. Returns [N, n], a row for each host.
             incoming: [N, n] of the same dtype; overwritten.
-            tag: Of the message, equal on all ranks; see `Exchange.tag_of`.
+            tag: Tag of the message, equal on all ranks.
 
         Returns:
-            The work, and what blocks the host (gloo) or the current stream (NCCL) until all that
-            was to be encoded by then is, and raises if `encode` cannot be called.
+            The work, and a function that blocks the host (gloo) or the current stream (NCCL) until
+            `encode` has run. It raises what the first hop or `encode` raised.
         """
-        raise RuntimeError("There is one hop.")
+        raise RuntimeError("Sums of a host need two hops: make the collectives with hops=2.")
 
     def expect_sums_of_host(self, received: Tensor, incoming: Tensor, tag: int) -> None:
-        """Lets others' parts arrive from now on; as `expect_reduce_scatter`."""
+        """Posts the receives of both hops; see `expect_reduce_scatter`."""
 
     def launch_gather_of_host(self, buffer: Tensor, tag: int) -> Work:
-        """Fills `buffer`, as long as `launch_sums_of_host`'s, with what ranks of this host sum.
+        """Gathers within each host the shards that `launch_sums_of_host` sums, into `buffer`.
 
-        Each has, in place, the shards of its place's ranks. Where `hops` is 1, nothing is done.
+        Each rank brings the shards of all ranks with its place. If `hops` is 1, nothing is done.
         """
         return Work.done()
 
@@ -350,24 +349,24 @@ class Collectives(ABC):
 
     @abstractmethod
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
-        """Overwrites `buffer` with rank 0's, in place, on the all-gather group."""
+        """Overwrites `buffer` with rank 0's, on the gather group. `index` makes the tag unique."""
 
     @property
     def flags_device(self) -> torch.device:
-        """Where flags lie while ranks combine them."""
+        """Device on which flags lie while ranks combine them."""
         return torch.device("cpu")
 
     @property
     def favors_all_reduce(self) -> bool:
-        """Whether an all-reduce sends less between hosts than both halves do."""
+        """Whether an all-reduce sends fewer bytes between hosts than both halves together."""
         return False
 
     def scratch_numel(self, numel: int) -> int:
-        """Elements of scratch that a reduce-scatter of `numel` elements needs."""
+        """Returns how many elements of scratch a reduce-scatter of `numel` elements needs."""
         return 0
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Every rank's picklable `value`, in rank order. Blocks."""
+        """Returns every rank's picklable `value`, in rank order. Collective, blocks."""
         if self.world.size == 1:
             return [value]
         values: list[Any] = [None] * self.world.size
@@ -375,61 +374,61 @@ class Collectives(ABC):
         return values
 
     def abort(self) -> None:
-        """After a failure elsewhere, by any thread: ends what a device waits for in vain.
+        """After a failure on another rank: ends what this rank's device waits for in vain.
 
-        What is launched or waited for here from now on raises. May block a few seconds. Nothing to
-        do on gloo, where nobody waits for a rank that has ended.
+        Any thread may call. From now on each launch and each wait raises. May block a few seconds.
+        Does nothing on gloo, where a wait for a rank that has ended fails by itself.
         """
 
     def check(self) -> None:
-        """Raises `RuntimeError` after `abort`: what has arrived since is of no use."""
+        """Raises `RuntimeError` after `abort`: data that has arrived since may be incomplete."""
         if self.was_aborted:
-            raise RuntimeError("another rank has failed, and the communicator was aborted")
+            raise RuntimeError("another rank failed, the communicator was aborted: see its error")
 
     def discard(self) -> None:
-        """After a failure: something may still be in flight, so nobody may use the groups again."""
+        """After a failure: messages may still be in flight, so that no fit may reuse the groups."""
         self.was_discarded = True
         reusable_groups.clear()
 
     @property
     def device_groups(self) -> list[Any]:
-        """Process groups for what a device sends."""
+        """Process groups in which the device sends."""
         return [self.reduce_group, self.gather_group]
 
     def forget_groups(self) -> None:
-        """Lets go of them: nothing can be sent any more."""
+        """Drops the references to the groups. Afterwards nothing can be sent."""
         self.reduce_group = self.gather_group = self.object_group = None
 
     def start(self, call: str, group: Any, *arguments: Any) -> Waits:
-        """Launches the backend's own collective `call`, which does not say whom it waits for."""
+        """Launches the backend's own collective `call`, whose work does not name its peers."""
         self.check()
         work = getattr(self.calls, call)(*arguments, group=group, async_op=True)
         return [(None, work, arguments)]
 
     def ring_bytes(self, buffer: Tensor) -> int:
-        """What a rank sends to reduce-scatter, or to gather, the flat `buffer`."""
+        """Returns the bytes that a rank sends to reduce-scatter, or to all-gather, `buffer`."""
         return buffer.nbytes // self.world.size * (self.world.size - 1)
 
     def new_work(
         self, lane: str, name: str, waits: Waits, finish: Callable[[], object] | None = None
     ) -> Work:
-        """A work that waits for all of `waits`, and is seen by the observer; see `Work`."""
+        """Returns a work that waits for all of `waits` and that the observer sees; see `Work`."""
         arrive = self.arriving(lane, name, waits)
         work = Work(self.observed(lane, name, arrive) if waits else arrive, finish)
         work.is_done = not waits and finish is None
         return work
 
     def observed(self, lane: str, name: str, arrive: Callable[[], None]) -> Callable[[], None]:
-        """`arrive`, seen by the observer if there is one."""
-        # Read once: a thread that gathers may be here when a recording ends.
+        """Returns `arrive`, wrapped by the observer if there is one."""
+        # Read once, as another thread may end the recording meanwhile.
         observe = self.observer
         return observe(lane, name, arrive) if observe else arrive
 
     def arriving(self, lane: str, name: str, waits: Waits) -> Callable[[], None]:
-        """What waits for all of `waits`, seen by nobody.
+        """Returns a function that waits for all of `waits`. The observer does not see it.
 
-        What fails in it names the peer. Afterwards nobody waits for anything else: who was silent
-        for a whole timeout would be waited for again.
+        Its error names the peer. After a failure all further waits give up at once, because each
+        wait for a silent rank would last a whole timeout.
         """
 
         def arrive() -> None:
@@ -447,38 +446,39 @@ class Collectives(ABC):
 
 
 def _blame(peer: int | None, late_s: float, said: str) -> str:
-    """Who was silent, or has closed the connection, in words that `FailureBoard` reads as well."""
+    """Says which rank was silent or has closed the connection. `FailureBoard` parses the text."""
     who = f"rank {peer}" if peer is not None else "a rank that the backend does not name"
     if re.search("[Tt]imed out|[Tt]imeout", said):
-        return f"nothing from {who} for {late_s:.0f} s: link or rank. ({said})"
+        return f"nothing from {who} for {late_s:.0f} s: link or rank. Check both. ({said})"
     is_closed = re.search("closed|reset|[Bb]roken pipe", said)
-    return (f"connection closed by {who}" if is_closed else f"with {who}") + f". ({said})"
+    what = "connection closed by" if is_closed else "an error between this rank and"
+    return f"{what} {who}: see its output. ({said})"
 
 
 def shard_of(buffer: Tensor, number: int, num_shards: int) -> Tensor:
-    """View of the `number`-th of `num_shards` equal, contiguous parts of the flat `buffer`."""
+    """Returns a view of shard `number` of the flat `buffer`, cut into `num_shards` equal shards."""
     size = buffer.numel() // num_shards
     return buffer[number * size : (number + 1) * size]
 
 
 def take_largest(rows: Sequence[Tensor], out: Tensor) -> None:
-    """Makes each element of `out` the largest of its own and those of all rows."""
+    """Replaces each element of `out` by the maximum of itself and that element of all rows."""
     for row in rows:
         torch.maximum(out, row, out=out)
 
 
 def sum_in_source_order(rows: Sequence[Tensor], out: Tensor, size: int = 1) -> None:
-    """Writes `rows[0] + rows[1] + ...` into `out` (one of the rows, or fp32), left to right.
+    """Writes `rows[0] + rows[1] + ...`, added up from left to right, into `out`.
 
-    Left to right in rank order, so that the bits depend on the number of ranks alone, and on how
-    many a host has. 16-bit rows are summed in fp32, and rounded once if `out` is as narrow. May
+    The order is that of the ranks, so that the bits depend only on the number of ranks, and on how
+    many a host has. 16-bit rows are summed in fp32, and rounded once if `out` has 16 bits. May
     overwrite any row.
 
     Args:
-        rows: Of all ranks, or of all hosts.
-        out: See above.
-        size: How many ranks a host has: each host's rows are summed first, and rounded to their
-            dtype; then the hosts' sums.
+        rows: Rows of all ranks, or of all hosts, in their order.
+        out: One of the rows, or an fp32 tensor.
+        size: Number of ranks on a host. Each host's rows are summed first, and rounded to their
+            dtype; then the hosts' sums are summed.
     """
     if size > 1:
         for begin in range(0, len(rows), size):
@@ -491,7 +491,7 @@ def sum_in_source_order(rows: Sequence[Tensor], out: Tensor, size: int = 1) -> N
             total.add_(row)
         out.copy_(total)
         return
-    # Only the last sum goes to `out`, which may be a row that is still to be added.
+    # Only the last sum is written to `out`, which may be a row that has not been added yet.
     for number, row in enumerate(rows[1:], start=2):
         torch.add(total, row, out=out if number == len(rows) else total)
     if len(rows) == 1 and total.data_ptr() != out.data_ptr():

@@ -1,4 +1,4 @@
-"""Which ranks there are, and which of them share a host."""
+"""The ranks of a training, and which of them share a host."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from functools import cached_property
 from typing import Any
 
 RankPlace = tuple[tuple[str, str], tuple[int, int]]
-"""What a rank knows of its place: (machine, network) as it sees them, and (node rank, local rank)
-as its launcher says. All processes on one kernel see the same machine name. Both numbers are 0
-unless a launcher sets them.
-"""
+"""Where one rank runs: (machine, network) as the rank sees them, and (node rank, local rank) as its
+launcher says. All processes on one kernel see the same machine name. Node rank and local rank are
+both 0 unless a launcher sets them."""
 
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of a training, and this one's place among them.
+    """All ranks of a training, the number of this rank, and the host of each rank.
+
+    If there are several hosts, all with the same number of ranks, and the ranks of each host are
+    numbered consecutively, the ranks form a grid: a row for each host, a column for each place on a
+    host.
 
     Attributes:
-        rank: This rank's number, from 0.
+        rank: Number of this rank, from 0.
         size: Number of ranks, the world size.
-        hosts: For each rank the number of its host, which is the number of the host's first rank.
-            Empty if the hosts are not known.
+        hosts: For each rank the number of its host. A host has the number of its first rank. Empty
+            means that the hosts are not known.
     """
 
     rank: int = 0
@@ -32,11 +35,7 @@ class World:
 
     @cached_property
     def ranks_a_host(self) -> int:
-        """How many ranks each host has, where ranks form a grid of hosts; else 1.
-
-        A grid: there are several hosts, all have the same number of ranks, and a host's ranks are
-        numbered one after the other.
-        """
+        """Number of ranks on each host if the ranks form a grid of hosts; else 1."""
         num_ranks = len(self.hosts)
         count = num_ranks // max(1, len(set(self.hosts)))
         is_grid = bool(count) and list(self.hosts) == [r - r % count for r in range(num_ranks)]
@@ -44,32 +43,35 @@ class World:
 
     @cached_property
     def fewest_on_a_host(self) -> int:
-        """How many ranks the host with the fewest ranks has; 1 if there is only one host."""
+        """Number of ranks on the host that has the fewest; 1 if there is only one host."""
         counts = Counter(self.hosts).values()
         return min(counts) if len(counts) > 1 else 1
 
     @property
     def num_hosts(self) -> int:
-        """Rows of the grid of hosts; the world size if there is no grid."""
+        """Number of hosts in the grid; the world size if there is no grid."""
         return self.size // self.ranks_a_host
 
     @property
     def host(self) -> int:
-        """This rank's row in the grid of hosts."""
+        """Row of this rank's host in the grid; the rank's number if there is no grid."""
         return self.rank // self.ranks_a_host
 
     @property
     def place_on_host(self) -> int:
-        """This rank's column in the grid of hosts."""
+        """Column of this rank in the grid, its place on its host; 0 if there is no grid."""
         return self.rank % self.ranks_a_host
 
     def with_place(self, rank: int) -> range:
-        """The ranks that have the same place on their hosts as `rank`, one for each host."""
+        """Returns the ranks that have the same place on their hosts as `rank`, one for each host.
+
+        Without a grid that is all ranks.
+        """
         return range(rank % self.ranks_a_host, self.size, self.ranks_a_host)
 
     @property
     def description(self) -> str:
-        """For messages, such as "2 hosts with 4 ranks each". The hosts must be known."""
+        """Text for messages, such as "2 hosts with 4 ranks each". The hosts must be known."""
         counts = Counter(self.hosts).values()
         least, most = min(counts), max(counts)
         if most == 1:
@@ -81,17 +83,18 @@ class World:
 
 
 def hosts_of(places: Sequence[RankPlace]) -> tuple[tuple[int, ...], str]:
-    """Finds out which ranks share a host.
+    """Finds out which ranks share a host. Local.
 
-    Usually by node ranks, so that the containers of one node count as one host. Where node ranks
-    cannot be right, ranks share a host if they see the same network of the same machine.
+    Usually the node ranks decide, so that all containers of one node count as one host. If the node
+    ranks contradict what the ranks see, ranks share a host if they see the same network of the same
+    machine.
 
     Args:
-        places: Of all ranks, in rank order.
+        places: Places of all ranks, in rank order.
 
     Returns:
-        `World.hosts`, and what is wrong with the node ranks. The latter is empty if they are used,
-        if all of them are equal, or if networks tell the same hosts apart.
+        `World.hosts`, and the reason why the node ranks are not used. The reason is empty if they
+        are used, if all of them are equal, or if the networks give the same hosts.
     """
     columns = zip(*[(seen[0], seen, said[0]) for seen, said in places], strict=True)
     machines, networks, nodes = map(_numbered, columns)
@@ -107,10 +110,10 @@ def hosts_of(places: Sequence[RankPlace]) -> tuple[tuple[int, ...], str]:
 
 
 def _numbered(names: Sequence[Any]) -> tuple[int, ...]:
-    """For each rank the first rank that has the same name."""
+    """Returns for each rank the number of the first rank that has the same name."""
     return tuple(names.index(name) for name in names)
 
 
-def _are_parted(ones: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether two ranks with the same number in `ones` have different numbers in `others`."""
-    return len({*zip(ones, others, strict=True)}) > len({*ones})
+def _are_parted(numbers: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether two ranks with equal numbers in `numbers` have different numbers in `others`."""
+    return len({*zip(numbers, others, strict=True)}) > len({*numbers})

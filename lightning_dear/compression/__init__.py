@@ -1,4 +1,4 @@
-"""Finds compressors by name; they encode gradients on their way."""
+"""Public names of all compressors, and the lookup of a compressor by its name."""
 
 from importlib.metadata import entry_points
 from inspect import signature
@@ -27,40 +27,45 @@ _FEW_OF_MANY = (TopK, RandomK, DGC)
 _NOT_BY_ROWS = (PowerSGD, OkTopk, TopkA, TopkDSA, GTopk, Gaussiank)
 
 CODECS: dict[str, type[Codec]] = {
-    one.name: one for one in (*_NARROW, *_OF_SIGNS, *_FEW_LEVELS, *_FEW_OF_MANY)
+    codec.name: codec for codec in (*_NARROW, *_OF_SIGNS, *_FEW_LEVELS, *_FEW_OF_MANY)
 }
-"""All codecs by name."""
+"""Name -> class, of all codecs of this package."""
 
-_COMPRESSORS: dict[str, type[Compressor]] = CODECS | {one.name: one for one in _NOT_BY_ROWS}
+_COMPRESSORS: dict[str, type[Compressor]] = CODECS | {kind.name: kind for kind in _NOT_BY_ROWS}
 
 
 def class_with(option: str) -> type[Compressor] | None:
-    """Returns the first class of compressors that has an option of this name."""
+    """Returns the first compressor class with an option of this name. None means that none has."""
     kinds = _COMPRESSORS.values()
-    return next((one for one in kinds if option in signature(one).parameters), None)
+    return next((kind for kind in kinds if option in signature(kind).parameters), None)
 
 
 class NoCompression:
-    """Changes nothing: gradients and parameters travel as they are."""
+    """Stands for no compression: gradients and parameters travel uncompressed."""
 
     name = "none"
 
 
 COMPRESSORS = ("none", *_COMPRESSORS)
-"""Names of all compressors of ours."""
+"""Names of all compressors of this package, and "none"."""
 
 ENTRY_POINTS = "lightning_dear.compressors"
-"""Group of entry points under which other packages name codecs of theirs."""
+"""Group of entry points under which other packages register names of their codecs."""
 
 
 def resolve_compressor(compressor: str | Compressor | NoCompression | None) -> Compressor | None:
-    """Returns what a name or an instance means; None for no compression.
+    """Returns the compressor that a name or an instance stands for.
 
-    Names that other packages have registered (`ENTRY_POINTS`) count, after ours.
+    A name is looked up in this package, then among the entry points of other packages
+    (`ENTRY_POINTS`).
+
+    Returns:
+        The compressor. None means no compression.
 
     Raises:
-        ValueError: For an unknown name, with a list of the valid ones.
-        TypeError: If it is neither a name nor a compressor.
+        ValueError: If the name is unknown; the message lists the valid ones.
+        TypeError: If `compressor` is neither a name nor a compressor, or if an entry point names
+            something else than a codec.
     """
     if isinstance(compressor, Compressor):
         return compressor
@@ -75,7 +80,7 @@ def resolve_compressor(compressor: str | Compressor | NoCompression | None) -> C
         )
     if compressor in _COMPRESSORS:
         return _COMPRESSORS[compressor]()
-    others = {one.name: one for one in entry_points(group=ENTRY_POINTS)}
+    others = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
     if compressor not in others:
         names = (*COMPRESSORS, *others)
         raise ValueError(
@@ -86,24 +91,29 @@ def resolve_compressor(compressor: str | Compressor | NoCompression | None) -> C
     if not isinstance(codec, Codec):
         raise TypeError(
             f"{others[compressor].value}, registered as compressor {compressor!r}, is no Codec."
+            " Register a class that is derived from lightning_dear.compression.Codec."
         )
     return codec
 
 
-def check_replaces(codec: Compressor, configured: Compressor | None) -> None:
-    """Refuses a codec that cannot be used in mid-run instead of the configured one.
+def check_replaces(compressor: Compressor, configured: Compressor | None) -> None:
+    """Refuses a compressor that cannot take the place of the configured one in mid-run.
+
+    Args:
+        compressor: Compressor to use from now on.
+        configured: Compressor of the strategy. None means no compression.
 
     Raises:
-        ValueError: Naming those that can.
+        ValueError: If it cannot; the message names the compressors that can.
     """
     if configured is None:
-        raise ValueError(f"{codec.name} cannot be used in mid-run: set compressor= first.")
-    if codec.has_density and isinstance(configured, FewOfMany):
-        codec = codec.at_density(configured.density)
-    if type(codec) is not Fp32 and codec != configured:
+        raise ValueError(f"{compressor.name} cannot be used in mid-run: set compressor= first.")
+    if compressor.has_density and isinstance(configured, FewOfMany):
+        compressor = compressor.at_density(configured.density)
+    if type(compressor) is not Fp32 and compressor != configured:
         raise ValueError(
-            f"{codec!r} cannot replace {configured!r} in mid-run: only fp32 can, and the same"
-            " compressor with another density."
+            f"{compressor!r} cannot replace {configured!r} in mid-run: only fp32 can, and the same"
+            " compressor with another density. Use one of these."
         )
 
 

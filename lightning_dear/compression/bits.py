@@ -1,8 +1,9 @@
-"""Several small numbers in a byte, and back, without a loop and without a table.
+"""Packs several values of one or two bits into each byte, and unpacks them, in few torch calls.
 
-Eight bytes that hold 0 or 1 are one int64: a multiplication brings all eight to its highest byte,
-and another, with a mask, scatters them again. Element 0 is the lowest bits of byte 0. The products
-overflow; what matters is modulo 2^64 (2^32 for pairs), as integers of torch wrap.
+Eight bytes that hold 0 or 1 are viewed as one int64. One multiplication moves all eight bits into
+its highest byte. To unpack, another multiplication and a mask spread them again. Element 0 is in
+the lowest bits of byte 0. Products overflow on purpose: torch's integers wrap, and only the result
+modulo 2^64 (2^32 for pairs) matters.
 """
 
 import sys
@@ -11,25 +12,27 @@ import torch
 from torch import Tensor
 
 if sys.byteorder != "little":
-    raise ImportError("lightning_dear.compression packs bits on little-endian machines only.")
+    raise ImportError("lightning_dear.compression needs a little-endian machine; this is none.")
 
-# Byte k holds bit b_k, the bit 8 k of a word. Times 2^(56 - 7 k) it is bit 56 + k. No two of the
-# 64 products b_j 2^(8 j + 56 - 7 k) are the same bit, so that nothing carries.
+# Byte k of a word holds bit b_k, which is bit 8 k of the word. Multiplied by 2^(56 - 7 k) it is bit
+# 56 + k. No two of the 64 products b_j 2^(8 j + 56 - 7 k) are the same bit, so nothing carries.
 _GATHER_BITS = sum(1 << (56 - 7 * k) for k in range(8))
-# The byte in each of eight bytes; of byte k only bit k remains, and carries to bit 7.
+# Copies the packed byte into each of eight bytes. Of byte k only bit k is kept; adding a constant
+# carries it to bit 7, from where it is shifted to bit 0.
 _REPEAT_BYTE = 0x0101010101010101
 _BIT_K_OF_BYTE_K = 0x8040201008040201 - (1 << 64)
 _CARRY_BIT_K = sum((0x80 - (1 << k)) << (8 * k) for k in range(8))
 
-# Byte k holds two bits, from bit 8 k of a word of four bytes on; they go to bit 24 + 2 k.
+# Byte k of a word of four bytes holds a pair of bits, from bit 8 k on. It goes to bit 24 + 2 k.
 _GATHER_PAIRS = sum(1 << (24 - 6 * k) for k in range(4))
-# Half a byte in each half word, then a pair in each byte; what is copied never overlaps.
+# First each half of a byte gets two bytes of its own, then each pair of bits a byte. The copies of
+# a multiplication never overlap.
 _SPREAD_HALVES, _HALVES = 1 + (1 << 12), 0x000F000F
 _SPREAD_PAIRS, _PAIRS = 1 + (1 << 6), 0x03030303
 
 
 def pack_bits(bits: Tensor, packed: Tensor) -> None:
-    """Write eight numbers that are 0 or 1 to a byte.
+    """Packs eight values that are 0 or 1 into each byte.
 
     Args:
         bits: [..., n] uint8, less than 2; not mutated.
@@ -40,11 +43,11 @@ def pack_bits(bits: Tensor, packed: Tensor) -> None:
 
 
 def unpack_bits(packed: Tensor, numel: int) -> Tensor:
-    """Undoes `pack_bits`.
+    """Returns the values that `pack_bits` packed.
 
     Args:
         packed: [..., ceil(numel / 8)] uint8; not mutated.
-        numel: n, numbers side by side.
+        numel: n, number of values in the last dimension.
 
     Returns:
         [..., n] uint8; a view of [..., 8 ceil(n / 8)].
@@ -55,7 +58,7 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
 
 
 def pack_pairs(codes: Tensor, packed: Tensor) -> None:
-    """Write four numbers from 0 to 3 to a byte.
+    """Packs four values from 0 to 3 into each byte.
 
     Args:
         codes: [..., n] uint8, less than 4; not mutated.
@@ -66,11 +69,11 @@ def pack_pairs(codes: Tensor, packed: Tensor) -> None:
 
 
 def unpack_pairs(packed: Tensor, numel: int) -> Tensor:
-    """Undoes `pack_pairs`.
+    """Returns the values that `pack_pairs` packed.
 
     Args:
         packed: [..., ceil(numel / 4)] uint8; not mutated.
-        numel: n, numbers side by side.
+        numel: n, number of values in the last dimension.
 
     Returns:
         [..., n] uint8; a view of [..., 4 ceil(n / 4)].
@@ -81,9 +84,10 @@ def unpack_pairs(packed: Tensor, numel: int) -> Tensor:
 
 
 def _words(small: Tensor, size: int) -> Tensor:
-    """The bytes of all rows in one, each with zeros up to the next multiple of `size`.
+    """Flattens rows of bytes, each filled up with zeros to a multiple of `size` bytes.
 
-    Flat, since torch views bytes as words only where all strides and the offset allow it.
+    The result can be viewed as words of `size` bytes; torch refuses that view of rows whose
+    strides or offset are not multiples of `size`.
     """
     numel = small.shape[-1]
     if not numel % size and small.is_contiguous() and not small.storage_offset() % size:
@@ -94,5 +98,5 @@ def _words(small: Tensor, size: int) -> Tensor:
 
 
 def _rows(flat: Tensor, packed: Tensor, size: int) -> Tensor:
-    """[..., n size] of what [..., n] bytes were unpacked to."""
+    """Reshapes flat unpacked values to [..., n size], where `packed` is [..., n]."""
     return flat.view(*packed.shape[:-1], packed.shape[-1] * size)

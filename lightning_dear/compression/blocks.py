@@ -1,4 +1,4 @@
-"""How codecs go through long rows: in tiles that a cache holds, in blocks that share statistics."""
+"""How codecs work through long rows: in tiles that fit a cache, in blocks that share statistics."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -12,52 +12,53 @@ from lightning_dear.compression.codec import Codec, padded_bytes
 from lightning_dear.torch_modes import saves_calls
 
 TILE_ELEMENTS = 1 << 19
-"""What a codec works on at once on a CPU: 2 MiB of fp32, so that the next pass finds it cached."""
+"""Most elements that a codec works on at once on a CPU: 2 MiB of fp32, which stay in its cache."""
 
 BLOCK_SIZES = range(8, 65536 + 1, 8)
-"""Numbers of elements that may share statistics: whole bytes of bits, and a block fits a cache."""
+"""Valid block sizes, in elements: whole bytes at a bit an element, and at most 256 KiB of fp32."""
 
 
 Tiles = Iterator[tuple[Tensor, ...]]
-"""Pieces of several tensors that belong together, one tuple after another."""
+"""Tuples of tensors: the same part of several tensors, one part after another."""
 
 
 def tiles(*tensors: Tensor, num_scratch: int = 0) -> Tiles:
-    """Cuts tensors alike into pieces of at most `TILE_ELEMENTS`, or of one item if that has more.
+    """Cuts several tensors in the same way, into tiles of at most `TILE_ELEMENTS` elements.
 
-    Several short rows make a piece, or a part of a long one. On a device that is not a CPU there is
-    one piece: fewer launches are what counts.
+    A tile is several short rows or a part of one long row, but at least one item. On accelerators
+    all is one tile, since a kernel launch costs more there than a pass over memory.
 
     Args:
-        tensors: [R, items, ...] each; the elements of the first one count.
-        num_scratch: How many temporaries to add to each piece.
+        tensors: [R, items, ...] each. The first one's elements are counted.
+        num_scratch: Number of temporary tensors to add to each tile.
 
     Yields:
-        Views of all tensors, and temporaries of the shape and type of the first, uninitialized and
-        contiguous; nothing where the first one is empty.
+        Views of all tensors, then temporaries of the shape and dtype of the first, contiguous and
+        uninitialized; nothing if the first tensor is empty. Temporaries are used again in the next
+        tile.
     """
     first = tensors[0]
     if not first.numel():
         return
-    pieces: Iterable[tuple[Tensor, ...]] = (tensors,)
-    # Of buckets that hold one small tensor each, cutting would be a third of the time.
+    parts: Iterable[tuple[Tensor, ...]] = (tensors,)
+    # Not for a bucket that holds one small tensor, where cutting would take a third of the time.
     if first.device.type == "cpu" and first.numel() > TILE_ELEMENTS:
         num_rows, num_items = first.shape[:2]
         num_elements = first.numel() // (num_rows * num_items)
         width = max(1, min(num_items, TILE_ELEMENTS // num_elements))
         height = max(1, TILE_ELEMENTS // (width * num_elements))
-        # Not slices: they take microseconds each, which is as long as some operations on a piece.
-        pieces = (
-            piece
+        # Slicing would take microseconds for each tile, as long as some operations on it.
+        parts = (
+            part
             for group in zip(*(torch.split(each, height) for each in tensors), strict=True)
-            for piece in zip(*(torch.split(each, width, 1) for each in group), strict=True)
+            for part in zip(*(torch.split(each, width, 1) for each in group), strict=True)
         )
     scratch: tuple[Tensor, ...] = ()
-    for piece in pieces:
-        # Kept from tile to tile: on a CPU new pages cost more than the work.
-        if num_scratch and (not scratch or scratch[0].shape != piece[0].shape):
-            scratch = piece[0].new_empty((num_scratch, *piece[0].shape)).unbind()
-        yield *piece, *scratch
+    for part in parts:
+        # The same memory for all tiles: on a CPU, mapping new pages costs more than the work.
+        if num_scratch and (not scratch or scratch[0].shape != part[0].shape):
+            scratch = part[0].new_empty((num_scratch, *part[0].shape)).unbind()
+        yield *part, *scratch
 
 
 def largest_of_blocks(tile: Tensor, out: Tensor | None = None) -> Tensor:
@@ -65,7 +66,7 @@ def largest_of_blocks(tile: Tensor, out: Tensor | None = None) -> Tensor:
     if saves_calls(tile.device):
         norm: Tensor = torch.linalg.vector_norm(tile, math.inf, -1, keepdim=True, out=out)
         return norm
-    # Slow there, and |x| itself would be a temporary.
+    # On a CPU the norm is slow, and |x| would be a temporary as large as the tile.
     above, below = torch.amax(tile, -1, True, out=out), torch.amin(tile, -1, True)
     return torch.maximum(above, below.neg_(), out=out)
 
@@ -73,19 +74,19 @@ def largest_of_blocks(tile: Tensor, out: Tensor | None = None) -> Tensor:
 def block_tiles(
     rows: Tensor, values: Tensor, *statistics: Tensor, block_size: int, bits: int, num_scratch: int
 ) -> Tiles:
-    """Returns `tiles` of the whole blocks of rows, and of the short block that may end each.
+    """Cuts rows into blocks, and these into `tiles`; a short last block is a tile of its own.
 
     Args:
         rows: [R, numel].
-        values: [R, ceil(numel bits / 8)], the bytes of the elements.
+        values: [R, ceil(numel bits / 8)] uint8, the bytes of the encoded elements.
         statistics: [R, num_blocks, ...] each.
-        block_size: Elements of a block; together they are whole bytes.
-        bits: Of an element.
-        num_scratch: See `tiles`.
+        block_size: Elements of a block; a block's encoded elements are whole bytes.
+        bits: Bits of an encoded element.
+        num_scratch: Number of temporary tensors to add to each tile.
 
     Yields:
         Views of `rows` [r, b, elements of a block], `values` [r, b, bytes of a block] and
-        `statistics` [r, b, ...], and temporaries like the first.
+        `statistics` [r, b, ...], then temporaries like the first.
     """
     num_blocks, short = divmod(rows.shape[1], block_size)
     elements, nbytes = num_blocks * block_size, num_blocks * block_size * bits // 8
@@ -104,19 +105,19 @@ def block_tiles(
 
 
 class BlockCodec(Codec):
-    """Lays out a row: statistics of its blocks, then the elements, a fixed number of bits each.
+    """Base of codecs that send statistics of each block, and a fixed number of bits an element.
 
     Wire: [num_blocks x num_statistics, fp32 | values | zeros to a multiple of 4]. The last block
-    may be short; its statistics are those of the elements that it has.
+    may be short; its statistics are of the elements that it has.
 
     Args:
-        block_size: Elements that share statistics: a multiple of 8 from 8 to 65536.
+        block_size: Number of elements that share statistics: a multiple of 8 from 8 to 65536.
     """
 
     _bits: ClassVar[int]
     _num_statistics: ClassVar[int] = 1
 
-    # A field of the subclasses, whose defaults differ.
+    # A dataclass field of the subclasses, which have different defaults.
     block_size: int
 
     @override
@@ -133,17 +134,18 @@ class BlockCodec(Codec):
         return padded_bytes(self._ends(numel)[1])
 
     def _ends(self, numel: int) -> tuple[int, int]:
-        """Behind which byte the statistics end, and the values."""
+        """Returns the index of the first byte after a row's statistics, and after its values."""
         begin = -(-numel // self.block_size) * self._num_statistics * 4
         return begin, begin + -(-numel * self._bits // 8)
 
     def _tiles(self, rows: Tensor, wire: Tensor, num_scratch: int = 0) -> Tiles:
-        """Views [r, b, elements] of `rows`, [r, b, bytes] of values, and of the statistics.
+        """Yields tiles of `rows`, of the bytes of their values, and of their fp32 statistics.
 
-        The latter are [r, b, num_statistics] fp32. Behind them temporaries, as `tiles` has them.
+        A tile is rows [r, b, elements], values [r, b, bytes], statistics [r, b, num_statistics],
+        and then `num_scratch` temporaries like the rows; see `tiles`.
         """
         begin, end = self._ends(rows.shape[1])
-        # torch views no empty rows of bytes as wider numbers.
+        # torch refuses to view empty rows of bytes as wider values.
         if begin:
             shape = (len(rows), -1, self._num_statistics)
             parts = rows, wire[:, begin:end], wire[:, :begin].view(torch.float32).view(shape)

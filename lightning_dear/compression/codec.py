@@ -1,7 +1,8 @@
-"""What a compressor is, and a codec: rows of numbers to rows of bytes, and back.
+"""Base classes of compressors: `Compressor`, and `Codec`, which encodes rows of fp32 values.
 
-An exchange cuts a bucket into one row for each rank, or host, and sends each row's bytes there; a
-codec knows nothing of that, nor of what was lost before. To write one, see docs/write-a-codec.md.
+An exchange cuts a bucket into one row for each rank (or host), lets the codec encode every row into
+bytes, and sends each row to its rank. A codec knows nothing of ranks or of earlier steps: exchanges
+and `error_feedback` do the rest. docs/write-a-codec.md tells how to write one.
 """
 
 import math
@@ -15,48 +16,51 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import Self, override
 
-# `error_feedback` is an option of compressors.
+# `error_feedback` alone would be hidden by the option of this name in the classes below.
 from lightning_dear.compression import error_feedback as feedback
 
 Kind = Literal["contractive", "unbiased", "vote"]
-"""What is true of what comes back, C(x), of an x that is sent.
+"""What holds for C(x), the values that arrive when x is sent.
 
-contractive: |C(x) - x|^2 <= (1 - d) |x|^2 for a d > 0. What is lost is kept and added to the next
-gradient (error feedback), so that nothing is lost for good.
-unbiased: E[C(x)] = x. Nothing is kept: with feedback it would diverge.
-vote: only the sign of each number travels, and the majority's sign comes back; with halves="reduce"
-the mean of the signs.
+contractive: |C(x) - x|^2 <= (1 - d) |x|^2 for a d > 0. The error x - C(x) is kept and added to the
+next gradient (error feedback), so that it arrives later.
+unbiased: E[C(x)] = x. The error is not kept: error feedback would diverge.
+vote: each rank sends only the sign of each element, and the sign of the majority comes back. With
+halves="reduce" the mean of the signs comes back.
 """
 
 Lag = Literal["small", "unbounded"]
-"""How far replicas stay behind the owner's parameters if differences are encoded, which is what
-gather="parameters" does: about 1 % of the weights' norm or less, or so far that it is refused."""
+"""How far replicas stay behind the owner's parameters with gather="parameters", where encoded
+differences of parameters are sent. "small" means about 1 % of the weights' norm or less.
+"unbounded" means more than that, so that the combination is refused."""
 
 Randomness = Literal["none", "private", "shared", "turns"]
-"""Which generator a codec is given.
+"""Which random generator `Codec.encode` and `Codec.decode` are given.
 
-none: None.
-private: One of each rank's own.
-shared: One in the same state on all ranks, in `encode` and in the `decode` that belongs to it.
-turns: As shared, and the same in both halves of a step. Its initial seed is one more in each step,
-so that whoever draws places can go through all of them in turn.
+none: The generator is None.
+private: `encode` is given a generator that differs from rank to rank.
+shared: `encode`, and the `decode` of what it encoded, are given generators in the same state on all
+ranks.
+turns: The same as shared, and both halves of a step have the same state. The initial seed grows by
+one from step to step, so that a codec that draws places can visit all of them in turn.
 """
 
 HALVES = ("both", "reduce")
-"""Names of what may be encoded: both halves of an exchange, or the first one."""
+"""Values of the option `halves`: encode both halves of an exchange, or the reduce half alone."""
 
 WIRE_ALIGNMENT = 4
-"""Rows of bytes are multiples of this many, so that fp32 fields can be views of them."""
+"""The bytes of an encoded row are a multiple of this, so that fp32 fields can be views of them."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Describes what a compressor is used beside: the options that matter to it.
+    """Options of the strategy that a compressor has to fit; see `Compressor.check_with`.
 
     Attributes:
-        gather: "parameters": each rank steps its shard, and the new values are gathered.
-            "gradients": the mean gradient is gathered, and each rank steps whole tensors.
-        decouple: False: no bucket is gathered, all are all-reduced during backward instead.
+        gather: "parameters" means that each rank steps its shard, and that the new parameters are
+            gathered. "gradients" means that the mean gradient is gathered, and that each rank
+            steps whole tensors.
+        decouple: False means that all buckets are all-reduced during backward and none is gathered.
     """
 
     gather: str = "parameters"
@@ -64,34 +68,43 @@ class Setting:
 
     @cached_property
     def is_of_gradients(self) -> bool:
-        """Tells whether each rank steps whole tensors, with a state of its own for all of them."""
+        """Tells whether each rank steps whole tensors, and so has the whole optimizer state."""
         return self.gather == "gradients"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compressor(ABC):
-    """Says what is sent instead of gradients. A frozen dataclass; its fields are options.
+    """Base of all compressors: describes what is sent in place of gradients.
+
+    A frozen dataclass whose fields are the user's options. It holds no tensors: what is kept from
+    step to step is in the `Memory` objects that it makes. `Codec` is the base of compressors that
+    encode row by row; others have an exchange of their own.
 
     Args:
-        error_feedback: Whether what is lost is added to the next gradient; None: as `kind` asks
-            for, which is True for contractive compressors only. False: what these lose is lost.
+        error_feedback: Whether the error of encoding is kept and added to the next gradient. None
+            means True for contractive compressors and False for others. False means that a
+            contractive compressor loses its errors for good. True is refused for others.
 
     Attributes:
-        name: In the table of compressors.
-        brings_momentum: Whether momentum is kept for it, so that the optimizer must have none.
-        takes_weight_decay: Whether weight decay that the optimizer adds to what has arrived has as
-            much effect, beside gradients, as under SGD with that momentum.
-        overflows: What else than inf counts as inf, and what to do about it; a sentence, or empty.
-        all_reduces: Whether every rank gets the whole mean in backward, and nothing is gathered.
+        name: Name in the table of compressors and in messages.
+        brings_momentum: Whether momentum is kept on the compressor's side, so that the optimizer
+            must have none.
+        takes_weight_decay: Whether weight decay that the optimizer adds to the gradients that
+            arrive weighs as much against them as under SGD with momentum.
+        overflows: Sentence for the overflow error, with a leading space: which finite values count
+            as overflow, too, and what to do. Empty if only inf and nan do.
+        all_reduces: Whether every rank gets the whole mean gradient in backward, so that nothing is
+            gathered.
         halves: What is compressed: "both" halves of an exchange, or the "reduce" half alone.
-        lag: See `Lag`; what is true where nothing else is known.
-        is_identity: Whether everything travels as it is: only `Fp32`, and what is like it.
-        is_scattered: Whether each rank sums a part of a bucket, and whole means are of all of them.
-        has_density: Whether it sends a few of many numbers, as `at_density` says.
-        randomness: See `Randomness`; of codecs.
+        lag: See `Lag`. "unbounded" is safe for any compressor.
+        is_identity: Whether values travel unchanged, as with `Fp32`.
+        is_scattered: Whether each rank sums one region of a bucket, so that a whole mean gradient
+            consists of the regions of all ranks.
+        has_density: Whether only a share of the elements travels, which `at_density` can change.
+        randomness: See `Randomness`. Used for codecs only.
 
     Raises:
-        ValueError: For options outside their range, or that exclude each other.
+        ValueError: If an option is out of its range, or excludes another one.
     """
 
     name: ClassVar[str]
@@ -106,22 +119,22 @@ class Compressor(ABC):
     error_feedback: bool | None = None
 
     def __post_init__(self) -> None:
-        """Check what all have in common; subclasses call it first."""
+        """Checks the options that all compressors have; subclasses call this first."""
         if not isinstance(getattr(self, "name", None), str):
             raise ValueError(f"{type(self).__name__} has no name: add name: ClassVar[str] = '...'.")
-        for one in fields(self):
-            value = getattr(self, one.name)
-            # Not isinstance, by which a bool is a number. A string, as from a command line,
-            # would else fail in a comparison that names no option.
-            if type(one.default) in (int, float) and not isinstance(value, (int, float)):
-                raise ValueError(f"{one.name} of {self.name} must be a number, got {value!r}.")
+        for option in fields(self):
+            value = getattr(self, option.name)
+            # Not isinstance, which is true of bools, too. Without this check, a string from a
+            # command line would fail later, in a comparison that does not name the option.
+            if type(option.default) in (int, float) and not isinstance(value, (int, float)):
+                raise ValueError(f"{option.name} of {self.name} must be a number, got {value!r}.")
         for what, names in ("kind", Kind), ("lag", Lag), ("randomness", Randomness):
             self._check_name(what, get_args(names))
         self._check_name("halves", HALVES)
         if self.error_feedback and self.kind != "contractive":
             raise ValueError(
-                f"{self.name} is {self.kind}: error feedback diverges with such a codec. Leave"
-                " error_feedback out."
+                f"error_feedback=True does not fit {self.name}, as {self.name} is of kind"
+                f" {self.kind!r}. Leave error_feedback out: it diverges with such a compressor."
             )
 
     def _check_name(self, what: str, names: Sequence[str]) -> None:
@@ -132,84 +145,102 @@ class Compressor(ABC):
 
     def _check_count(self, what: str) -> None:
         count = getattr(self, what)
-        # True is an int.
+        # isinstance(True, int) is true.
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"{what} of {self.name} must be an integer >= 1, got {count!r}.")
 
     @property
     @abstractmethod
     def kind(self) -> Kind:
-        """Says what is true of what comes back: see `Kind`."""
+        """Returns what holds for the values that arrive: see `Kind`."""
 
     @property
     def votes(self) -> bool:
-        """Tells whether the majority's signs come back, which add up to nothing."""
+        """Tells whether the signs of the majority come back; votes must not be added up."""
         return self.kind == "vote"
 
     @property
     def brings_momentum(self) -> bool:
-        """See the class."""
+        """Tells whether the compressor's side keeps momentum, so that the optimizer must not."""
         return False
 
     @property
     def takes_weight_decay(self) -> bool:
-        """See the class."""
-        # Velocity adds up to 1 / (1 - momentum) times a gradient; decay outside it does not.
+        """Tells whether the optimizer's weight decay weighs as much as under SGD with momentum."""
+        # Momentum multiplies a steady gradient by 1 / (1 - momentum). Decay that the optimizer
+        # adds after it is not multiplied.
         return not self.brings_momentum
 
     @property
     def encodes_once(self) -> bool:
-        """Tells whether means that came back cannot be encoded again, with what is added."""
-        # Votes, momentum and regions are of each rank's own gradients.
+        """Tells whether a mean gradient that came back must not be encoded a second time.
+
+        If True, another backward of the same step cannot add to that mean gradient.
+        """
+        # Votes, momentum and regions are computed from each rank's own gradients, not from means.
         return self.votes or self.brings_momentum or self.is_scattered
 
     @property
     def has_feedback(self) -> bool:
-        """Tells whether what is lost is kept."""
+        """Tells whether the error of encoding is kept and sent later."""
         return self.kind == "contractive" if self.error_feedback is None else self.error_feedback
 
     @property
     def halves(self) -> str:
-        """See the class."""
+        """Returns what is compressed: "both" halves, or the "reduce" half alone."""
         return "both"
 
     def at_density(self, density: float) -> Self:
-        """Returns the same with another density in (0, 1]; itself where it has none."""
+        """Returns a copy with another density in (0, 1]; itself if it has no density."""
         return self
 
     @abstractmethod
     def check_with(self, setting: Setting) -> None:
-        """Refuses what cannot be done beside it, or would have no effect.
+        """Refuses options of the strategy that this compressor cannot work with.
 
         Raises:
-            ValueError: Saying what to set or to leave out.
+            ValueError: If `setting` does not fit; the message says what to change or leave out.
         """
 
     def worker_memory(self, numel: int, device: torch.device) -> feedback.Memory:
-        """Returns what a rank keeps of what it encodes: its gradients, or a part of its host's."""
+        """Returns the memory for what a rank encodes: its gradients, or a part of its host's sum.
+
+        Args:
+            numel: Elements that the rank encodes.
+            device: Device of the gradients.
+        """
         return self.owner_memory(numel, device)
 
     def owner_memory(self, numel: int, device: torch.device) -> feedback.Memory:
-        """Returns what an owner keeps of the mean, which it encodes for everybody."""
+        """Returns the memory for the mean of one shard, which its owner encodes for all ranks.
+
+        Args:
+            numel: Elements of the shard.
+            device: Device of the shard.
+        """
         is_kept = self.has_feedback and not self.is_identity
         kind = feedback.Residual if is_kept else feedback.Memory
         return kind(numel, device)
 
-    def _check_gathers_gradients(self, setting: Setting, sends: str) -> None:
-        """For those of which every rank, or an owner, has means alone."""
+    def _check_gathers_gradients(self, setting: Setting, reason: str) -> None:
+        """Refuses gather="parameters"; for compressors that bring mean gradients to the ranks."""
         if not setting.is_of_gradients:
-            raise ValueError(f"{self.name} {sends}: set gather='gradients', or leave gather out.")
+            how = "set gather='gradients', or leave gather out"
+            raise ValueError(f"gather='parameters' does not fit {self.name}: {how}. {reason}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FewOfMany(Compressor):
-    """Sends k = max(1, ceil(density numel)) of some numbers; none of none.
+    """Base of compressors that send only k = max(1, ceil(density numel)) of numel elements.
+
+    0 of 0 elements are sent.
 
     Args:
-        density: Share of the numbers that travel, in (0, 1].
+        density: Share of the elements that are sent, in (0, 1]. The default is 0.01; some
+            subclasses have another.
 
     Raises:
-        ValueError: For another one.
+        ValueError: If `density` is out of its range.
     """
 
     has_density: ClassVar[bool] = True
@@ -220,11 +251,11 @@ class FewOfMany(Compressor):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.density <= 1:
-            raise ValueError(f"density must be in (0, 1], got {self.density}.")
+            raise ValueError(f"density of {self.name} must be in (0, 1], got {self.density}.")
 
     def entries(self, numel: int) -> int:
-        """Returns how many of `numel` numbers travel (k)."""
-        # 0.07 * 100 is a little more than 7 in floating point.
+        """Returns how many of `numel` elements are sent: k."""
+        # Rounded before ceil, as 0.07 * 100 is a little more than 7 in floating point.
         return max(1, math.ceil(round(self.density * numel, 6))) if numel else 0
 
     @override
@@ -235,31 +266,35 @@ class FewOfMany(Compressor):
 
 @dataclass(frozen=True, kw_only=True)
 class Codec(Compressor):
-    """Encodes rows of fp32 numbers into rows of bytes, and decodes them: C(x) = decode(encode(x)).
+    """Base of compressors that encode rows of fp32 values into rows of bytes and decode them.
 
-    Every row is encoded for itself: its bytes depend on its numbers, and on the generator, alone.
-    Their count depends on the number of elements alone, so that nobody has to be told. Nothing here
-    waits for a device.
+    What arrives is C(x) = decode(encode(x)). Each row is encoded by itself: its bytes depend only
+    on its values and on the generator. The number of bytes depends only on the number of elements,
+    so that receivers know it in advance. Neither `encode` nor `decode` may make the host wait for a
+    device.
 
     Args:
-        halves: What is encoded; the other half travels as it is.
+        halves: "both" means that gradients are encoded, and what is gathered, too. "reduce" means
+            that only gradients are, and that the gather half travels uncompressed.
         error_feedback: See `Compressor`.
 
     Attributes:
-        is_summable: Whether rows of bytes are rows of fp32 numbers, and decode(a + b) is decode(a)
-            + decode(b) with the same generator. Then a reduce-scatter sums what ranks send, and the
-            sum is decoded. False is right for any codec: what each rank sends is decoded, and that
-            is summed.
-        largest: What larger numbers are clipped to. Under a loss scale they count as inf, so that
-            it becomes smaller. Without one twice that does, with feedback: what is left of a number
-            must fit into the next step, or one spike would be sent for many.
-        block_size: Elements that share statistics. A row that is cut at multiples of it decodes to
-            the same numbers. None: the whole row.
-        wire_dtype: Of the numbers that a row of bytes begins with, if they are what it decodes to,
-            nan included; else None.
+        is_summable: Whether rows of bytes are rows of fp32 values for which decode(a + b) is
+            decode(a) + decode(b) with the same generator. If so, a reduce-scatter may sum encoded
+            rows, and only the sum is decoded. False is right for any codec: the rows of all ranks
+            are decoded, then summed.
+        largest: Largest magnitude that can be sent; larger values are clipped. Under a loss scale a
+            larger value counts as overflow, so that the scale backs off. Without one, and with
+            error feedback, a value beyond 2 x largest counts as overflow, since the rest of it
+            would take several steps to send.
+        block_size: Number of elements that share statistics, such as a scale. A row that is cut at
+            multiples of it decodes to the same values. None means that all elements of the row
+            share them. 1 means that each element is encoded by itself.
+        wire_dtype: dtype of the values with which a row of bytes begins, if decoding returns these
+            values as they are, nan included. None means that decoding computes its values.
 
     Raises:
-        ValueError: For options outside their range, or that exclude each other.
+        ValueError: If an option is out of its range, or excludes another one.
     """
 
     brings_momentum: ClassVar[bool] = False
@@ -271,7 +306,7 @@ class Codec(Compressor):
 
     @property
     def block_size(self) -> int | None:
-        """See the class; 1 where each number is encoded for itself."""
+        """Returns how many elements share statistics: see the class. None means the whole row."""
         return None
 
     @override
@@ -280,47 +315,49 @@ class Codec(Compressor):
             nbytes = self.wire_bytes(numel)
             if not isinstance(nbytes, int) or nbytes % WIRE_ALIGNMENT:
                 raise ValueError(
-                    f"wire_bytes({numel}) of {self.name} is {nbytes!r}, no multiple of"
-                    f" {WIRE_ALIGNMENT}: return padded_bytes(...), from {__name__}."
+                    f"wire_bytes({numel}) of {self.name} is {nbytes!r}, not an integer multiple of"
+                    f" {WIRE_ALIGNMENT}. Return padded_bytes(...) of {__name__} from it."
                 )
-        # Bytes of most codecs do not add up, so that no all-reduce can sum them.
+        # An all-reduce would add up encoded bytes, which most codecs do not allow.
         if not setting.decouple:
             raise ValueError(
-                f"decouple=False all-reduces gradients, and {self.name} encodes each part for its"
-                " owner alone. Leave out one of them."
+                f"decouple=False does not fit {self.name}: leave out decouple=False, or the"
+                f" compressor. {self.name} encodes for owners of shards, and all-reduces have none."
             )
-        # What replicas are behind by is what ranks compute a wrong gradient for.
+        # Ranks compute gradients at the replicas' values, which are wrong by as much as they lag.
         if not setting.is_of_gradients and self.halves == "both" and self.lag != "small":
             raise ValueError(
-                f"gather='parameters' sends differences of parameters, and with {self.name} ranks"
-                " would fall far behind their owners: set gather='gradients', or halves='reduce' in"
-                " the compressor, which gathers parameters as they are."
+                f"gather='parameters' does not fit {self.name}: set gather='gradients', or"
+                " halves='reduce' in the compressor, which leaves parameters uncompressed. Encoded"
+                f" differences would be sent, and with {self.name} ranks would fall far behind."
             )
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:
-        """Returns the bytes of a row of `numel` elements, as `padded_bytes`; 0 for none."""
+        """Returns the bytes of a row of `numel` elements, a multiple of 4; 0 for 0 elements."""
 
     @abstractmethod
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
-        """Write the bytes of `rows`.
+        """Writes the encoded `rows` into `wire`.
 
         Args:
-            rows: [R, numel] fp32, contiguous; not mutated. There may be nan or inf in them: their
-                step will be left out or refused, so that what is written does not matter, but
-                neither this nor `decode` of it may raise.
-            wire: [R, wire_bytes(numel)] uint8, contiguous; overwritten, every byte of it.
-            generator: Where `randomness` asks for one; advanced.
+            rows: [R, numel] fp32, contiguous; not mutated. With nan or inf in them the bytes do not
+                matter, since the step is left out or refused, but neither this nor `decode` of
+                these bytes may raise.
+            wire: [R, wire_bytes(numel)] uint8, contiguous; every byte is overwritten.
+            generator: Source of all random numbers, if `randomness` asks for one; advanced. None
+                if `randomness` is "none".
         """
 
     @abstractmethod
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
-        """Write the numbers that `wire` stands for.
+        """Writes the values that `wire` stands for into `rows`.
 
         Args:
-            wire: As `encode` has filled it; not mutated.
-            rows: [R, numel] fp32, contiguous; overwritten, every element of it.
-            generator: For `randomness = "shared"`: in the state in which `encode` got it; advanced.
+            wire: [R, wire_bytes(numel)] uint8, filled by `encode`; not mutated.
+            rows: [R, numel] fp32, contiguous; every element is overwritten.
+            generator: Generator in the state in which `encode` got it; advanced. Only codecs with
+                `randomness` "shared" or "turns" may use it.
         """
 
 
@@ -330,18 +367,18 @@ def padded_bytes(nbytes: int) -> int:
 
 
 def field(wire: Tensor, dtype: torch.dtype, begin: int, count: int) -> Tensor:
-    """Returns the numbers that lie side by side in rows of bytes; a view, if there are any.
+    """Returns values that lie side by side in each row of bytes.
 
     Args:
         wire: [R, nbytes] uint8, as codecs get it.
-        dtype: Of the numbers.
-        begin: Their first byte; a multiple of their size.
-        count: How many there are in a row.
+        dtype: dtype of the values.
+        begin: Index of the first byte in a row; a multiple of the size of a value.
+        count: Number of values in a row.
 
     Returns:
-        [R, count] of `dtype`.
+        [R, count] of `dtype`, a view of `wire`; an empty tensor of its own if `count` is 0.
     """
-    # torch views no empty rows of bytes as wider numbers: their stride is 1.
+    # torch refuses to view an empty row as wider values, since its stride is 1.
     if not count:
         return wire.new_empty((len(wire), 0), dtype=dtype)
     return wire[:, begin : begin + count * dtype.itemsize].view(dtype)

@@ -1,4 +1,4 @@
-"""Narrower floats: half the bytes, and errors that only the smallest numbers see."""
+"""Codecs that send each value as a float, of 16 bits (half the bytes) or of 32 bits (unchanged)."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from lightning_dear.compression.codec import Codec, Kind, Lag, field, padded_byt
 
 
 class _Float(Codec):
-    """Each number for itself, as a float of some width.
+    """Base of codecs that send each value by itself, as a float of `wire_dtype`.
 
     Wire: [numel x the float's bytes | zeros to a multiple of 4].
     """
@@ -33,7 +33,7 @@ class _Float(Codec):
 
 
 class _HalfFloat(_Float):
-    """Round to a float of 16 bits, and to its largest finite number what lies beyond that."""
+    """Rounds to a 16-bit float; values beyond its range become its largest finite value."""
 
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
@@ -41,19 +41,20 @@ class _HalfFloat(_Float):
         wire[:, 2 * numel :].zero_()
         narrow = field(wire, self.wire_dtype, 0, numel)
         if rows.device.type != "cpu":
-            # Without a temporary as large as the rows, and without waiting for the device.
+            # One pass in place: no temporary as large as the rows, and the host does not wait.
             narrow.copy_(rows).clamp_(-largest, largest)
             return
         for tile, place in tiles(rows, narrow):
             place.copy_(tile)
-            # Finite only if all addends are: half the time of a clamp, which few tiles need.
+            # The sum is finite only if all values are. It takes half the time of a clamp, which few
+            # tiles need.
             if not math.isfinite(place.sum().item()):
                 place.copy_(tile.clamp(-largest, largest))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp32(_Float):
-    """Sends numbers as they are: C(x) = x, for what a compressor leaves out."""
+    """Sends fp32 values unchanged: C(x) = x, for tensors or steps that are not to be compressed."""
 
     name: ClassVar[str] = "fp32"
     is_identity: ClassVar[bool] = True
@@ -66,10 +67,10 @@ class Fp32(_Float):
 
 @dataclass(frozen=True, kw_only=True)
 class Bf16(_HalfFloat):
-    """Round to bfloat16: C(x) = x (1 + e), |e| <= 2^-8, in 2 bytes an element.
+    """Rounds to bfloat16: C(x) = x (1 + e), |e| <= 2^-8, in 2 bytes an element.
 
     The range is that of fp32 (Kalamkar et al. 2019, "A study of BFLOAT16 for deep learning
-    training"). Below 2^-126 the error is at most 2^-134.
+    training"). Where |x| is below 2^-126 the error is at most 2^-134.
     """
 
     name: ClassVar[str] = "bf16"
@@ -78,17 +79,18 @@ class Bf16(_HalfFloat):
 
 @dataclass(frozen=True, kw_only=True)
 class Fp16(_HalfFloat):
-    """Round to IEEE half precision: C(x) = x (1 + e), |e| <= 2^-11, in 2 bytes an element.
+    """Rounds to IEEE half precision: C(x) = x (1 + e), |e| <= 2^-11, in 2 bytes an element.
 
-    That holds from 2^-14 to 65504. Below, the error is at most 2^-25, so that smaller numbers are
-    lost, which is why Micikevicius et al. 2018, "Mixed precision training", scale losses; beyond,
-    65504 is sent. Error feedback makes good for both where it happens now and then. With it, a
-    number beyond twice 65504 counts as inf: a spike of 1e8 would be sent for 1500 steps.
+    The bound holds for |x| from 2^-14 to 65504. Smaller values have an error of at most 2^-25, so
+    that very small ones are lost, which is why Micikevicius et al. 2018, "Mixed precision
+    training", scale losses. In place of larger values 65504 is sent. Error feedback sends later
+    what either loses, if that happens now and then. With feedback a value beyond 2 x 65504 counts
+    as inf, since the rest of a spike of 1e8 would be sent for 1500 steps.
     """
 
     name: ClassVar[str] = "fp16"
     largest: ClassVar[float] = torch.finfo(torch.float16).max
     overflows: ClassVar[str] = (
-        " Numbers beyond twice 65504 count as inf: 'bf16' has the range of fp32."
+        " Values beyond 2 x 65504 count as inf, too; compressor='bf16' has the range of fp32."
     )
     wire_dtype: ClassVar[torch.dtype] = torch.float16

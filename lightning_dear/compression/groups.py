@@ -1,4 +1,4 @@
-"""Other codecs for some tensors, such as none for norms and biases."""
+"""Different codecs for some parameters, by name: such as no compression of norms and biases."""
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -7,31 +7,34 @@ from lightning_dear.compression.codec import Codec, Compressor
 from lightning_dear.compression.floats import Fp32
 
 VECTORS = "vectors"
-"""Instead of a pattern: all tensors of fewer than two dimensions."""
+"""May be used in place of a pattern: matches all tensors of fewer than two dimensions."""
 
 Groups = tuple[tuple[str, Codec], ...]
-"""(pattern of parameter names, codec of those tensors), the first match counts."""
+"""Pairs (pattern of parameter names, codec of these parameters). The first match counts."""
 
 
 def groups_of(compressors: Mapping[str, Compressor | None]) -> Groups:
-    """Returns what a user's mapping means; None is no compression.
+    """Turns the `compressors` mapping of a `CompressionSchedule` into groups.
+
+    Args:
+        compressors: Pattern of parameter names -> compressor. None means no compression.
 
     Raises:
-        ValueError: For a compressor that is no codec of rows.
+        ValueError: If a compressor is not a codec, since only codecs encode row by row.
     """
     groups = []
     for pattern, compressor in compressors.items():
         if compressor is not None and not isinstance(compressor, Codec):
             raise ValueError(
                 f"compressors={{{pattern!r}: {compressor.name}}}: only codecs of rows can be used"
-                f" for some tensors, and {compressor.name} is none. Set it as the compressor."
+                f" for some tensors. Use one, or compressor={compressor.name!r} for all tensors."
             )
         groups.append((pattern, compressor or Fp32()))
     return tuple(groups)
 
 
 def codec_for(groups: Groups, codec: Codec, name: str, num_dimensions: int) -> Codec:
-    """Returns what encodes the tensor of this name; `codec` where no group has it."""
+    """Returns the codec of the parameter `name`: that of its group, or `codec` if it is in none."""
     number = _match(groups, name, num_dimensions)
     return codec if number is None else groups[number][1]
 
@@ -44,53 +47,61 @@ def _match(groups: Groups, name: str, num_dimensions: int) -> int | None:
 
 
 def unused_group(groups: Groups, tensors: Iterable[tuple[str, int]]) -> str | None:
-    """Says which group has no tensor, and what names there are; None if each has one.
+    """Returns a complaint about the first group that holds no parameter.
 
     Args:
         groups: The first match counts.
-        tensors: (name, number of dimensions) of all that may be trained, now or later.
+        tensors: (name, number of dimensions) of all parameters that may be trained, now or later.
+
+    Returns:
+        A message for the user. None means that each group holds a parameter. `VECTORS` may be
+        unused.
     """
     tensors = list(tensors)
     for number, (pattern, _) in enumerate(groups):
-        own = groups[: number + 1]
-        if pattern != VECTORS and not any(_match(own, *one) == number for one in tensors):
+        so_far = groups[: number + 1]
+        if pattern != VECTORS and not any(_match(so_far, *one) == number for one in tensors):
             examples = f" Names are such as {tensors[0][0]!r}." if tensors else ""
             return (
-                f"No parameter is encoded as compressors={{{pattern!r}: ...}} says: no name matches"
-                f" it, or an earlier pattern does.{examples}"
+                f"compressors={{{pattern!r}: ...}} is used for no parameter: no name matches it, or"
+                f" an earlier pattern does. Correct the pattern, or leave it out.{examples}"
             )
     return None
 
 
-def check_groups(groups: Groups, codec: Compressor | None) -> None:
-    """Refuses codecs of groups that cannot stand beside `codec`.
+def check_groups(groups: Groups, compressor: Compressor | None) -> None:
+    """Refuses groups whose codecs cannot be combined with the compressor of the other parameters.
+
+    Args:
+        groups: Codecs of some parameters.
+        compressor: Compressor of all others. None means no compression.
 
     Raises:
-        ValueError: Saying why.
+        ValueError: If they cannot; the message says why and what to change.
     """
     for pattern, other in groups:
         what = f"compressors={{{pattern!r}: {other.name}}}"
-        if not isinstance(codec, Codec):
-            name = "none" if codec is None else codec.name
+        if not isinstance(compressor, Codec):
+            name = "none" if compressor is None else compressor.name
             raise ValueError(
-                f"{what} encodes some parameters in another way than the others, and"
-                f" compressor={name!r} cannot leave any out. Leave compressors= out, or use one"
-                " that encodes each tensor's numbers, such as 'topk' or 'int8'."
+                f"{what} is for some parameters alone, and compressor={name!r} cannot leave any"
+                " out. Leave compressors= out, or use a compressor that encodes row by row, such as"
+                " 'topk' or 'int8'."
             )
-        if type(other) is Fp32 and codec.votes:
+        if type(other) is Fp32 and compressor.votes:
             raise ValueError(
-                f"{what} cannot stand beside {codec.name}: signs would be stepped with the same"
-                " learning rate as gradients."
+                f"{what} cannot be used beside {compressor.name}. Leave it out: signs would be"
+                " stepped with the same learning rate as gradients."
             )
         if type(other) is Fp32:
             continue
-        if other.halves != codec.halves:
+        if other.halves != compressor.halves:
             raise ValueError(
-                f"{what} encodes halves={other.halves!r}, and {codec.name} {codec.halves!r}. Set"
-                " the same in both."
+                f"{what} encodes halves={other.halves!r}, and {compressor.name}"
+                f" {compressor.halves!r}. Set the same in both."
             )
-        if other.brings_momentum or codec.brings_momentum or other.votes or codec.votes:
+        if any(codec.brings_momentum or codec.votes for codec in (other, compressor)):
             raise ValueError(
-                f"{what} cannot stand beside {codec.name}: codecs that vote or keep momentum need"
-                " an optimizer of their own."
+                f"{what} cannot be used beside {compressor.name}. Leave it out: codecs that vote or"
+                " keep momentum need an optimizer of their own."
             )

@@ -1,7 +1,7 @@
-"""Integers of 8 and 4 bits, with one scale for each block of elements.
+"""Codecs that send integers of 8 or 4 bits, with one fp32 scale for each block of elements.
 
-How coarse the grid is depends on the largest element of a block, not of a bucket, so that merging
-tensors into buckets does not cost accuracy.
+The scale follows the largest element of a block, not of a bucket, so that fusing tensors into one
+bucket costs no accuracy.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _FP32 = torch.finfo(torch.float32)
 
 
 class ScaledIntegers(BlockCodec):
-    """Sends integers, times a scale for each block; subclasses say what both are."""
+    """Base of codecs that send integers and a scale for each block: decoding multiplies the two."""
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
@@ -28,27 +28,27 @@ class ScaledIntegers(BlockCodec):
             torch.mul(self._unpack(values, tile), scales, out=tile)
 
     def _pack(self, integers: Tensor, values: Tensor) -> None:
-        """Write integers, given as fp32 [rows, blocks, elements], as bytes; may change them."""
+        """Writes integers, given as fp32 [rows, blocks, elements], as bytes; may overwrite them."""
         values.view(torch.int8).copy_(integers)
 
     def _unpack(self, values: Tensor, integers: Tensor) -> Tensor:
-        """The inverse of `_pack`: `integers`, or what else has them, in any type."""
+        """Returns the integers that `_pack` wrote, of any dtype; may write them to `integers`."""
         own = values.view(torch.int8)
         return own if saves_calls(values.device) else integers.copy_(own)
 
 
 class _BlockIntegers(ScaledIntegers):
-    """q = round(x / s) in [-L, L], and s = max|x| / L of the block in fp32; decodes to q s.
+    """Rounds to a grid: q = round(x / s) in [-L, L], with s = max|x| / L of the block; sends q, s.
 
-    The error of an element is at most s / 2 (and some 2^-16 s of rounding in fp32), and never more
-    than the element, so that with blocks of B elements
+    Decoding returns q s. The error of an element is at most s / 2 (and some 2^-16 s of rounding in
+    fp32), and never more than the element. With blocks of B elements therefore
     |C(x) - x|^2 <= (B - 1) / (4 L^2 + B - 1) |x|^2.
 
-    With feedback an element whose gradient stays g, below s / 2, is sent as 0 until its residual
-    is s / 2: it waits for at most s / |g| steps.
+    With error feedback, an element whose gradient g stays the same and is below s / 2 is sent as 0
+    until its residual reaches s / 2. It therefore waits for at most s / |g| steps.
 
-    s is never less than the smallest normal number: blocks of zeros and denormals need no case of
-    their own. It is never so large that L s overflows.
+    s is at least the smallest normal number, so that blocks of zeros and denormals need no case of
+    their own. It is limited so that L s cannot overflow.
     """
 
     kind: ClassVar[Kind] = "contractive"
@@ -58,24 +58,28 @@ class _BlockIntegers(ScaledIntegers):
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
         wire[:, self._ends(rows.shape[1])[1] :].zero_()
-        # Rounded to nearest, LARGEST / L times L may be more than LARGEST.
+        # FP32.max / L may have been rounded up; a bit less, so that L times it does not overflow.
         largest = _FP32.max / self._levels * (1 - _FP32.eps)
         for tile, values, scales, integers in self._tiles(rows, wire, num_scratch=1):
             largest_of_blocks(tile, scales).div_(self._levels).clamp_(_FP32.tiny, largest)
-            # No clamp: |x| / s is at most L but for an error of fp32, which rounding has removed.
+            # No clamp: |x| / s exceeds L at most by a rounding error of fp32, which `round_` drops.
+
             self._pack(torch.div(tile, scales, out=integers).round_(), values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Int8(_BlockIntegers):
-    """Round to 127 levels of either sign, relative to the largest of each block: B + 4 bytes.
+    """Rounds to 127 levels of either sign, relative to the largest of each block: B + 4 bytes.
 
-    q = round(x / s), s = max|x| / 127: the error of an element is at most s / 2. A large number
-    spoils its own block alone (Dettmers et al. 2022, "8-bit optimizers via block-wise
-    quantization").
+    q = round(x / s), s = max|x| / 127, so that the error of an element is at most s / 2. A large
+    element makes the grid coarse in its own block alone (Dettmers et al. 2022, "8-bit optimizers
+    via block-wise quantization").
 
     Args:
-        block_size: Elements that share a scale: a multiple of 8 from 8 to 65536.
+        block_size: B, number of elements that share a scale: a multiple of 8 from 8 to 65536. The
+            default is 256.
+        halves: See `Codec`.
+        error_feedback: See `Compressor`.
     """
 
     name: ClassVar[str] = "int8"
@@ -87,15 +91,19 @@ class Int8(_BlockIntegers):
 
 @dataclass(frozen=True, kw_only=True)
 class Int4(_BlockIntegers):
-    """Round to 7 levels of either sign, relative to the largest of each block: B / 2 + 4 bytes.
+    """Rounds to 7 levels of either sign, relative to the largest of each block: B / 2 + 4 bytes.
 
-    q = round(x / s), s = max|x| / 7: the error of an element is at most s / 2. Blocks are those of
-    Dettmers et al. 2022, "8-bit optimizers via block-wise quantization". Byte i of one holds
-    q_i + 16 q_(i + h), h being half a block, rounded up: two contiguous halves, not even and odd
-    elements. Where the last block is odd, its last byte holds one number.
+    q = round(x / s), s = max|x| / 7, so that the error of an element is at most s / 2. Blocks are
+    those of Dettmers et al. 2022, "8-bit optimizers via block-wise quantization". With h half a
+    block, rounded up, byte i of a block holds q_i + 16 q_(i + h): the two halves of a block are
+    packed, not even and odd elements, since halves are contiguous. If the last block has an odd
+    number of elements, its last byte holds one.
 
     Args:
-        block_size: Elements that share a scale: a multiple of 8 from 8 to 65536.
+        block_size: B, number of elements that share a scale: a multiple of 8 from 8 to 65536. The
+            default is 128.
+        halves: See `Codec`.
+        error_feedback: See `Compressor`.
     """
 
     name: ClassVar[str] = "int4"
@@ -109,7 +117,7 @@ class Int4(_BlockIntegers):
         half = values.shape[2]
         low, high = integers[..., :half], integers[..., half:]
         low[..., : high.shape[2]].add_(high, alpha=16)
-        # At most 7 + 16 * 7 = 119 of either sign, which an int8 holds.
+        # The sum is at most 7 + 16 * 7 = 119 in magnitude, which an int8 holds.
         values.view(torch.int8).copy_(low)
 
     @override
@@ -118,7 +126,7 @@ class Int4(_BlockIntegers):
         low, high = integers[..., :half], integers[..., half:]
         low.copy_(values.view(torch.int8))
         both = low[..., : high.shape[2]]
-        # |q_i| <= 7 is less than half of 16: rounding finds the other number.
+        # |q_i| <= 7 is less than half of 16, so that rounding to a multiple of 16 drops q_i.
         torch.mul(both, 1 / 16, out=high).round_()
         both.sub_(high, alpha=16)
         return integers
@@ -126,14 +134,17 @@ class Int4(_BlockIntegers):
 
 @dataclass(frozen=True, kw_only=True)
 class LoCo(Int4):
-    """Rounds as `Int4`, with a moving average of errors: e' = (1 - b) e + b (x - C(x)).
+    """Sends what `Int4` sends, with a moving average of errors: e' = (1 - b) e + b (x - C(x)).
 
-    A slower filter than e' = x - C(x): single errors, which are mostly rounding, come back damped
-    (Xie et al. 2024, "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training",
-    section 3.2, in whose terms b = 1 - beta). On the wire it is `Int4`.
+    The average damps single errors, most of which are rounding noise, more than plain feedback, e'
+    = x - C(x), does (Xie et al. 2024, "LoCo: Low-Bit Communication Adaptor for Large-scale Model
+    Training", section 3.2, where b is 1 - beta).
 
     Args:
-        rate: b, in (0, 1]; 1 is plain feedback.
+        rate: b, weight of the newest error, in (0, 1]. 1 means plain feedback. The default is 0.2.
+        block_size: See `Int4`.
+        halves: See `Codec`.
+        error_feedback: See `Compressor`.
     """
 
     name: ClassVar[str] = "loco"
@@ -147,8 +158,8 @@ class LoCo(Int4):
             raise ValueError(f"rate of loco must be in (0, 1], got {self.rate!r}.")
         if not self.has_feedback and self.rate != LoCo.rate:
             raise ValueError(
-                "rate of loco has no effect with error_feedback=False: it says how feedback is"
-                " kept. Leave it out, or error_feedback."
+                "rate of loco has no effect with error_feedback=False. Leave out one of them: the"
+                " rate is the weight of the newest error in the feedback."
             )
 
     @override

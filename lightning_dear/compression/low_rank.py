@@ -1,4 +1,4 @@
-"""Low rank: two thin matrices travel instead of each weight's gradient (PowerSGD)."""
+"""PowerSGD: two thin matrices are sent in place of each weight's gradient."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,36 +12,37 @@ from lightning_dear.compression.codec import Compressor, Kind, Setting
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(Compressor):
-    """Sends the mean gradient M [n, m] of each weight as P Q^T, P [n, r] and Q [m, r].
+    """Sends the mean gradient M [n, m] of each weight as P Q^T, with P [n, r] and Q [m, r].
 
-    One step of power iteration from the last step's Q, on the mean of all ranks (Vogels et al.
-    2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
-    algorithm 1):
+    Each step makes one step of power iteration on the mean gradient of all ranks, from the Q of the
+    step before (Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for
+    Distributed Optimization", algorithm 1):
 
         P = mean of M Q,  P orthonormal,  Q = mean of M^T P,  C(M) = P Q^T
 
-    So C(M) = P P^T M, a projection, where M is the mean itself: |C(M) - M| <= |M| (norms of all
-    elements), and C(M) = M once Q spans the rows of an M of rank r or less. That holds as long as
-    |M| is an fp32 number, since the elements of P and Q may be as large. Where any of a bucket's
-    numbers is so large that some |M| might be none, it counts as inf.
+    If M is the mean itself, C(M) = P P^T M is a projection: |C(M) - M| <= |M| (norms of all
+    elements), and C(M) = M once Q spans the rows of an M of rank r or less. Elements of P and Q may
+    be as large as |M|, which must therefore be an fp32 number. A value so large that some |M| of
+    its bucket might overflow counts as inf.
 
-    Both means are all-reduces, of P in backward and of Q after it, so that every rank has the whole
-    mean gradient and all optimizer state; nothing is gathered. A tensor of more than two dimensions
-    is a matrix of the first one, in the order of its storage, and all others. Vectors, and matrices
-    of which it would save too little, travel as they are, among the numbers of P. Each rank factors
-    P and multiplies for itself: bits are equal on all ranks where their linear algebra gives equal
-    bits for equal input.
+    Both means are all-reduces, that of P in backward and that of Q after it. So every rank has the
+    whole mean gradient and the whole optimizer state, and nothing is gathered. A tensor of more
+    than two dimensions is taken as a matrix of its first dimension, in the order of its storage,
+    and all others. Vectors, and matrices that would become too little smaller, are sent
+    uncompressed with P. Each rank computes the factorization and the products by itself: bits are
+    equal on all ranks if their linear algebra gives equal bits for equal input.
 
     Args:
-        rank: r, at least 1; at most the smaller dimension of a matrix counts.
-        min_saving: A matrix goes as it is unless n m >= min_saving (n + m) r; at least 1.
+        rank: r, at least 1, limited to the smaller dimension of each matrix. The default is 4.
+        min_saving: A matrix is sent uncompressed unless n m >= min_saving (n + m) r; at least 1.
+            The default is 2.
         error_feedback: See `Compressor`.
     """
 
     name: ClassVar[str] = "powersgd"
     kind: ClassVar[Kind] = "contractive"
     all_reduces: ClassVar[bool] = True
-    overflows: ClassVar[str] = " Numbers whose products might overflow count as inf."
+    overflows: ClassVar[str] = " Values whose products might overflow count as inf, too."
 
     rank: int = 4
     min_saving: float = 2.0
@@ -52,17 +53,17 @@ class PowerSGD(Compressor):
         self._check_count("rank")
         if not self.min_saving >= 1:
             raise ValueError(
-                f"min_saving of powersgd must be at least 1, got {self.min_saving!r}: below, more"
-                " would travel than without it."
+                f"min_saving of powersgd must be at least 1, got {self.min_saving!r}: with less, P"
+                " and Q would be larger than the matrix."
             )
 
     @override
     def check_with(self, setting: Setting) -> None:
-        whole = "gives every rank the whole mean gradient, which gather='parameters' has no use for"
-        self._check_gathers_gradients(setting, whole)
+        reason = "It gives every rank the whole mean gradient, and sends no parameters."
+        self._check_gathers_gradients(setting, reason)
 
     def rank_of(self, num_rows: int, num_columns: int) -> int:
-        """Returns R of a matrix of this shape; 0 if it goes as it is."""
+        """Returns r for a matrix of this shape. 0 means that it is sent uncompressed."""
         rank = min(self.rank, num_rows, num_columns)
         saves = num_rows * num_columns >= self.min_saving * (num_rows + num_columns) * rank
         return rank if saves else 0
@@ -70,14 +71,14 @@ class PowerSGD(Compressor):
 
 def starting_factor(shape: torch.Size, seed: int) -> Tensor:
     """Returns a random orthonormal Q [m, r], the same for the same seed on all ranks."""
-    # On the CPU, since other devices draw other numbers from the same seed.
+    # Drawn on the CPU, since other devices draw other numbers from the same seed.
     generator = Generator().manual_seed(seed)
     return orthonormal(torch.randn(shape, dtype=torch.float32, generator=generator))
 
 
 def orthonormal(factor: Tensor) -> Tensor:
-    """Returns an orthonormal basis of the columns of `factor` [n, r], r <= n; finite for zeros."""
-    # Not Gram-Schmidt, as in the paper: that divides by norms, which may be 0.
+    """Returns an orthonormal basis of the columns of `factor` [n, r], r <= n; also for zeros."""
+    # By QR, since the paper's Gram-Schmidt divides by norms, which may be 0.
     basis: Tensor = torch.linalg.qr(factor)[0]
-    # LAPACK stores columns, and checkpoints view factors as flat.
+    # LAPACK stores column by column, and checkpoints view factors as flat rows.
     return basis.contiguous()

@@ -1,7 +1,7 @@
-"""One bit an element: signs, and what a block of them is scaled by.
+"""Codecs that send one bit for each element, its sign, and perhaps scales for each block.
 
-Every bit is 1 where x < 0, so that zero, of either sign, counts as positive. Scales belong to
-blocks, not to buckets: merging tensors of different scale then costs no accuracy.
+A bit is 1 where x < 0, so that zero, of either sign, counts as positive. Scales belong to blocks,
+not to buckets: fusing tensors of different scale into one bucket then costs no accuracy.
 """
 
 from abc import abstractmethod
@@ -21,15 +21,15 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class _BlockSigns(BlockCodec):
-    """Signs, and scales for the blocks; what the scales are is up to subclasses.
+    """Base of codecs that send signs and statistics of each block; subclasses choose these.
 
-    A bit is 1 where x_i < 0.
+    Bit i of a row is 1 where x_i < 0.
     """
 
     kind: ClassVar[Kind] = "contractive"
     _bits: ClassVar[int] = 1
     _num_scratch: ClassVar[int] = 0
-    """Temporaries that decoding needs."""
+    """Number of temporary tensors that decoding a tile needs."""
 
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
@@ -45,14 +45,17 @@ class _BlockSigns(BlockCodec):
 
     @abstractmethod
     def _measure(self, tile: Tensor, negative: Tensor, scales: Tensor) -> None:
-        """Write the scales [r, b, num_statistics] of [r, b, elements].
+        """Writes the statistics of each block into `scales`.
 
-        `negative` is 1 where an element is less than zero, otherwise 0; fp32, may be changed.
+        Args:
+            tile: [r, b, elements of a block]; not mutated.
+            negative: 1 where an element is less than zero, 0 elsewhere, in fp32; may be changed.
+            scales: [r, b, num_statistics]; overwritten.
         """
 
     @abstractmethod
     def _scale(self, negative: Tensor, scales: Tensor, tile: Tensor, scratch: list[Tensor]) -> None:
-        """Write what elements decode to; `negative` is uint8 and may be changed."""
+        """Writes decoded elements into `tile`; `negative` is uint8 (0 or 1), and may be changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +63,15 @@ class EFSignSGD(_BlockSigns):
     """Sends C(x) = mean|x| sign(x) for each block: 32 B / (B + 32) times fewer bytes than fp32.
 
     |C(x) - x|^2 = (1 - d) |x|^2 with d = |x|_1^2 / (n |x|_2^2) in each block of n elements
-    (Karimireddy et al. 2019, "Error feedback fixes SignSGD", section 4). A mean is a sum of
-    |x| / n, which cannot overflow but loses digits below n 2^-126. There d is smaller, though still
-    not negative.
+    (Karimireddy et al. 2019, "Error feedback fixes SignSGD", section 4). The mean is computed as
+    the sum of |x| / n, which cannot overflow. It loses digits where |x| is below n 2^-126; there d
+    is smaller, though not negative.
 
     Args:
-        block_size: B, elements that share a mean: a multiple of 8 from 8 to 65536.
+        block_size: B, number of elements that share a mean: a multiple of 8 from 8 to 65536. The
+            default is 1024.
+        halves: See `Codec`.
+        error_feedback: See `Compressor`.
     """
 
     name: ClassVar[str] = "efsignsgd"
@@ -74,7 +80,7 @@ class EFSignSGD(_BlockSigns):
     @override
     def _measure(self, tile: Tensor, negative: Tensor, scales: Tensor) -> None:
         parts = torch.abs(tile, out=negative).mul_(1 / tile.shape[2])
-        # Rounding may carry the mean of the largest numbers beyond all of them.
+        # Rounding may make the mean of the largest fp32 numbers overflow.
         scales.copy_(parts.sum(2, keepdim=True).clamp_(max=_LARGEST))
 
     @override
@@ -84,15 +90,19 @@ class EFSignSGD(_BlockSigns):
 
 @dataclass(frozen=True, kw_only=True)
 class OneBit(_BlockSigns):
-    """Sends the mean of the numbers below zero, or that of the others, for each block of B.
+    """Sends two means for each block of B elements: of those below zero, and of all others.
 
-    32 B / (B + 64) times fewer bytes than fp32. With N the sum of the c numbers below zero and P
-    that of the n - c others, |C(x) - x|^2 = |x|^2 - N^2 / c - P^2 / (n - c) in each block: never
-    more than with `EFSignSGD` (Seide et al. 2014, "1-bit stochastic gradient descent", section 3).
-    Below n 2^-126 digits are lost, as there.
+    A bit says which of the block's two means an element decodes to, in 32 B / (B + 64) times fewer
+    bytes than fp32. With N the sum of the c elements below zero and P the sum of the n - c others,
+    |C(x) - x|^2 = |x|^2 - N^2 / c - P^2 / (n - c) in each block. That is never more than with
+    `EFSignSGD` (Seide et al. 2014, "1-bit stochastic gradient descent", section 3). Where |x| is
+    below n 2^-126, means lose digits.
 
     Args:
-        block_size: B, elements that share two means: a multiple of 8 from 8 to 65536.
+        block_size: B, number of elements that share two means: a multiple of 8 from 8 to 65536.
+            The default is 2048.
+        halves: See `Codec`.
+        error_feedback: See `Compressor`.
     """
 
     name: ClassVar[str] = "onebit"
@@ -107,14 +117,14 @@ class OneBit(_BlockSigns):
         count = negative.sum(2)
         below = torch.clamp(tile, max=0, out=negative).mul_(1 / numel).sum(2)
         others = torch.clamp(tile, min=0, out=negative).mul_(1 / numel).sum(2)
-        # Of none, the mean is defined as zero.
+        # The mean of no elements is 0.
         below.mul_(numel / count.clamp(min=1)).clamp_(min=-_LARGEST)
         others.mul_(numel / (numel - count).clamp_(min=1)).clamp_(max=_LARGEST)
         torch.stack((below, others), 2, out=scales)
 
     @override
     def _scale(self, negative: Tensor, scales: Tensor, tile: Tensor, scratch: list[Tensor]) -> None:
-        # Not a `where`, which on a CPU takes ten times as long; nor a `lerp`, which overflows.
+        # `where` takes ten times as long on a CPU, and `lerp` may overflow.
         tile.copy_(negative)
         others = torch.sub(1, tile, out=scratch[0]).mul_(scales[..., 1:])
         tile.mul_(scales[..., :1]).add_(others)
@@ -122,13 +132,18 @@ class OneBit(_BlockSigns):
 
 @dataclass(frozen=True, kw_only=True)
 class SignSGD(Codec):
-    """Sends the sign of each number, for a vote: C(x) = -1 where x < 0, otherwise +1.
+    """Sends the sign of each element, for a vote: C(x) = -1 where x < 0, otherwise +1.
 
-    So the sign of zero is +1, and with an even number of voters so is a tie. There is no scale: the
-    learning rate is the size of a step. 32 times fewer bytes than fp32 (Bernstein et al. 2018,
-    "signSGD", section 2, and "signSGD with majority vote").
+    Each rank sends signs, the owner adds them up, and the sign of the sum comes back. The sign of 0
+    is +1; so is a tie of an even number of ranks. There is no scale: the learning rate is the size
+    of each element's step. 32 times fewer bytes than fp32 (Bernstein et al. 2018, "signSGD",
+    section 2, and "signSGD with majority vote").
 
     Wire: [bit i is x_i < 0 | zeros to a multiple of 4].
+
+    Args:
+        halves: "both" (the default), or "reduce": then the mean of the signs comes back.
+        error_feedback: Must not be True, since errors of votes are not kept.
     """
 
     name: ClassVar[str] = "signsgd"
@@ -151,20 +166,22 @@ class SignSGD(Codec):
             tile.copy_(_signs(unpack_bits(packed, tile.shape[2])))
 
     def _tiles(self, rows: Tensor, wire: Tensor, num_scratch: int = 0) -> Tiles:
-        """[r, b, elements] of `rows` and [r, b, bytes] of bits, and temporaries like the first."""
+        """Yields tiles of rows [r, b, elements], bits [r, b, bytes], temporaries like the rows."""
         packed, size = wire[:, : _packed_bytes(rows.shape[1])], BLOCK_SIZES[0]
         return block_tiles(rows, packed, block_size=size, bits=1, num_scratch=num_scratch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signum(SignSGD):
-    """Votes as `SignSGD`, by a running mean, m = momentum m + (1 - momentum) g.
+    """Sends the signs of a running mean, m = momentum m + (1 - momentum) g, for a vote.
 
-    A `RunningMean` keeps m. To be paired with an optimizer without momentum (Bernstein et al. 2018,
-    "signSGD", algorithm 2).
+    A `RunningMean` keeps m on each rank. Votes are counted as in `SignSGD`. The optimizer must have
+    no momentum (Bernstein et al. 2018, "signSGD", algorithm 2).
 
     Args:
-        momentum: What remains of m in a step, in [0, 1).
+        momentum: Factor by which m decays in each step, in [0, 1). The default is 0.9.
+        halves: See `SignSGD`.
+        error_feedback: Must not be True, since errors of votes are not kept.
     """
 
     name: ClassVar[str] = "signum"
@@ -181,7 +198,7 @@ class Signum(SignSGD):
     @property
     @override
     def takes_weight_decay(self) -> bool:
-        # Votes are of one size whatever the momentum, and decay is added to them in any case.
+        # A vote is +1 or -1 with any momentum, so that weight decay always weighs the same.
         return True
 
     @override
@@ -190,13 +207,16 @@ class Signum(SignSGD):
 
 
 class RunningMean(Memory):
-    """Keeps Signum's m' = momentum m + (1 - momentum) g to be sent (Bernstein et al. 2018)."""
+    """Keeps Signum's running mean, m = momentum m + (1 - momentum) g, whose signs are sent.
+
+    Bernstein et al. 2018, "signSGD", algorithm 2.
+    """
 
     names: ClassVar[tuple[str, ...]] = ("running_mean",)
 
     @override
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
-        # Gradients that come in several rounds of one step add up.
+        # Only the first round of a step decays m; later rounds add their gradients to it.
         decay = 1.0 if self._has_pending else self.momentum
         before, mean = self._latest("running_mean", rows), self._next("running_mean", rows)
         torch.mul(before, decay, out=mean)
@@ -212,10 +232,10 @@ def _packed_bytes(numel: int) -> int:
 
 
 def _pack(negative: Tensor, packed: Tensor) -> None:
-    """Write fp32 that is 0 or 1; of the types between, a CPU is slow at bool and at uint8."""
+    """Packs fp32 values that are 0 or 1; through int8, as CPUs convert slowly to bool or uint8."""
     pack_bits(negative.to(torch.int8).view(torch.uint8), packed)
 
 
 def _signs(negative: Tensor) -> Tensor:
-    """-1 or +1 in int8 for 1 or 0 in uint8, which are overwritten."""
+    """Returns int8 -1 or +1 for uint8 1 or 0, in the same memory."""
     return negative.view(torch.int8).mul_(-2).add_(1)

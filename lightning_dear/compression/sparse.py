@@ -1,4 +1,7 @@
-"""A few numbers of each row travel as they are, and the others count as zeros."""
+"""Codecs that send k elements of each row as they are; all other elements arrive as zeros.
+
+A place is the index of an element in its row.
+"""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,19 +20,22 @@ class TopK(FewOfMany, Codec):
     """Sends the k largest |x|, as k fp32 values and then k int32 places: 8 k bytes.
 
     Contractive, |C(x) - x|^2 <= (1 - d) |x|^2, with d = k / numel where `selector` is exact (Stich
-    et al. 2018, "Sparsified SGD with memory", section 2). Threshold selectors find about k and may
-    leave slots empty; these hold the value 0 and the place 0, and decoding adds, so that they
-    change nothing.
+    et al. 2018, "Sparsified SGD with memory", section 2). The selector "sampled" finds about k
+    elements and may leave slots of the message empty. An empty slot holds value 0 and place 0,
+    which changes nothing, since decoding adds values.
 
-    With feedback a number whose gradient stays g waits until its residual is as large as what is
-    sent, about mean|g| / density: so for about mean|g| / (density |g|) steps. An average one has
-    its turn every 1 / density steps, one of a tenth of that size every 10 / density. In the second
-    half owners select in the same way of the sums that arrive.
+    With error feedback, an element whose gradient g stays the same waits until its residual is as
+    large as the elements that are sent, about mean|g| / density. It waits for about
+    mean|g| / (density |g|) steps: an average element for 1 / density steps, one with a tenth of the
+    average gradient for 10 / density. In the gather half each owner selects the k largest of the
+    sums that have arrived.
 
     Args:
-        density: See `FewOfMany`.
-        selector: exact: `torch.topk`. sampled: threshold from a sample. See
-            `lightning_dear.compression.selectors`.
+        density: Share of the elements that are sent, in (0, 1]. The default is 0.01.
+        selector: "exact" (the default) uses `torch.topk`. "sampled" uses a threshold that is
+            estimated from a sample; see `lightning_dear.compression.selectors`.
+        halves: See `Codec`.
+        error_feedback: See `Compressor`.
     """
 
     name: ClassVar[str] = "topk"
@@ -56,56 +62,59 @@ class TopK(FewOfMany, Codec):
         empty = places == numel
         places = places.masked_fill_(empty, 0)
         field(wire, torch.float32, 0, k).copy_(rows.gather(1, places).masked_fill_(empty, 0.0))
-        # torch's places are int64, which would double what travels for each.
+        # As int32: torch's int64 places would double the bytes for each of them.
         field(wire, torch.int32, 4 * k, k).copy_(places)
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
         values, places = self._fields(wire)
-        # Added, not written: empty slots all name place 0, and must leave what was sent from there.
+        # Added, not assigned: empty slots name place 0, and must not overwrite the value sent from
+        # there.
         rows.zero_().scatter_add_(1, places, values)
 
     def sent_mask(self, wire: Tensor, mask: Tensor) -> None:
-        """Mark what has been sent: where a number other than 0 arrives.
+        """Marks the elements that were sent: those for which a value other than 0 arrives.
 
-        A zero that fills a slot, chosen or not, takes nothing away from what waits to be sent. So
-        a place whose sum is 0 keeps its momentum, as where Lin et al. 2018 compare |v| > threshold.
+        A slot whose value is 0 takes nothing from the residual, whether it is empty or not. So an
+        element whose v is 0 keeps its momentum, as in Lin et al. 2018, who compare |v| > threshold.
 
         Args:
-            wire: [R, wire_bytes(numel)], as `encode` has filled it; not mutated.
+            wire: [R, wire_bytes(numel)], filled by `encode`; not mutated.
             mask: [R, numel] bool or uint8, contiguous; overwritten, with 1 where sent.
         """
         values, places = self._fields(wire)
-        # Empty slots name place 0, which may have been sent as well; only numbers add a 1.
+        # Empty slots name place 0, which may have been sent, too: only values other than 0 count.
         mask.zero_().view(torch.uint8).scatter_add_(1, places, (values != 0).view(torch.uint8))
 
     def _fields(self, wire: Tensor) -> tuple[Tensor, Tensor]:
-        """[R, k] values and [R, k] int64 places."""
+        """Returns [R, k] values and [R, k] int64 places of `wire`."""
         k = wire.shape[1] // 8
         return field(wire, torch.float32, 0, k), field(wire, torch.int32, 4 * k, k).long()
 
 
 @dataclass(frozen=True, kw_only=True)
 class DGC(TopK):
-    """Sends top-k of gradients whose momentum is corrected (Lin et al. 2018).
+    """Sends the k largest elements of a velocity: top-k with momentum correction (Lin et al. 2018).
 
-    On the wire it is `TopK`. The rest is done before, by a `Velocity` in place of plain feedback:
-    u = momentum u + g and v = v + u (section 3.2, momentum correction), v is encoded, and u and v
-    become 0 where `sent_mask` says that v was sent (3.3, momentum factor masking). The optimizer
-    must have no momentum of its own, and no weight decay, which belongs into u. Local clipping
-    (3.2) is left out, and warming up (3.3) is a `CompressionSchedule`'s.
+    Bytes are those of `TopK`. On each rank a `Velocity` replaces plain error feedback:
+    u = momentum u + g and v = v + u (section 3.2, momentum correction). v is encoded, and where it
+    was sent u and v become 0 (section 3.3, momentum factor masking). The optimizer must have no
+    momentum, and no weight decay, which would have to be added before u. Local gradient clipping
+    (3.2) is left out. For warm-up (3.3) use a `CompressionSchedule`.
 
-    Owners select `density` of the sums again, with plain feedback, so that bytes do not grow with
-    the number of ranks. (Lin et al. send everybody all that any rank has selected.)
+    Owners select the k largest of the sums again, with plain error feedback, so that bytes do not
+    grow with the number of ranks. (In the paper every rank gets all that any rank has selected.)
 
-    What waits grows as momentum does, so that a number waits about 1 / (1 - m) steps longer than
-    with `TopK`, at most; of heavy-tailed gradients about half as long. With a density of 1
-    nothing waits, and nothing is masked: SGD with momentum.
+    What waits in v grows as momentum does. With momentum m an element waits at most about
+    1 / (1 - m) steps longer than with `TopK`; with heavy-tailed gradients about half as long. With
+    a density of 1 nothing waits and nothing is masked: that is SGD with momentum.
 
     Args:
-        density: See `FewOfMany`.
-        selector: See `TopK`.
-        momentum: m, in [0, 1).
+        density: Share of the elements that are sent, in (0, 1]. The default is 0.001.
+        selector: See `TopK`. The default is "sampled".
+        momentum: m, factor by which u decays in each step, in [0, 1). The default is 0.9.
+        halves: See `Codec`.
+        error_feedback: Must not be False, since DGC is a form of error feedback.
     """
 
     name: ClassVar[str] = "dgc"
@@ -118,10 +127,10 @@ class DGC(TopK):
     @override
     def __post_init__(self) -> None:
         if self.error_feedback is False:
-            raise ValueError("dgc is nothing but a form of error feedback: use topk without.")
+            raise ValueError("dgc needs error feedback: use topk with error_feedback=False.")
         super().__post_init__()
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}.")
+            raise ValueError(f"momentum of dgc must be in [0, 1), got {self.momentum}.")
 
     @property
     @override
@@ -136,7 +145,7 @@ class DGC(TopK):
 class Velocity(Memory):
     """Keeps DGC's u = momentum u + g and v = v + u, which become 0 where v was sent.
 
-    Momentum correction and momentum factor masking (Lin et al. 2018, 3.2 and 3.3).
+    u is kept as "momentum", v as "residual" (Lin et al. 2018, sections 3.2 and 3.3).
     """
 
     names: ClassVar[tuple[str, ...]] = ("momentum", "residual")
@@ -149,7 +158,7 @@ class Velocity(Memory):
         if is_first:
             torch.mul(self._latest("momentum", rows), self.momentum, out=momentum)
             torch.add(self._latest("residual", rows), momentum, out=waiting)
-        # Gradients that come in several rounds of one step add up.
+        # Only the first round of a step decays u; later rounds add their gradients to u and v.
         momentum.add_(gradients)
         waiting.add_(gradients)
         self._has_pending = True
@@ -159,7 +168,8 @@ class Velocity(Memory):
     def note_sent(self, rows: Tensor, wire: Tensor, encoded: Encoded, scale: Tensor | None) -> None:
         codec = encoded.codec
         if not isinstance(codec, TopK) or codec.density == 1:
-            # A dense step is one of SGD with momentum: nothing waits that could have become stale.
+            # All of v was sent. u is kept, as SGD with momentum keeps it: only elements that have
+            # waited in v for several steps have to lose their momentum.
             self._next("residual", rows).zero_()
             return
         sent = torch.empty_like(rows, dtype=torch.bool)
@@ -170,22 +180,24 @@ class Velocity(Memory):
 
 @dataclass(frozen=True, kw_only=True)
 class RandomK(FewOfMany, Codec):
-    """Sends k numbers at random places that all ranks draw alike: 4 k bytes, no places.
+    """Sends k elements at random places that all ranks draw alike: 4 k bytes, no places.
 
-    A row is cut into k strata at floor(i numel / k), whose lengths differ by 1 at most. Of each
-    stratum one number travels, the same one in all rows of a call. (Stich et al. 2018, "Sparsified
-    SGD with memory", section 2, draw k places of all.)
+    A row of numel elements is cut into k strata, at floor(i numel / k), whose lengths differ by at
+    most 1. One element of each stratum is sent, at the same place in all rows of a call. (Stich et
+    al. 2018, "Sparsified SGD with memory", section 2, draw k places from the whole row.)
 
-    Each stratum is gone through from a place drawn at random, which is drawn anew every
-    ceil(numel / k) steps. So every number has its turn in so many steps, and waits for at most
-    2 ceil(numel / k) - 1 of them, however small it is. Both halves of a step send the same places:
-    at others the mean has nothing that has just arrived.
+    A start is drawn at random in each stratum, and the following ceil(numel / k) steps send one
+    element after the other from there. Then another start is drawn. So each element is sent once in
+    ceil(numel / k) steps, and waits for at most 2 ceil(numel / k) - 1 steps, however small it is.
+    Both halves of a step send the same places, since at others the mean has nothing new.
 
-    Values at the same places add up, so that a reduce-scatter sums them on their way. Contractive:
+    Rows with the same places may be added up, so that a reduce-scatter sums them. Contractive:
     E|C(x) - x|^2 <= (1 - d) |x|^2 with d = 1 / ceil(numel / k).
 
     Args:
-        density: See `FewOfMany`.
+        density: Share of the elements that are sent, in (0, 1]. The default is 0.01.
+        halves: See `Codec`.
+        error_feedback: See `Compressor`.
     """
 
     name: ClassVar[str] = "randomk"
@@ -210,20 +222,20 @@ class RandomK(FewOfMany, Codec):
 
 
 def _draw(rows: Tensor, k: int, generator: Generator | None) -> Tensor:
-    """One place of each stratum, [k] int64, ascending.
+    """Returns one place of each stratum, [k] int64, ascending.
 
-    Seeds that follow each other give all places of a stratum before any comes again.
+    Successive seeds of the generator give all places of a stratum before any comes again.
     """
     if generator is None:
-        raise ValueError("randomk needs a generator: the same seed in encode and in decode.")
+        raise ValueError("randomk needs a generator: pass encode and decode one of the same seed.")
     longest = -(-rows.shape[1] // max(1, k))
     number, turn = divmod(generator.initial_seed(), max(1, longest))
-    # On the CPU, since other devices draw other numbers from the same seed, even of one maker.
+    # Drawn on the CPU, since other devices draw other numbers from the same seed.
     drawing = Generator().manual_seed(number)
     bounds = torch.arange(k + 1, device=rows.device) * rows.shape[1] // max(1, k)
-    # Integers: a fp32 number in [0, 1) reaches only 2^24 of a long stratum's places.
-    # So many more than places that the remainder favours none of them noticeably.
-    # Pinned, so that the host does not wait for the device.
+    # Integers are drawn, since an fp32 number in [0, 1) reaches only 2^24 places of a long stratum.
+    # The range is so much larger than a stratum that the remainder is nearly uniform. The tensor is
+    # pinned, so that the host does not wait for the copy to the device.
     host: Any = {"generator": drawing, "device": "cpu", "pin_memory": rows.is_cuda}
     drawn = torch.randint(turn, 2**62 + turn, (k,), **host).to(rows.device, non_blocking=True)
     return bounds[:-1] + drawn % bounds.diff()

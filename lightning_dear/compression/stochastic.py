@@ -1,7 +1,7 @@
-"""Random rounding: what comes back is x on average, so that nothing has to be kept.
+"""Codecs that round at random, so that C(x) is x on average and no error has to be kept.
 
-Random numbers are the multiples of 2^-24 in [0, 1): an average is off by up to 2^-24 of the
-distance of the two levels that a number is rounded to, which is what fp32 itself rounds off.
+torch draws multiples of 2^-24 in [0, 1). The mean of C(x) may therefore be off by 2^-24 of the
+distance between the two levels that x is rounded to, which is about fp32's own precision.
 """
 
 from abc import abstractmethod
@@ -22,11 +22,11 @@ _MANTISSA_BITS = 23
 
 
 class _BlockLevels(ScaledIntegers):
-    """q = x / step, rounded at random to one of the two integers beside it; decodes to q step.
+    """Base of codecs that round q = x / step at random to an integer; decoding returns q step.
 
-    E[q] = x / step: q is floor(x / step), plus one with the probability of what floor takes away.
-    A step belongs to a block. It is at least 2^-126, the smallest normal number, so that blocks of
-    zeros and of denormals need no case of their own.
+    q is floor(x / step), plus 1 with the probability x / step - floor(x / step), so that
+    E[q] = x / step. Each block has its own step. It is at least 2^-126, the smallest normal number,
+    so that blocks of zeros and of denormals need no case of their own.
     """
 
     kind: ClassVar[Kind] = "unbiased"
@@ -40,28 +40,38 @@ class _BlockLevels(ScaledIntegers):
             self._scale(tile, steps, levels)
             torch.floor(levels, out=floor)
             draw.uniform_(generator=generator)
-            # Strictly less: a draw may be 0, and what is an integer already must stay one. In fp32
-            # at once, since it is added next, and a mask would need memory of its own.
+            # Strictly less, since a draw may be 0 and integers must not be changed. The result is
+            # written as fp32, for the addition below; a bool mask would need memory of its own.
             torch.lt(draw, levels.sub_(floor), out=draw)
             self._pack(floor.add_(draw), values)
 
     @abstractmethod
     def _scale(self, tile: Tensor, steps: Tensor, levels: Tensor) -> None:
-        """Write the steps [r, b, 1] of [r, b, elements], and x / step."""
+        """Writes steps [r, b, 1] for the blocks of `tile` [r, b, elements], and tile / steps.
+
+        Args:
+            tile: [r, b, elements of a block]; not mutated.
+            steps: Overwritten.
+            levels: Overwritten with tile / steps, in the shape of `tile`.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class QSGD(_BlockLevels):
     """Rounds to s levels of either sign, relative to each block's 2-norm: 1 + 4 / B bytes each.
 
-    step = |x|_2 / s, and E|C(x) - x|^2 <= min(n / s^2, sqrt(n) / s) |x|^2 in a block of n elements
-    (Alistarh et al. 2017, "QSGD", section 3.1, without the entropy code). More levels are more
-    exact at the same size. The norm is taken of x / max|x|, so that no square overflows, and is
-    limited to the largest fp32 number: no |x| is larger, so that s such steps reach all of them.
+    The distance of two levels is step = |x|_2 / s, so that in a block of n elements
+    E|C(x) - x|^2 <= min(n / s^2, sqrt(n) / s) |x|^2 (Alistarh et al. 2017, "QSGD", section 3.1,
+    without the entropy code). More levels are more exact, and take as many bytes. The norm is
+    computed of x / max|x|, so that no square overflows. It is limited to the largest fp32 number,
+    which is enough since no |x| is larger.
 
     Args:
-        num_levels: s, from 1 to 127.
-        block_size: B, elements that share a norm: a multiple of 8 from 8 to 65536.
+        num_levels: s, from 1 to 127. The default is 64.
+        block_size: B, number of elements that share a norm: a multiple of 8 from 8 to 65536. The
+            default is 512.
+        halves: See `Codec`.
+        error_feedback: Must not be True, as for all unbiased codecs.
     """
 
     name: ClassVar[str] = "qsgd"
@@ -79,13 +89,13 @@ class QSGD(_BlockLevels):
     @override
     def _scale(self, tile: Tensor, steps: Tensor, levels: Tensor) -> None:
         largest = largest_of_blocks(tile).clamp_(min=_FP32.tiny)
-        # Squares of the numbers themselves could overflow.
+        # The norm of x / max|x|: squares of x itself could overflow.
         torch.div(tile, largest, out=levels)
         norm = torch.linalg.vector_norm(levels, dim=2, keepdim=True)
-        # Rounded to nearest, LARGEST / s times s may be more than LARGEST.
+        # FP32.max / s may have been rounded up; a bit less, so that s times it does not overflow.
         most = _FP32.max / self.num_levels * (1 - _FP32.eps)
         steps.copy_(norm.div_(self.num_levels).mul_(largest).clamp_(_FP32.tiny, most))
-        # Rounding may carry the largest number beyond s, and 128 is no int8.
+        # Rounding may make the largest level a bit larger than s, and 128 does not fit an int8.
         levels.mul_(largest / steps).clamp_(-self.num_levels, self.num_levels)
 
 
@@ -93,12 +103,15 @@ class QSGD(_BlockLevels):
 class TernGrad(_BlockLevels):
     """Rounds to -s, 0 or s, s being the largest |x| of each block: 1 / 4 + 4 / B bytes each.
 
-    An element is s sign(x) with probability |x| / s, so that E|C(x) - x|^2 = s |x|_1 - |x|_2^2 in a
-    block (Wen et al. 2017, "TernGrad", section 3). The clipping of its section 5 is left out: it
-    lowers that variance, but what is clipped is lost on average too.
+    An element becomes s sign(x) with probability |x| / s, and 0 otherwise. In a block
+    E|C(x) - x|^2 = s |x|_1 - |x|_2^2 (Wen et al. 2017, "TernGrad", section 3). The paper's
+    clipping (section 5) is left out: it lowers that variance, but C(x) would be biased.
 
     Args:
-        block_size: B, elements that share s: a multiple of 8 from 8 to 65536.
+        block_size: B, number of elements that share s: a multiple of 8 from 8 to 65536. The
+            default is 512.
+        halves: See `Codec`.
+        error_feedback: Must not be True, as for all unbiased codecs.
     """
 
     name: ClassVar[str] = "terngrad"
@@ -113,7 +126,7 @@ class TernGrad(_BlockLevels):
 
     @override
     def _pack(self, integers: Tensor, values: Tensor) -> None:
-        # -1 is 3: the two lowest bits of an integer are an integer of two bits.
+        # The two lowest bits of an int8 are a signed integer of two bits: -1 becomes 3.
         pack_pairs(integers.to(torch.int8).bitwise_and_(3).view(torch.uint8), values)
 
     @override
@@ -124,20 +137,20 @@ class TernGrad(_BlockLevels):
 
 @dataclass(frozen=True, kw_only=True)
 class Natural(Codec):
-    """Sends sign and exponent in one byte: x is rounded at random to a power of two.
+    """Rounds at random to a power of two, and sends its sign and exponent in one byte.
 
     With e = floor(log2 |x|), |x| becomes 2^(e + 1) with probability |x| / 2^e - 1, and 2^e
     otherwise, so that E|C(x) - x|^2 <= x^2 / 8 (Horvath et al. 2019, "Natural compression", section
-    2). Zero is exact, and there are no scales.
+    2). Zero is exact. There are no scales.
 
-    Seven bits are zero and 127 exponents, from -62 to `max_exponent`. Beside the smallest power,
-    low, the next level is zero: numbers below low stay unbiased up to low 2^-24, with
-    E|C(x) - x|^2 <= low |x|, and what is below 2^-86 is lost. Beyond the largest power, 2^64, it is
-    what is sent: such numbers are biased, as if they had been clipped. Its square is beyond fp32,
-    so that a norm or Adam would fail there too.
+    Seven bits hold a code: zero, or one of the 127 exponents from -62 to `max_exponent`, 64. With
+    low = 2^-62, values below low are rounded at random to 0 or low. They stay unbiased up to
+    low 2^-24, with E|C(x) - x|^2 <= low |x|, and values below 2^-86 are lost. Values beyond 2^64
+    are clipped to it, and so biased. (The square of 2^64 is beyond fp32, so that a norm or Adam
+    would fail with such gradients anyway.)
 
-    Wire: [128 (x < 0) + code | zeros to a multiple of 4]; a code is 0, or an exponent less that of
-    low, plus 1.
+    Wire: [128 (x < 0) + code | zeros to a multiple of 4]. Code 0 is zero. Any other code is the
+    exponent + 63.
     """
 
     name: ClassVar[str] = "natural"
@@ -153,13 +166,14 @@ class Natural(Codec):
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
         generator = _given(generator, self.name)
-        # Padding travels too, and bytes are to depend on numbers alone, not on what memory held.
+        # Padding is sent, too. Zeros, so that the bytes depend on values alone, not on old memory.
         wire[:, rows.shape[1] :].zero_()
         low, top = 2.0 ** (self.max_exponent - 126), 2.0**self.max_exponent
         for tile, values, magnitude, other in tiles(rows, wire[:, : rows.shape[1]], num_scratch=2):
             torch.abs(tile, out=magnitude).clamp_(max=top)
-            # 2 |x|, and below low: |x| + low, which lies between low and 2 low as x between 0 and
-            # low. A random mantissa is added: it carries as often as the mantissa is large.
+            # Doubles |x|, or adds low to it if it is less: the sum lies between low and 2 low as
+            # |x| between 0 and low. Then a random mantissa is added. It carries into the exponent
+            # with the probability mantissa / 2^23, which is the probability of rounding up.
             magnitude.add_(torch.clamp(magnitude, min=low, out=other))
             codes, noise = magnitude.view(torch.int32), other.view(torch.int32)
             codes.add_(noise.random_(0, 1 << _MANTISSA_BITS, generator=generator))
@@ -173,14 +187,14 @@ class Natural(Codec):
             sign, code = (each.view(torch.int32) for each in scratch)
             torch.bitwise_and(sign.copy_(values), 127, out=code).add_(self.max_exponent)
             magnitude = code.bitwise_left_shift_(_MANTISSA_BITS).view(torch.float32)
-            # Code 0 has become low / 2. (On a CPU, masks are slow.)
+            # Code 0 has become low / 2, which the threshold makes 0. A mask is slow on a CPU.
             torch.threshold_(magnitude, 2.0 ** (self.max_exponent - 127), 0.0)
             sign.bitwise_and_(128).bitwise_left_shift_(24)
             torch.bitwise_or(code, sign, out=tile.view(torch.int32))
 
 
 def _given(generator: Generator | None, name: str) -> Generator:
-    """The generator; torch would otherwise take the user's random numbers."""
+    """Refuses a missing generator, for which torch would use the user's random numbers."""
     if generator is None:
-        raise ValueError(f"{name} rounds at random: encode needs a generator.")
+        raise ValueError(f"encode of {name} needs a generator: pass one, as it rounds at random.")
     return generator

@@ -1,4 +1,4 @@
-"""A plan at work: its buffers and both halves of the exchange, from the recorded step on."""
+"""A plan at work (its buffers, exchange, round and gatherer), and the recording it is made from."""
 
 from __future__ import annotations
 
@@ -33,16 +33,18 @@ _NORM_TAG = 1 << 19
 
 @dataclass(frozen=True, eq=False)
 class ActivePlan:
-    """What exists between the recorded step and the end, or the next plan.
+    """Everything that one plan of one optimizer needs, until the next plan or the end.
+
+    `PlanLifecycle` makes it. The step calls its parts in the order in which they stand here.
 
     Attributes:
-        plan: Equal on all ranks.
-        flat: Its buffers; the parameters are views of them.
-        collector: Fills buckets with gradients.
-        round: Brings full buckets to their owners.
+        plan: The plan, equal on all ranks.
+        flat: Buffers of its buckets. The parameters are views of them.
+        collector: Copies gradients into buckets.
+        round: Reduces full buckets to the means of their owners' shards.
         whole_gradients: Shows mean gradients in `.grad`, and takes them back.
-        gatherer: Brings new parameters to all ranks.
-        exchange: What moves buckets, both ways.
+        gatherer: Gathers what was stepped, and makes reads wait for it.
+        exchange: Launches the messages of buckets in both halves.
     """
 
     plan: BucketPlan
@@ -54,17 +56,18 @@ class ActivePlan:
     exchange: Exchange
 
     def encoding_figures(self) -> dict[str, Tensor | float]:
-        """What encoding saves and what it leaves over; empty without a codec.
+        """Figures of the compressor, by name. Empty without a compressor.
 
-        Local; waits only for the device, where counts of `OkTopk` in mode "static" are read.
+        Local. Blocks only for the device, if `OkTopk(mode="static")` has counts there.
 
-        "compression_ratio": bytes of both halves without it, over those with it; of sparse
-        all-reduces, whose messages differ from step to step, what is usual.
-        "residual_norm": 2-norm of what this rank has still to send; with feedback at a rate, its
-        residuals over the rate; of sparse all-reduces without what is on its way, of which a part
-        may come back. "lag": 2-norm of how far parameters are behind this rank's shards, over that
-        of the shards; of buckets that have arrived. Of sparse all-reduces also what `figures_of`
-        says of their last step.
+        - "compression_ratio": bytes of both halves without a compressor, over bytes with it. Sparse
+          all-reduces send another number in each step; theirs is the usual ratio.
+        - "residual_norm": 2-norm of what this rank's encoding has left out so far. With error
+          feedback at a rate, residuals are divided by that rate. In sparse all-reduces values that
+          were sent do not count, although their owners may return some.
+        - "lag": 2-norm of the difference between this rank's shards and their replicas, over the
+          2-norm of the shards. Only of buckets that have arrived.
+        - Sparse all-reduces: also the figures of their last step, see `figures_of`.
         """
         exchange = self.exchange
         if not exchange.coded:
@@ -83,21 +86,21 @@ class ActivePlan:
 
     @torch.no_grad()
     def global_norm(self, pieces: Sequence[Piece], norm_type: float) -> Tensor:
-        """Norm of the whole gradient, from every rank's shard: one number from each. Collective.
+        """Norm of the whole mean gradient, to which each rank adds its pieces. Collective, blocks.
 
-        Equal on all ranks by the bit, since every rank adds in rank order. Differs from
-        `torch.nn.utils.clip_grad_norm_`'s in the order of the summation alone.
+        Equal on all ranks bit by bit, since every rank adds in rank order. It differs from
+        `torch.nn.utils.clip_grad_norm_` only in the order of summation.
 
         Args:
-            pieces: This rank's; of those that several ranks have, one rank counts each.
-            norm_type: p of the p-norm; `inf` for the largest absolute value.
+            pieces: This rank's pieces, with mean gradients in `.grad` of their `parameter`.
+            norm_type: p of the p-norm. `inf` means the largest absolute value.
 
         Returns:
-            A scalar; 0 if there is no gradient anywhere.
+            A scalar. 0 if no rank has a gradient.
         """
         collectives, like = self.exchange.collectives, self.flat.buckets[0].shard
         num_ranks, rank = collectives.world.size, collectives.world.rank
-        # What all ranks have, one of them counts.
+        # All ranks have the pieces of all-reduced buckets. Only one rank may count each.
         gradients = [
             piece.parameter.grad
             for piece in pieces
@@ -114,33 +117,35 @@ class ActivePlan:
 
     @torch.no_grad()
     def sync_replicas(self) -> None:
-        """Gives all ranks the parameters that their owners step, none of which may be pending.
+        """Makes lagging replicas equal to their owners' shards. Collective, blocks.
 
-        Collective, blocks.
+        No bucket may be pending.
         """
         for bucket in self.flat.buckets:
             self.exchange.sync(bucket)
 
     def unscale(self, unscale: Callable[[Optimizer], None], shards: OptimizerShards) -> None:
-        """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Collective.
+        """Calls a GradScaler's `unscale_` on this rank's pieces. Collective, blocks.
+
+        If one rank has inf or nan in its pieces, the scalers of all ranks find inf.
 
         Args:
-            unscale: Divides the optimizer's gradients and looks for inf and NaN in them.
-            shards: Their gradients are mutated.
+            unscale: Divides the optimizer's gradients, and looks for inf and nan in them.
+            shards: This rank's pieces, whose gradients are mutated.
         """
         like = self.flat.buckets[0].shard
         overflow = torch.zeros(1, dtype=torch.uint8, device=like.device)
         if gradients := shards.gradients:
             overflow.copy_(~torch.isfinite(_norms(gradients, math.inf)).all())
         self.exchange.collectives.launch_max(overflow).wait()
-        # The scaler looks at gradients only, and at least at one: this one brings it the vote.
+        # A scaler only looks at gradients, and needs one. This one tells it of other ranks' inf.
         vote = torch.zeros(1, dtype=like.dtype, device=like.device)
         vote.grad = torch.where(overflow.bool(), math.inf, 0.0).to(like.dtype)
         with shards.on_shards(vote):
             unscale(shards.optimizer)
 
     def release(self) -> Sequence[Parameter]:
-        """Removes hooks and gates; returns the parameters that are still views of its buffers."""
+        """Removes hooks and gates. Returns the parameters that are still views of `flat`."""
         self.gatherer.detach()
         self.round.release()
         return [one.parameter for one in self.flat.placements if not one.was_replaced()]
@@ -152,14 +157,16 @@ def _norms(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Recording:
-    """What rank 0 saw in the recorded step, the same on every rank, and what this rank saw.
+    """Results of the recorded step: from rank 0 and equal on all ranks, except `ungated`.
 
     Attributes:
-        tensors: What a planner needs to know.
-        expected: How often each parameter's gradient is accumulated in one backward.
-        ungated: See `ForwardRecorder`; this rank's own.
-        codecs: What encodes each tensor row by row; tensors of several never share a bucket.
-        seed: What torch's random numbers were last seeded with.
+        tensors: Each parameter as a planner sees it, with its place in the order of first reads and
+            in the order of gradients.
+        expected: For each parameter how often its gradient hook is called in one backward.
+        ungated: This rank's own `ForwardRecorder.ungated`.
+        codecs: For each parameter its codec. None means no codec. Tensors with different codecs
+            never share a bucket.
+        seed: Seed of torch's random numbers.
     """
 
     tensors: list[TensorSpec]
@@ -172,7 +179,7 @@ class Recording:
     def agreed(
         cls, trained: TrainedParameters, collectives: Collectives, options: ExchangeOptions
     ) -> Recording:
-        """Takes rank 0's order of reads and gradients, and its seed, for everybody's.
+        """Makes all ranks use rank 0's order of reads and gradients, and rank 0's seed.
 
         Collective, blocks.
         """
@@ -181,9 +188,9 @@ class Recording:
         first_use, gradients, seed = collectives.all_gather_object(own)[0]
         named = list(zip(names, parameters, strict=True))
         codecs = [options.codec_of(name, parameter.ndim) for name, parameter in named]
-        # Nothing may have been recorded.
+        # Without any gradient, backward is assumed to go through the parameters in reverse.
         order = list(gradients) or range(len(parameters) - 1, -1, -1)
-        ready = {index: place for place, index in enumerate(order)}
+        ready = {index: turn for turn, index in enumerate(order)}
         specs = [
             TensorSpec(
                 index=index,
@@ -200,50 +207,51 @@ class Recording:
         return cls(specs, expected, recorder.ungated, codecs, seed)
 
     def check(self, plan: BucketPlan, collectives: Collectives) -> None:
-        """Refuses a plan that ranks do not share, that is not over what was recorded, or too fine.
-
-        Collective, blocks.
+        """Refuses a plan that differs between ranks or does not fit the model. Collective, blocks.
 
         Raises:
-            ValueError: Saying what differs.
+            ValueError: If ranks have different plans, or the plan is for another model or number of
+                ranks, or has too many buckets, or mixes votes with uncompressed buckets.
         """
         if any(other != plan for other in collectives.all_gather_object(plan)):
-            raise ValueError(f"Ranks were given other plans than '{plan.name}'; give all the same.")
+            raise ValueError(
+                f"Ranks have different plans: one is '{plan.name}'. Give all ranks the same plan."
+            )
         if plan.world_size != collectives.world.size:
             raise ValueError(
                 f"The plan '{plan.name}' is for {plan.world_size} ranks, and there are"
-                f" {collectives.world.size}; plan anew."
+                f" {collectives.world.size}. Make a plan for as many ranks as there are."
             )
         if len(plan.buckets) > MAX_BUCKETS:
             raise ValueError(
                 f"The plan '{plan.name}' has {len(plan.buckets)} buckets, and at most {MAX_BUCKETS}"
-                " are possible; fuse more, such as with fusion='threshold'."
+                " are possible. Fuse more, such as with fusion='threshold'."
             )
         try:
             check_plan(plan, self.tensors)
         except (KeyError, ValueError) as error:
             raise ValueError(
-                f"The plan '{plan.name}' is broken, or for another model: {error}"
+                f"The plan '{plan.name}' is damaged or for another model. Make it anew. ({error})"
             ) from None
         for number in plan.uncompressed:
             compressor = self.codecs[plan.buckets[number].slices[0].tensor]
             if compressor is not None and compressor.votes:
                 raise ValueError(
                     f"The plan '{plan.name}' leaves buckets uncompressed, and {compressor.name}"
-                    " makes votes of the others: signs would be stepped with the same learning rate"
-                    " as gradients. Plan anew, such as with fusion='threshold'."
+                    " sends votes in others. Plan anew, such as with fusion='threshold'. Votes"
+                    " would be stepped with the same learning rate as gradients."
                 )
 
 
 def audit(trained: TrainedParameters, active: ActivePlan) -> ReadMode:
     """A context in which reading a parameter that is still being gathered raises.
 
-    Sees reads through references that no gate sees, also under `no_grad` and through `.data`,
-    where the step's own guard (`ParameterGatherer.check_was_complete`) sees only reads that take
-    part in backward. Slow: runs in front of every torch function.
+    It also sees reads that no gate sees, under `no_grad` and through `.data`. Without it only
+    `ParameterGatherer.check_was_complete` guards those, and only if they take part in backward.
+    Slow, since it checks the arguments of every torch function.
 
     Raises:
-        RuntimeError: At the read, naming the parameter.
+        RuntimeError: At such a read, or a read on a CUDA stream that does not wait for gathers.
     """
     index_of = {id(parameter): index for index, parameter in enumerate(trained.parameters)}
 
@@ -256,14 +264,14 @@ def audit(trained: TrainedParameters, active: ActivePlan) -> ReadMode:
         if streams.current() not in streams.readers:
             raise RuntimeError(
                 f"'{trained.names[index]}' was read on a CUDA stream that does not wait for its new"
-                " value, as the first forward read nothing there. Use the same streams in every"
-                " forward, or call strategy.complete_parameters() before the fork."
+                " value. Use the streams of the first forward in every forward, or call"
+                " strategy.complete_parameters() before the fork."
             )
         if any(number in active.gatherer.pending for number in buckets):
             raise RuntimeError(
-                f"'{trained.names[index]}' was read while its new value was still being gathered,"
-                " through a reference that strategy='dear' cannot see. Read it as an attribute of"
-                " its module, or call strategy.complete_parameters() before reading it."
+                f"'{trained.names[index]}' was read while its new value was still being gathered."
+                " Read it as an attribute of its module, or call strategy.complete_parameters()"
+                " before. It was read through a reference that strategy='dear' cannot see."
             )
 
     return ReadMode(check)

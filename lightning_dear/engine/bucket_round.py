@@ -1,9 +1,10 @@
-"""A round: full buckets go to their owners, and ranks tell each other what all must know of it.
+"""A round: buckets are filled, sent to their owners and summed, and ranks exchange flags and notes.
 
-    fill, in backward or by any other writer -> launch, in one order -> tell -> wait -> means
+    fill buckets (in backward, or any other writer) -> launch them in one order on all ranks
+        -> exchange flags and notes -> wait -> every owner has the means of its shards
 
-A round knows nothing of autograd, of `.grad` or of an optimizer. It takes any buckets of a plan, at
-any world size. The step has one over all of its buckets, filled by `GradientCollector`.
+A round knows nothing of autograd, `.grad`, or optimizers. It takes any buckets of a plan, at any
+world size. A training step runs rounds over all buckets, which `GradientCollector` fills.
 """
 
 from __future__ import annotations
@@ -23,18 +24,23 @@ from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.exchange import Exchange
 
 UNUSED, USED, LATE = 0, 1, 2
-"""What a rank says of a parameter, in a byte of which the largest of all ranks counts. UNUSED: it
-has no gradient here. USED: its gradient is in its bucket. LATE: another gradient came after the
-launch of its bucket, so that one more round is needed."""
+"""A rank's flag for a parameter, one byte. The maximum over ranks counts. UNUSED means that the
+parameter has no gradient on this rank. USED means that its gradient is in its bucket. LATE means
+that a gradient came after its bucket was launched, so that one more round is needed."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """How much this rank's gradients count in a mean over ranks.
+    """Weight of this rank's gradients in the mean over ranks.
+
+    A `BucketRound` has one. Equal weights give DistributedDataParallel's mean. Others make a
+    weighted mean, such as by each rank's number of samples. All ranks must agree on the total
+    before gradients are written into buckets.
 
     Attributes:
-        own: This rank's weight, at least 0; 0 on a rank that has no batch.
-        total: The sum of all ranks' weights, the same on all ranks.
+        own: This rank's weight, at least 0. 0 means that this rank's gradients do not count, as on
+            a rank without a batch.
+        total: Sum of all ranks' weights, the same on all ranks.
     """
 
     own: float
@@ -42,50 +48,56 @@ class Weight:
 
     @cached_property
     def scale(self) -> float:
-        """What this rank's gradients are multiplied by before they are summed.
+        """Factor that the writer of a bucket multiplies this rank's gradients by, `own / total`.
 
-        With equal weights that is 1 / world size, as under DistributedDataParallel.
+        With equal weights it is 1 / world size, as under DistributedDataParallel.
         """
         return self.own / self.total if self.own else 0.0
 
 
 class Note(Protocol):
-    """A few bytes that ranks tell each other in each round, and whose largest all of them hear."""
+    """A few bytes of each rank, whose maximum over ranks all ranks get in each round.
+
+    A subclass tells other ranks something that is no gradient, without a message of its own. For
+    example, `SharedOptions` compares learning rates, and `Signal` carries a wish to stop. `Notes`
+    calls `say` and `hear` once in each round.
+    """
 
     @property
     def num_bytes(self) -> int:
-        """How many; the same on all ranks."""
+        """Number of bytes, the same on all ranks."""
         ...
 
     def say(self, device: torch.device) -> Tensor:
-        """What this rank says now: [num_bytes] uint8 on `device`."""
+        """Returns this rank's bytes for this round: [num_bytes] uint8 on `device`."""
         ...
 
-    def hear(self, told: Sequence[int], *, is_late: bool) -> None:
-        """Takes the largest that any rank has said, byte by byte, on all ranks alike. May raise.
+    def hear(self, maxima: Sequence[int], *, is_late: bool) -> None:
+        """Takes the maximum over ranks of each byte, equal on all ranks. May raise.
 
         Args:
-            told: `num_bytes` numbers. All are 0 if nothing was said.
-            is_late: Whether it was said in the round before.
+            maxima: The maxima, [num_bytes]. All 0 in a first round that heard nothing yet.
+            is_late: Whether these are bytes of the round before, instead of this round's.
         """
         ...
 
 
 class Signal:
-    """A number that all ranks hear once a step: a note in each round.
+    """Note of one byte: a number from which all ranks take the maximum in each round.
+
+    A strategy sends a rank's wish to stop in it. 0 means that a rank has no wish.
 
     Attributes:
-        ask: What this rank says at present, from 0 to 255.
-        heard: The largest number that any rank said in the last exchange, or in the one before that
-            where the host would have to wait for the last. None if there was no exchange since it
-            was set to None.
-        on_heard: Called with that number, unless it is 0.
+        ask: Called in each round; returns this rank's number, from 0 to 255.
+        heard: Maximum over ranks of the last round that was heard; on NCCL that is the round before
+            the last one. None means that no round was heard since `heard` was set to None.
+        on_heard: Called with that maximum, unless it is 0.
     """
 
     num_bytes = 1
 
     def __init__(self) -> None:
-        # `int()` is 0: this rank says nothing.
+        # `int()` returns 0.
         self.ask: Callable[[], int] = int
         self.heard: int | None = None
         self.on_heard: Callable[[int], object] = int
@@ -94,79 +106,90 @@ class Signal:
         """See `Note`."""
         return torch.full((1,), self.ask(), dtype=torch.uint8, device=device)
 
-    def hear(self, told: Sequence[int], *, is_late: bool = False) -> None:
+    def hear(self, maxima: Sequence[int], *, is_late: bool = False) -> None:
         """See `Note`."""
-        (self.heard,) = told
+        (self.heard,) = maxima
         if self.heard:
             self.on_heard(self.heard)
 
 
 class Notes:
-    """All notes of one optimizer, from plan to plan.
+    """All notes that travel with the rounds of one optimizer. One object serves all its plans.
 
-    Where reading would stop the host (NCCL), notes are heard one round later, when they have long
-    arrived.
+    `BucketRound` calls it. Where reading bytes would block the host (NCCL), notes hear the bytes of
+    the round before, which have arrived by then.
 
     Args:
-        notes: In the order in which they travel.
+        notes: The notes, in an order that is the same on all ranks.
     """
 
     def __init__(self, notes: Sequence[Note]) -> None:
         self._notes = notes
-        # In the first round nothing has been said before.
-        self._said: Callable[[], list[int]] | None = None
+        # Returns the bytes of the round before. There is none in the first round.
+        self._earlier: Callable[[], list[int]] | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Of all notes together."""
+        """Number of bytes of all notes together."""
         return sum(note.num_bytes for note in self._notes)
 
     def write(self, room: Tensor) -> None:
-        """Writes what this rank says now into `room`, [num_bytes] uint8."""
+        """Writes this rank's bytes of all notes into `room`, [num_bytes] uint8."""
         parts = torch.split(room, [note.num_bytes for note in self._notes])
         for note, part in zip(self._notes, parts, strict=True):
             if note.num_bytes:
                 part.copy_(note.say(room.device))
 
     def hear(self, room: Tensor, collectives: Collectives) -> None:
-        """Lets each note hear what has come in `room`; or what came there the round before.
+        """Gives each note its maxima, from `room` or, on NCCL, from the `room` of the round before.
 
         Raises:
             Exception: What a note raises, on all ranks.
         """
         is_late = not collectives.wait_blocks_host
         if is_late:
-            before, self._said = self._said, collectives.streams.read_later(room)
-            told = [0] * len(room) if before is None else before()
+            earlier, self._earlier = self._earlier, collectives.streams.read_later(room)
+            maxima = [0] * len(room) if earlier is None else earlier()
         else:
-            told = room.tolist()
+            maxima = room.tolist()
         for note in self._notes:
-            own, told = told[: note.num_bytes], told[note.num_bytes :]
+            own, maxima = maxima[: note.num_bytes], maxima[note.num_bytes :]
             note.hear(own, is_late=is_late)
 
 
 class BucketRound:
-    """Sends buckets to their owners and says how far they are; one round at a time.
+    """Reduces buckets over ranks, one round at a time, without autograd or an optimizer.
 
-    A step usually has one round. Gradients that come too late for it are added by another one, in
-    which all ranks take part. `begin_step`, `finish` and whatever waits are called by all ranks.
+    To be used wherever ranks average values that lie in buckets: gradients, or differences of
+    weights. In each round every rank
+
+    1. writes its values, times `weight.scale`, into `Bucket.gradients` of the round's buckets,
+    2. calls `mark_full` and `launch_full` as buckets become full, and `launch_all` at the end,
+    3. calls `finish`. Then `Bucket.mean` of each bucket holds the weighted mean of this rank's
+       shard. `used` says for which parameters any rank had values.
+
+    After the means were used, `end_step` commits what encoding has kept; `drop` forgets the means.
+    The round neither reads values from parameters nor writes means to them. A step usually has one
+    round. Late gradients need another one, whose means are added (`set_means_aside`).
+
+    All ranks must launch the same buckets and call `finish`, `end_step` and `drop` equally often.
 
     Args:
-        flat: Where buckets and parameters lie.
-        order: Numbers of the buckets of this round, in the order in which all ranks launch them.
-        exchange: What moves them.
-        names: Of the parameters, for messages.
-        notes: What ranks tell each other besides. None means nothing.
-        waiting: Entered around the wait for the means.
+        flat: The buckets of a plan, and where each parameter lies in them.
+        order: Bucket numbers of the round, in the order in which all ranks launch them.
+        exchange: Launches the messages of a bucket, and encodes them.
+        names: Names of the parameters, for messages.
+        notes: Bytes that ranks exchange with each round. None means no notes.
+        waiting: Reason -> context that is entered around the wait for the means.
 
     Attributes:
-        launched: Number of a bucket -> its work, in the order of the launches.
+        launched: Bucket number -> its work, in the order of the launches.
         used: For each parameter whether any rank had a gradient for it since `begin_step`.
-        late: Numbers of the parameters of which a rank has said LATE in the last round.
+        late: Indices of the parameters that were LATE on a rank in the last round.
         has_means: Whether buckets hold means of this step, to which another round adds.
-        weight: Of this rank's gradients; to be assigned to between steps.
-        written_on: The streams on which buckets are written, which launches wait for.
-        watched: Numbers of the buckets that a thread waits for, see `watch`.
+        weight: Weight of this rank's gradients; to be assigned to between steps.
+        written_on: Streams on which buckets are written. Launches wait for them.
+        watched: Bucket numbers that a thread waits for, see `watch`.
     """
 
     def __init__(
@@ -191,7 +214,7 @@ class BucketRound:
     # --- from step to step ----------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """There are no gradients of this step yet. Nothing may be under way."""
+        """Begins a step without gradients. Every launched bucket must have been waited for."""
         self.used = [False] * len(self._placements)
         self.late: Sequence[int] = ()
         self.watched: frozenset[int] = frozenset()
@@ -205,42 +228,46 @@ class BucketRound:
         self.written_on.clear()
 
     def end_step(self) -> None:
-        """The means were used up by a step."""
+        """Ends a step that has used the means: the exchange keeps its new residuals."""
         self._exchange.commit()
         self.begin_step()
 
     def drop(self) -> None:
-        """The means, if there are any, are void."""
+        """Forgets the means, if there are any: the exchange keeps its residuals of before."""
         self._exchange.discard()
         self.begin_step()
 
     @property
     def has_begun(self) -> bool:
-        """Whether gradients of the step have been reduced, or are on their way."""
+        """Whether a bucket of this step was launched or reduced."""
         return self.has_means or bool(self.launched)
 
     def release(self) -> None:
-        """Ends the thread, if there is one. Nothing may be under way."""
+        """Ends the thread of `watch`. Every launched bucket must have been waited for."""
         self._waiter.finish()
 
     # --- launching ------------------------------------------------------------------------------
 
     def expect(self) -> None:
-        """Lets other ranks' parts of all buckets that are not launched arrive from now on."""
+        """Posts the receives of all buckets that are not launched yet. Does not block."""
         for number in self._order:
             if number not in self.launched:
                 self._exchange.expect_reduce(self._buckets[number])
 
     def watch(self, numbers: Collection[int]) -> None:
-        """Lets a thread wait for those of these buckets that are launched from now on."""
+        """Lets a thread wait for these buckets, once they are launched, so `is_on_host` is known.
+
+        Args:
+            numbers: Bucket numbers.
+        """
         self.watched = frozenset(numbers)
 
     def mark_full(self, number: int) -> None:
-        """Bucket `number` holds all of this rank's gradients, multiplied by `weight.scale`."""
+        """Notes that bucket `number` holds all of this rank's gradients, times `weight.scale`."""
         self._full.add(number)
 
     def launch_full(self) -> None:
-        """Launches full buckets, in order, up to the first one that is not full. Never blocks."""
+        """Launches full buckets, in order, up to the first that is not full. Does not block."""
         while len(self.launched) < len(self._order):
             number = self._order[len(self.launched)]
             if number not in self._full:
@@ -248,15 +275,15 @@ class BucketRound:
             self._launch(self._buckets[number])
 
     def launch_all(self) -> None:
-        """Launches all that are left. What nobody has written of a bucket must be 0."""
+        """Launches all buckets that are left; elements without a gradient must be 0 in them."""
         self._full.update(self._order)
         self.launch_full()
 
     def _launch(self, bucket: Bucket) -> None:
-        # A backend waits for the stream that launches, and for no other.
+        # A backend waits for the stream that launches, but not for others that wrote the bucket.
         self._collectives.streams.follow(self.written_on)
         if not self.weight.own:
-            # Not multiplied by 0, since 0 times inf is nan.
+            # Multiplying by 0 would not do, since 0 times inf is nan.
             bucket.gradients.zero_()
         work = self.launched[bucket.number] = self._exchange.launch_reduce(bucket)
         if bucket.number in self.watched:
@@ -265,41 +292,44 @@ class BucketRound:
     # --- how far a bucket is --------------------------------------------------------------------
 
     def has_launched(self, number: int) -> bool:
-        """Whether bucket `number` is on its way: its buffers belong to the exchange."""
+        """Whether bucket `number` was launched. Its gradients must not be written then."""
         return number in self.launched
 
     def is_on_host(self, number: int) -> bool:
-        """Whether bucket `number` can be waited for without a wait; known of those watched."""
+        """Whether `wait_for(number)` would not block the host. Known of watched buckets only."""
         return number in self.launched and self.launched[number].is_on_host
 
     def has_arrived(self, number: int) -> bool:
-        """Whether the mean of bucket `number` may be read: somebody has waited for it."""
+        """Whether the mean of bucket `number` may be read: its work was waited for."""
         return number in self.launched and self.launched[number].is_done
 
     def wait_for(self, number: int) -> None:
-        """Blocks until bucket `number`, which was launched, has arrived; others may not have."""
+        """Blocks until the mean of bucket `number`, which was launched, may be read."""
         self.launched[number].wait()
 
     # --- ending a round -------------------------------------------------------------------------
 
     def set_means_aside(self) -> None:
-        """Keeps means of earlier rounds, to which the round under way adds; before it is filled."""
+        """Copies the means of earlier rounds, to which `finish` adds those of the next one.
+
+        To be called before buckets are filled again, which overwrites the means.
+        """
         if self.has_means and any(self.used):
             self._earlier = {n: bucket.mean.clone() for n, bucket in self._buckets.items()}
 
     def finish(self, says: Sequence[int]) -> bool:
-        """Tells other ranks, and blocks until all means of the round are there.
+        """Exchanges flags and notes, and blocks until all means of the round may be read.
 
-        All ranks call, after `launch_all`.
+        Collective. To be called after `launch_all`.
 
         Args:
-            says: For each parameter UNUSED, USED or LATE.
+            says: This rank's flag for each parameter: UNUSED, USED or LATE.
 
         Returns:
-            Whether a rank has said LATE, so that all ranks need another round.
+            Whether a parameter is LATE on any rank, so that all ranks need another round.
 
         Raises:
-            ValueError: What a note raises, on all ranks, such as other learning rates.
+            ValueError: What a note raises, on all ranks, such as for different learning rates.
             RuntimeError: What the backend raises.
         """
         absent = self._absent_votes(says)
@@ -307,16 +337,16 @@ class BucketRound:
             flags, found = self._flags([*says, *absent.values()])
             for work in (*self.launched.values(), self._collectives.launch_max(flags)):
                 work.wait()
-        told = self._hear(says, absent, flags, found)
-        self._add_earlier(is_empty=not any(told))
-        self.late = [number for number, one in enumerate(told) if one == LATE]
+        agreed = self._hear(says, absent, flags, found)
+        self._add_earlier(is_empty=not any(agreed))
+        self.late = [index for index, flag in enumerate(agreed) if flag == LATE]
         self.used = [
-            # Without a bucket, what `.grad` holds now is all there is.
-            one != UNUSED or (used and placement.gradient is not None)
-            for used, one, placement in zip(self.used, told, self._placements, strict=True)
+            # Without a gradient buffer `.grad` counts as it is now, whatever earlier rounds saw.
+            flag != UNUSED or (used and placement.gradient is not None)
+            for used, flag, placement in zip(self.used, agreed, self._placements, strict=True)
         ]
         self.has_means = True
-        # The streams that made the gradients may use their memory again.
+        # Streams of forward and backward wait here, before they reuse the memory of gradients.
         self._collectives.streams.lead_readers()
         self._begin()
         return bool(self.late)
@@ -328,31 +358,35 @@ class BucketRound:
                 self._exchange.add_earlier(bucket, earlier, is_empty=is_empty)
 
     def _absent_votes(self, says: Sequence[int]) -> dict[int, int]:
-        """Number of a parameter in whose buckets ranks vote -> whether it has no gradient here."""
+        """Index of a parameter that ranks vote on -> whether this rank has no gradient for it.
+
+        A rank without a gradient cannot abstain: zeros in its bucket would be votes, too.
+        """
         if not (voting := self._exchange.voting):
             return {}
         return {
-            number: says[number] == UNUSED
-            for number, placement in enumerate(self._placements)
+            index: says[index] == UNUSED
+            for index, placement in enumerate(self._placements)
             if not voting.isdisjoint(placement.buckets)
         }
 
     def _flags(self, says: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The message to all ranks, [n] uint8: `says`, notes, and whether inf or nan was found.
+        """Makes the message of flags: `says`, bytes of notes, and whether inf or nan was found.
 
         Returns:
-            The message, and what will be known of inf or nan once it has come back: a part of it.
+            The message, [n] uint8, and a scalar that says whether any rank has found inf or nan,
+            once the maximum was taken. It is a view of the message.
         """
         device, end = self._collectives.flags_device, len(says) + self._notes.num_bytes
         flags = torch.ones(end + 1, dtype=torch.uint8, device=device)
-        # All of these are USED as a rule: then nothing is copied to a device.
-        if any(one != USED for one in says):
+        # Usually all flags are USED, which is 1, and none has to be copied to the device.
+        if any(flag != USED for flag in says):
             flags[: len(says)] = torch.tensor(says, dtype=torch.uint8)
         self._notes.write(flags[len(says) : end])
-        # Waits where a host's sums are still to be encoded.
+        # Blocks until the sums of this host are encoded, if there are two hops.
         found = self._exchange.take_found_inf()
         if self._collectives.world.size == 1:
-            # It stays where it is: the host waits for no device.
+            # Not copied to `flags`, which may be on another device: the host would wait for it.
             return flags, torch.as_tensor(found)
         flags[end] = found
         return flags, flags[end]
@@ -360,20 +394,21 @@ class BucketRound:
     def _hear(
         self, says: Sequence[int], absent: dict[int, int], flags: Tensor, found: Tensor
     ) -> Sequence[int]:
-        """Returns the most that any rank says of each parameter; all else goes where it belongs."""
-        num_said = len(says) + len(absent)
-        self._notes.hear(flags[num_said:-1], self._collectives)
+        """Gives notes and exchange their maxima; returns the maximum of each parameter's flag."""
+        num_flags = len(says) + len(absent)
+        self._notes.hear(flags[num_flags:-1], self._collectives)
         self._exchange.hear_found_inf(found)
-        # Where reading would stop the host, late gradients were refused, and to a rank that has
-        # used everything others can tell nothing new.
+        # On NCCL reading flags would block the host, and no flag is LATE, since late gradients were
+        # refused. So if all flags of this rank are USED, they are the maxima.
         is_free = self._collectives.wait_blocks_host
-        if not is_free and not absent and all(one == USED for one in says):
+        if not is_free and not absent and all(flag == USED for flag in says):
             return says
-        told = flags[:num_said].tolist()
-        self._refuse_votes(told, dict(zip(absent, told[len(says) :], strict=True)))
-        return told[: len(says)]
+        agreed = flags[:num_flags].tolist()
+        self._refuse_votes(agreed, dict(zip(absent, agreed[len(says) :], strict=True)))
+        return agreed[: len(says)]
 
-    def _refuse_votes(self, told: Sequence[int], absent: dict[int, int]) -> None:
-        split = [number for number, is_absent in absent.items() if is_absent and told[number]]
+    def _refuse_votes(self, agreed: Sequence[int], absent: dict[int, int]) -> None:
+        """Refuses parameters that are `absent` on a rank, although another rank has a gradient."""
+        split = [index for index, is_absent in absent.items() if is_absent and agreed[index]]
         if split:
-            self._exchange.refuse_votes([self._names[number] for number in split])
+            self._exchange.refuse_votes([self._names[index] for index in split])

@@ -1,9 +1,9 @@
-"""Waits where parameters are read: a gate in place of `module._parameters`.
+"""Makes reads of a module's parameters wait: a gate in the place of `module._parameters`.
 
-While a parameter of a module is still being gathered, a dict subclass stands in for the module's
-`_parameters`; any read or write through it (`self.weight`, `parameters()`, `state_dict()`, `to()`)
-first completes the module's parameters. Once they are complete the module's own dict is back, so
-that a module that waits for nothing pays nothing.
+While a parameter of a module is being gathered, an instance of a dict subclass replaces the
+module's `_parameters`. Any read or write through it (`self.weight`, `parameters()`, `state_dict()`,
+`to()`) first blocks until the module's parameters have arrived. Then the module's own dict is put
+back, so that later reads cost nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ get items values copy pop popitem setdefault update clear
 
 
 def _opening(name: str) -> Any:
-    """The dict's method of this name, called on the plain dict once the gate is open."""
+    """Makes a method that opens the gate, and then calls the plain dict's method `name`."""
 
     def call(self: ParameterGate, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._opened(), name)(*args, **kwargs)
@@ -33,17 +33,17 @@ def _opening(name: str) -> Any:
 
 
 class ParameterGate(dict[str, Any]):
-    """Stands in for `module._parameters` while a `ModuleGate` of that module is closed.
+    """Replaces `module._parameters` while a `ModuleGate` of that module is closed.
 
-    Holds the same items, so that C-level reads find the right tensors (though without a wait).
+    It holds the same items, so that reads in C find the right tensors, though without a wait.
 
     Args:
-        plain: The module's own dict. All writes go to it.
+        plain: The module's own dict, which gets all writes.
 
     Attributes:
-        plain: See above.
-        closed: The module's closed gates -> what opens each, and may block. There are several if
-            several optimizers train parameters of one module.
+        plain: Same as the argument.
+        closed: Closed gate of the module -> function that opens it, and may block before. There
+            are several if several optimizers train parameters of one module.
     """
 
     def __init__(self, plain: dict[str, Any]) -> None:
@@ -57,11 +57,11 @@ class ParameterGate(dict[str, Any]):
         return self.plain
 
     def __iter__(self) -> Iterator[str]:
-        # Overridden so that dict(gate) and {**gate} come through __getitem__.
+        # With an `__iter__` of the subclass, dict(gate) and {**gate} call `__getitem__`, and wait.
         return iter(self.plain)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Copies and pickles are of a module whose parameters are complete: an ordinary dict.
+        # A copied or pickled module has complete parameters, and so an ordinary dict.
         return dict, (dict(self._opened()),)
 
 
@@ -70,7 +70,7 @@ for _name in _READ_OR_WRITE.split():
 
 
 def plain_parameters(module: Module) -> dict[str, Any]:
-    """The module's own dict of parameters, without waiting for any; of TorchScript a copy."""
+    """The module's own dict of parameters, read without a wait. For TorchScript it is a copy."""
     parameters: Any = private_names.PARAMETERS.of(module)
     if isinstance(parameters, ParameterGate):
         return parameters.plain
@@ -78,13 +78,13 @@ def plain_parameters(module: Module) -> dict[str, Any]:
 
 
 def owners(module: Module, parameters: Sequence[Parameter]) -> dict[Module, dict[str, int]]:
-    """Modules that hold any of `parameters` -> their names there -> their numbers."""
-    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    """Submodules that own any of `parameters` -> name there -> index in `parameters`."""
+    indices = {id(parameter): index for index, parameter in enumerate(parameters)}
     found = {
         part: {
-            name: numbers[id(one)]
-            for name, one in plain_parameters(part).items()
-            if id(one) in numbers
+            name: indices[id(parameter)]
+            for name, parameter in plain_parameters(part).items()
+            if id(parameter) in indices
         }
         for part in module.modules()
     }
@@ -92,28 +92,27 @@ def owners(module: Module, parameters: Sequence[Parameter]) -> dict[Module, dict
 
 
 def has_gate(module: Module) -> bool:
-    """Whether reads of the module's parameters can be made to wait; not those in TorchScript."""
+    """Whether the module can have a gate. TorchScript's modules cannot: they have no such dict."""
     return isinstance(private_names.PARAMETERS.of(module), dict)
 
 
 class ModuleGate:
-    """Makes reads of one module's parameters wait, while it is closed.
+    """Makes reads of one module's parameters call a function while the gate is closed.
 
     Args:
-        module: Must have a gate; see `has_gate`.
-        wait: Called by a read. Has to open the gate, and may block before.
+        module: Module that can have a gate, see `has_gate`.
+        wait: Called at a read or write. Must open the gate, and may block before.
     """
 
     __slots__ = ("_spare", "_vars", "_wait")
 
     def __init__(self, module: Module, wait: Callable[[], None]) -> None:
         self._vars, self._wait = module.__dict__, wait
-        # What stood in the place of the module's dict the last time. Putting it there again takes
-        # half as long as making another one.
+        # The `ParameterGate` of the last time. Using it again takes half as long as making one.
         self._spare: ParameterGate | None = None
 
     def close(self) -> None:
-        """Lets reads and writes call `wait`. Idempotent."""
+        """Lets reads and writes call `wait` from now on. Idempotent."""
         present, spare = self._vars[_PARAMETERS], self._spare
         if type(present) is not ParameterGate:
             if spare is not None and spare.plain is present:
@@ -125,7 +124,7 @@ class ModuleGate:
         present.closed[self] = self._wait
 
     def open(self) -> None:
-        """Lets reads go on; after the last gate the module has its own dict back. Idempotent."""
+        """Lets reads go on. The last gate of the module restores the plain dict. Idempotent."""
         present = self._vars.get(_PARAMETERS)
         if type(present) is ParameterGate:
             present.closed.pop(self, None)

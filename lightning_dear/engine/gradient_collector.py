@@ -1,4 +1,4 @@
-"""Autograd's gradients on their way into buckets."""
+"""Copies the gradients that autograd produces into buckets."""
 
 from __future__ import annotations
 
@@ -21,32 +21,37 @@ def _references_of_a_local() -> int:
 
 
 _OF_A_LOCAL = _references_of_a_local()
-"""Differs between versions of Python."""
+"""What `getrefcount` returns for an object that one local variable refers to. It differs between
+versions of Python."""
 
 
 def _most_held(bucket: Bucket) -> int:
-    """Most elements of a gradient that is held until its bucket is full."""
+    """Number of elements up to which a gradient is held, and copied when its bucket is full."""
     if saves_calls(bucket.parameters.device):
-        # All of a large bucket would take much memory.
+        # Holding all gradients of a large bucket would take much memory.
         return 1 << (20 if bucket.parameters.numel() > 1 << 24 else 24)
-    # A longer one takes longer to copy than a call, and would have left the cache.
+    # To copy a longer one takes longer than a call, and it would have left the cache by then.
     return 1 << 12
 
 
 class GradientCollector:
-    """Copies gradients into their buckets in backward, scaled, and says which buckets are full.
+    """Copies gradients, times the round's weight, into buckets, and tells the round of full ones.
 
-    A gradient is taken at the last call of its hook that the first step recorded. Small gradients
-    are held until their bucket is full, and then copied by one call. A gradient that comes after
-    its bucket was launched is late: it stays in `.grad` for another round.
+    The step's gradient hooks call it in backward. It is the only writer of buckets that knows
+    `.grad`; it knows nothing of optimizers and plans to come.
+
+    A hook may be called several times for one parameter in one backward. The gradient is taken at
+    the last call, counted as in the recorded step. Small gradients are held until their bucket is
+    full, and then copied by one call. A gradient that comes after its bucket was launched is late.
+    It stays in `.grad` for another round.
 
     Args:
-        flat: Where gradients go.
-        names: Of the parameters, for messages.
-        expected: How often each parameter's gradient is accumulated in one backward, as recorded.
-        plan: In which order buckets are launched.
-        bucket_round: Told which buckets are full.
-        collectives: What moves them.
+        flat: The buckets, and where each gradient lies in them.
+        names: Names of the parameters, for messages.
+        expected: For each parameter how often its hook is called in one backward, as recorded.
+        plan: Gives the order in which buckets are launched.
+        bucket_round: The round that launches buckets and says which were launched.
+        collectives: Has the streams of the device.
     """
 
     def __init__(
@@ -63,8 +68,8 @@ class GradientCollector:
         self._round, self._collectives = bucket_round, collectives
         self._num_tensors = [len(bucket.spec.slices) for bucket in flat.buckets]
         turns = {number: turn for turn, number in enumerate(plan.reduce_order)}
-        # For each parameter: how many buckets are launched before the first one that holds it. Once
-        # more than that are launched, its gradient is late.
+        # For each parameter: how many buckets are launched before the first bucket that holds it.
+        # Once more buckets than that are launched, its gradient is late.
         self._turns = [min(map(turns.__getitem__, one.buckets)) for one in flat.placements]
         most = [_most_held(bucket) for bucket in flat.buckets]
         self._may_be_held = [
@@ -74,25 +79,25 @@ class GradientCollector:
         self.begin()
 
     def begin(self) -> None:
-        """A round begins: no gradient of it is in a bucket."""
-        # How often each parameter's gradient was accumulated, and whether it lies in its buckets.
+        """Begins a round, whose buckets hold no gradient yet."""
+        # For each parameter: calls of its hook, and whether its gradient was taken.
         self._num_calls = [0] * len(self._placements)
         self._is_collected = [False] * len(self._placements)
-        # How many tensors each bucket still lacks.
+        # For each bucket: tensors whose gradient was not taken yet.
         self._num_missing = list(self._num_tensors)
-        # Number of a bucket -> (place in it, gradient), to be copied by one call when it is full.
+        # Bucket number -> (view of the bucket, gradient), copied by one call once it is full.
         self._held: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        # Gradients that were copied on another stream, until the round is over.
+        # Gradients that other streams may still read, so that their memory is not reused yet.
         self._kept: list[Tensor] = []
 
     # --- in backward ----------------------------------------------------------------------------
 
     def on_gradient(self, index: int) -> None:
-        """Takes parameter `index`'s `.grad`, if this is the last time that it was accumulated.
+        """Takes the `.grad` of parameter `index`, at the last call expected for it in a backward.
 
         Raises:
-            RuntimeError: If the gradient is late where reading flags would stop the host (NCCL), so
-                that no rank knows whether others need another round, too.
+            RuntimeError: If the gradient is late on NCCL. There ranks do not read flags, which
+                would block the host, so other ranks would not learn of another round.
         """
         if self._round.has_means or len(self._round.launched) > self._turns[index]:
             self._check_may_be_late(index)
@@ -107,11 +112,11 @@ class GradientCollector:
         if self._round.has_means or self._collectives.wait_blocks_host:
             return
         raise RuntimeError(
-            f"A second gradient for '{self._names[index]}' arrived after the first had been"
-            " reduced: this step ran backward through it more often than the first step did."
-            " Run every backward but the step's last one in"
+            f"A second gradient for '{self._names[index]}' arrived after the first had been reduced"
+            " over ranks. Run every backward but the step's last one in"
             " `with trainer.strategy.block_backward_sync():`, or"
-            " `with fabric.no_backward_sync(model):`."
+            " `with fabric.no_backward_sync(model):`. This step ran backward through the parameter"
+            " more often than the first step did."
         )
 
     def _collect(self, index: int) -> None:
@@ -119,16 +124,16 @@ class GradientCollector:
         parameter, home = placement.parameter, placement.gradient
         gradient, is_first = parameter.grad, not self._is_collected[index]
         if gradient is None:
-            # A hook has cleared it: DistributedDataParallel averages zeros then.
+            # A hook has cleared it. DistributedDataParallel averages zeros then.
             gradient = torch.zeros_like(parameter)
         if gradient.is_sparse:
             raise RuntimeError(
                 f"'{self._names[index]}' has a sparse gradient, which strategy='dear' does not"
-                " reduce; use sparse=False in its embedding."
+                " reduce. Use sparse=False in its embedding."
             )
         if home is not None:
             parameter.grad = None
-            # If somebody else has it too, it may be changed until the bucket is full.
+            # Other code that refers to the gradient could change it before the bucket is full.
             is_ours = not gradient.requires_grad and getrefcount(gradient) <= _OF_A_LOCAL
             if not is_first:
                 self._copy_held(placement.buckets[0])
@@ -147,37 +152,37 @@ class GradientCollector:
                     self._round.mark_full(number)
 
     def _copy_held(self, number: int) -> None:
-        """Copies what is held of bucket `number` into it."""
+        """Copies the held gradients of bucket `number` into it, scaled."""
         if (held := self._held.pop(number, None)) is None:
             return
         scale = self._round.weight.scale
         self._collectives.streams.follow(self._round.written_on)
         homes, gradients = map(list, zip(*held, strict=True))
-        # The same numbers either way. Not scaled in place: a CPU rounds the factor first then.
+        # Both ways give the same bits. `_foreach_mul_` would not: on a CPU it rounds the factor.
         if len(held) == self._num_tensors[number]:
             torch._foreach_copy_(homes, gradients)
             self._buckets[number].gradients.mul_(scale)
         else:
             torch._foreach_copy_(homes, torch._foreach_mul(gradients, scale))
-        # Of several streams, one must not write yet to what another one reads.
+        # With several streams, freed memory could be overwritten while this copy still reads it.
         streams = self._round.written_on | self._collectives.streams.readers
         self._kept += gradients if len(streams) > 1 else []
 
     # --- after backward -------------------------------------------------------------------------
 
     def collect_rest(self) -> list[int]:
-        """Takes what hooks have not brought, and writes zeros where there is no gradient.
+        """Takes gradients that no hook call has taken, and writes zeros where there is none.
 
-        Clears `.grad` of parameters that have a place in a bucket. Afterwards all buckets may be
+        Clears `.grad` of parameters whose gradients lie in buckets. Afterwards all buckets may be
         launched.
 
         Returns:
-            For each parameter UNUSED, USED or LATE.
+            This rank's flag for each parameter: UNUSED, USED or LATE.
         """
         num_launched = len(self._round.launched)
         late = set[int]()
         for index, placement in enumerate(self._placements):
-            # Nobody but the parameter refers to the gradient here, so that it may be held.
+            # A local variable here would be a second reference, and the gradient not be held.
             if placement.parameter.grad is not None:
                 if num_launched > self._turns[index]:
                     late.add(index)
@@ -188,7 +193,7 @@ class GradientCollector:
         for number in tuple(self._held):
             self._copy_held(number)
         counts = bool(self._round.weight.own)
-        says = [USED if counts and one else UNUSED for one in self._is_collected]
+        says = [USED if counts and is_here else UNUSED for is_here in self._is_collected]
         for index in late:
             says[index] = LATE
         return says

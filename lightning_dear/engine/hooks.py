@@ -1,4 +1,4 @@
-"""The engine's hooks, in their places among those that others register, whenever they do."""
+"""The engine's hooks of gradients and steps, kept before or after the hooks of other code."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from lightning_dear import private_names
 from lightning_dear.optimizers.sharded import is_nested
 
 OnGradient = Callable[[int, tuple[()], tuple[Tensor | None]], None]
-"""(number of a parameter, nothing, its gradient of this backward alone, or None) -> None."""
+"""Hook of a parameter's gradient. Its arguments are the parameter index, an empty tuple, and a
+tuple that holds the gradient of this backward alone, or None."""
 
 
 class GradientHooks:
-    """Is called for each gradient behind everybody else's hooks, as DistributedDataParallel is.
+    """Calls a function for each new gradient, after all hooks of other code, as DDP does.
 
     When a parameter gets a gradient, torch calls the tensor's hooks, adds the gradient to `.grad`,
-    and calls the post-accumulate hooks. Then come the hooks of the parameter's `AccumulateGrad`
-    node, and ours is one of these. So the others see this rank's own gradient, and what they do to
-    it counts.
+    and calls the post-accumulate hooks. Then it calls hooks of the parameter's `AccumulateGrad`
+    node, of which the engine's hook is one. So other hooks see this rank's own gradient, and their
+    changes count.
 
     Args:
-        parameters: Have the hooks until `remove`, also while they are frozen.
-        on_gradient: What is called.
+        parameters: Parameters that have the hook until `remove`, also while they are frozen.
+        on_gradient: The function that is called.
     """
 
     def __init__(self, parameters: Sequence[Parameter], on_gradient: OnGradient) -> None:
         self._parameters: Sequence[Any] = parameters
         frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-        # Held here, since a parameter does not hold its own.
+        # Held here, since a parameter does not hold its node, and the node holds the hook.
         self._nodes = [get_gradient_edge(one.requires_grad_()).node for one in parameters]
         for parameter in frozen:
             parameter.requires_grad_(False)
@@ -47,45 +48,48 @@ class GradientHooks:
         self._lists: list[Any] = [private_names.HOOKS_OF_HANDLE.of(hook)() for hook in self._hooks]
 
     def stay_last(self) -> None:
-        """Moves ours behind hooks that others have registered at the same nodes since."""
+        """Moves these hooks behind hooks that were registered at the same nodes since."""
         if max(map(len, self._lists), default=0) > 1:
             for hook, hooks in zip(self._hooks, self._lists, strict=True):
-                # Not by `move_to_end`: autograd does not look at an OrderedDict's own order.
+                # `move_to_end` would not do: autograd reads the order of a plain dict's insertions.
                 hooks[hook.id] = hooks.pop(hook.id)
 
     def refuse_another_sum(self) -> None:
-        """Refuses another backward of a step, if hooks would not see in `.grad` what DDP shows.
+        """Refuses a second backward of a step, if a hook would see another `.grad` than under DDP.
+
+        DDP has averaged the first gradients by then; the engine has not.
 
         Raises:
             RuntimeError: If a parameter has a post-accumulate hook.
         """
         if any(map(private_names.POST_ACCUMULATE_GRAD_HOOKS.of, self._parameters)):
             raise RuntimeError(
-                "A second backward came before the step, and a parameter has a"
-                " post-accumulate-grad hook, which would see another sum than under DDP: the first"
-                " gradients are not averaged yet. Add up the losses, or run all backwards of a step"
-                " but the last in `with trainer.strategy.block_backward_sync():`, or `with"
-                " fabric.no_backward_sync(model):`."
+                "A second backward came before the step, and a parameter has a post-accumulate-grad"
+                " hook. Add up the losses, or run all backwards of a step but the last in"
+                " `with trainer.strategy.block_backward_sync():`, or `with"
+                " fabric.no_backward_sync(model):`. The hook would see another sum than under DDP,"
+                " which has averaged the first gradients by then."
             )
 
     def remove(self) -> None:
-        """Takes the hooks away. Idempotent."""
+        """Removes the hooks. Idempotent."""
         for hook in self._hooks:
             hook.remove()
 
 
 class StepHooks:
-    """The engine's hooks around one optimizer's `step`, and whether others have some, too.
+    """The engine's hooks around one optimizer's `step`.
 
-    torch calls pre-hooks that all optimizers have in common, the optimizer's own ones, the step,
-    its own post-hooks, and common ones. Others' pre-hooks are called between `before` and `begin`,
-    and see the user's parameters in the groups. Others' post-hooks come after `end`.
+    torch calls pre-hooks of all optimizers, pre-hooks of this optimizer, the step, post-hooks of
+    this optimizer, and post-hooks of all optimizers. Pre-hooks of other code are called between
+    `before` and `begin`, and see the user's parameters in the parameter groups. Post-hooks of other
+    code are called after `end`.
 
     Args:
-        optimizer: Has the hooks until `remove`.
-        before: Called in front of all pre-hooks.
-        begin: Called behind all pre-hooks, and behind the closure if there is one.
-        end: Called in front of all post-hooks, with torch's arguments.
+        optimizer: The optimizer. It has the hooks until `remove`.
+        before: Called before all pre-hooks.
+        begin: Called after all pre-hooks, and after the closure if there is one.
+        end: Called before all post-hooks, with torch's arguments.
     """
 
     def __init__(self, optimizer: Optimizer, before: Any, begin: Any, end: Any) -> None:
@@ -104,7 +108,7 @@ class StepHooks:
             self._lists[place].move_to_end(hook.id, last=False)
 
     def _on_step(self, optimizer: Optimizer) -> None:
-        # `inner_step` takes the optimizer's own hooks away, but not those of all optimizers.
+        # `inner_step` removes hooks of this optimizer, but not the hooks of all optimizers.
         is_inner = vars(optimizer).get(private_names.STEP_PRE_HOOKS.name) is not self._lists[1]
         if optimizer is self._optimizer and not is_inner and not is_nested(optimizer):
             self._lists[1].move_to_end(self._begin.id)
@@ -112,24 +116,24 @@ class StepHooks:
 
     @property
     def are_in_front(self) -> bool:
-        """Whether somebody has pre-hooks who is not the engine."""
+        """Whether there are pre-hooks that are not the engine's."""
         ours = 1 + sum(getattr(hook, "func", None) is _call for hook in self._lists[0].values())
         return len(self._lists[0]) + len(self._lists[1]) > ours
 
     @property
     def are_behind(self) -> bool:
-        """Whether somebody else has post-hooks."""
+        """Whether there are post-hooks that are not the engine's."""
         return len(self._lists[2]) + len(self._lists[3]) > 1
 
     def remove(self) -> None:
-        """Takes the hooks away. Idempotent."""
+        """Removes the hooks. Idempotent."""
         for handle in self._handles:
             handle.remove()
 
 
 def before_every_step(method: Callable[[Optimizer], None]) -> RemovableHandle:
-    """Calls a bound method before each step of any optimizer, while its object is there."""
-    # torch would hold for ever whoever is not removed.
+    """Calls a bound method before each step of any optimizer, as long as its object lives."""
+    # A weak reference, since torch keeps a hook and what it refers to until the hook is removed.
     on_step = partial(_call, WeakMethod(method))
     return all_optimizers.register_optimizer_step_pre_hook(on_step)
 
@@ -139,7 +143,7 @@ def _unless_nested(hook: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> A
 
 
 def _behind_closure(begin: Callable[[], None], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Pre-hook of `step`: calls `begin` after the closure, whether or not there is one."""
+    """Pre-hook of `step` that calls `begin` after the closure, or at once without a closure."""
     this, *rest = args
     closure = rest[0] if rest else kwargs.get("closure")
     if closure is None:
@@ -152,8 +156,8 @@ def _behind_closure(begin: Callable[[], None], optimizer: Optimizer, args: Any, 
         nonlocal was_called
         if was_called:
             raise RuntimeError(
-                f"{type(optimizer).__name__} calls its closure more than once in a step, which"
-                " strategy='dear' does not do; use strategy='ddp'."
+                f"{type(optimizer).__name__} calls its closure more than once in a step. Use"
+                " strategy='ddp', since strategy='dear' can reduce gradients only once in a step."
             )
         was_called = True
         loss = closure()
@@ -171,22 +175,22 @@ def _call(method: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def warn_of_hooks(optimizer: Optimizer) -> None:
-    """Warns that `.grad` is None in hooks that somebody has registered."""
+    """Warns that `.grad` is None in hooks of the step that other code has registered."""
     warnings.warn(
         f"Hooks of the step of {type(optimizer).__name__} find no gradient in .grad under"
-        " strategy='dear'. What needs it belongs into on_before_optimizer_step, or before the step"
-        " into `with strategy.whole_gradients():`. If nothing does, pass"
+        " strategy='dear'. Move code that reads .grad to on_before_optimizer_step, or before the"
+        " step into `with strategy.whole_gradients():`. If no hook reads it, pass"
         " DearStrategy(gradients_in_hooks=False).",
         stacklevel=2,
     )
 
 
 def warn_of_leftovers(optimizer: Optimizer) -> None:
-    """Warns, once, that gradients of the step before would still count under plain torch."""
+    """Warns that gradients of the last step are gone, which plain torch would still add to."""
     warnings.warn(
-        f"{type(optimizer).__name__}.zero_grad() was not called since its last step. Under"
-        " strategy='dear' what a step has used is forgotten, not added to. If adding is meant,"
-        " accumulate before the step; if gradients are cleared in another way, call zero_grad() to"
-        " be rid of this warning.",
+        f"{type(optimizer).__name__}.zero_grad() was not called since its last step. Call it after"
+        " each step, also if gradients are cleared in another way. To add up gradients of several"
+        " backwards, accumulate before the step. Under strategy='dear' a step forgets the gradients"
+        " that it has used, and later ones are not added to them.",
         stacklevel=2,
     )

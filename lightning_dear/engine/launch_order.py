@@ -1,24 +1,26 @@
-"""The order in which a step launches its collectives, written once.
+"""The order in which a step launches its collectives, for readers and for a test.
 
-Where messages are matched by their order (NCCL), all ranks must launch in one order over all
-groups. `launches_of_step` is that order, and what the step launches is compared with it on a
-simulated device (tests/streams/test_launch_order.py):
+NCCL matches messages by their order, so all ranks must launch in one order over all process groups.
+`launches_of_step` yields that order. A test compares it with what a step launches on a simulated
+device (tests/streams/test_launch_order.py):
 
     launched                                        group    in which order, and when
     ----------------------------------------------  -------  -------------------------------------
     gradients of each bucket                        reduce   reduce order; in backward, once full,
                                                              the rest of them before the step
-    module buffers, a message for each dtype        gather   behind all gradients, once a forward
-    flags: used, late, notes, inf                   reduce   behind that
-    second factors of each bucket (PowerSGD)        reduce   reduce order; behind the flags
-    new regions, if they are due (static Ok-Topk)   reduce   behind the sums
-    parameters, or means, of each bucket            gather   gather order; while the step goes on
+    module buffers, a message for each dtype        gather   after all gradients, once a forward
+    flags: used, late, notes, inf                   reduce   after the module buffers
+    second factors of each bucket (PowerSGD)        reduce   reduce order, after the flags
+    new regions, if they are due (static Ok-Topk)   reduce   after the sums
+    parameters, or means, of each bucket            gather   gather order, while the step goes on
 
-Whoever asks for it launches between the sums and the gathers: a norm (gather), a loss scale
-(reduce), whole gradients (a gather of each bucket, and flags when they are taken back).
+The user's calls launch more between the sums and the gathers: a norm (one message in the gather
+group), GradScaler's unscaling (one in the reduce group), and whole gradients (one gather of each
+bucket, and flags in the reduce group when they are taken back).
 
-With several optimizers each has all of this before the next one begins. Late gradients have a round
-of their own: all but the gathers once more. They are refused where the host cannot read flags.
+With several optimizers, each launches all of its messages before the next one begins. Late
+gradients need another round, which repeats all rows but the last. On NCCL they are refused, since
+the host does not read flags there.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from lightning_dear.engine.active_plan import ActivePlan
 
 
 class Launch(NamedTuple):
-    """One call of a method of `Collectives`.
+    """One call of a `launch_...` method of `Collectives`.
 
     Attributes:
-        group: "reduce" or "gather": in which process group.
-        call: What follows "launch_" in the method's name.
-        bucket: Number of the bucket in its plan. None means that the message is of no bucket.
+        group: Process group of the message: "reduce" or "gather".
+        call: Name of the method without "launch_".
+        bucket: Bucket number. None means that the message belongs to no single bucket.
     """
 
     group: str
@@ -44,12 +46,12 @@ class Launch(NamedTuple):
 
 
 def launches_of_step(active: ActivePlan, num_buffers: int) -> Iterator[Launch]:
-    """One optimizer's launches in one step, without those that the user's calls bring.
+    """Yields one optimizer's launches in one step, without those of the user's calls.
 
     Args:
-        active: The plan at work, after the step.
-        num_buffers: How many messages the module's buffers take. 0 if they have been sent since the
-            last forward.
+        active: The present plan, after the step.
+        num_buffers: Number of messages for module buffers. 0 if an earlier step has sent them since
+            the last forward.
     """
     buckets, order = active.flat.buckets, active.plan.reduce_order
     calls = {number: active.exchange.reduce_calls(buckets[number]) for number in order}

@@ -1,4 +1,4 @@
-"""One optimizer's mean gradient, between the last backward and the step: what is done with it."""
+"""The mean gradient of one optimizer: reduced, measured, clipped and shown before the step."""
 
 from __future__ import annotations
 
@@ -20,17 +20,22 @@ from lightning_dear.optimizers.sharded import OptimizerShards
 
 @dataclass(eq=False)
 class MeanGradient:
-    """Brings the mean gradient to this rank's shards, tells its norm, shows it and changes it.
+    """Reduces one optimizer's gradients, and lets callers use the mean before the step.
 
-    All ranks call each of its methods, and in one order. Each reduces first, if nothing has.
+    `OptimizerPipeline` owns it. Strategies and GradScalers call it between the last backward and
+    the step. It runs rounds until no gradient is late, and gives the means to the stepper's pieces.
+    It knows the states of a step, but not how buckets travel or how an optimizer steps.
+
+    Every public method is collective: all ranks call the same methods in one order. Every one
+    reduces first, unless the shards already hold the mean gradient.
 
     Attributes:
-        training: What the optimizer is a part of.
-        progress: Where the optimizer's step is; told what happens.
-        plans: Makes its plan when it is reduced for the first time.
-        stepper: Has the shards, which are mutated.
-        has_leftovers: Whether under plain torch gradients of the last step would still count; to be
-            assigned to.
+        training: What all optimizers of the module share.
+        progress: State of the optimizer's step, which the methods change.
+        plans: Makes the plan at the first reduction.
+        stepper: Has this rank's pieces, whose gradients are mutated.
+        has_leftovers: Whether gradients of the last step would be added to under plain torch, since
+            `zero_grad` was not called; to be assigned to.
     """
 
     training: Training
@@ -40,9 +45,10 @@ class MeanGradient:
     has_leftovers: bool = False
 
     def reduce(self) -> None:
-        """Blocks until this rank's shards hold the mean gradient. All ranks call; idempotent.
+        """Blocks until this rank's shards hold the mean gradient. Collective, idempotent.
 
-        Makes the plan in the first step. Afterwards `.grad` is None (at world size 1: what it was).
+        Makes the plan in the first step. Afterwards `.grad` is None. Where gradients pass through
+        no buckets (world size 1, no compressor) `.grad` is left as it is.
         """
         self._bring()
         if self.progress.state is StepState.EXPOSED:
@@ -55,7 +61,7 @@ class MeanGradient:
         self.progress.enter(StepState.CHANGED)
 
     def _bring(self) -> None:
-        """As `reduce`, but leaves them exposed where they are."""
+        """Does what `reduce` does, but leaves a mean gradient that `.grad` shows there."""
         self.progress.check_is_on()
         if self.progress.has_means:
             self.plans.trained.check_unchanged(counts_thawed=False)
@@ -70,14 +76,14 @@ class MeanGradient:
         self.progress.enter(StepState.REDUCED)
 
     def finish_rounds(self, active: ActivePlan, *, sends_buffers: bool = False) -> None:
-        """Sends all gradients that are left and blocks until their means are there.
+        """Launches all buckets that are left, and blocks until their means have arrived.
 
-        All ranks call. Clears `.grad` of parameters that have a place in a bucket. Another round
-        follows for as long as any rank has late gradients; means add up over the step.
+        Collective. Clears `.grad` of parameters whose gradients lie in buckets. Runs another round
+        as long as a rank has late gradients. The means of all rounds of a step add up.
 
         Args:
-            active: The plan at work.
-            sends_buffers: Whether the module's buffers follow the last gradients.
+            active: The present plan.
+            sends_buffers: Whether to broadcast the module's buffers after the last launch.
         """
         is_late = True
         while is_late:
@@ -92,28 +98,28 @@ class MeanGradient:
         active.exchange.note_used(active.round.used, keeps=True)
 
     def _check_none_came_after_its_step(self, active: ActivePlan) -> None:
-        """Refuses a late gradient of an early bucket, on all ranks alike, stepped yet or not."""
+        """Refuses a late gradient of an early bucket. Raises on all ranks, stepped yet or not."""
         for index in active.round.late:
             if not active.round.watched.isdisjoint(active.flat.placements[index].buckets):
                 raise RuntimeError(
                     f"Another gradient for '{self.plans.trained.names[index]}' came after its first"
-                    " had been used for an update during backward: this step ran backward through"
-                    " it more often than the recorded one did. Use a fusion without early gathers,"
-                    " such as fusion='threshold'."
+                    " had been used for an update during backward. Use fusion='threshold', which"
+                    " updates nothing during backward. This step ran backward through the parameter"
+                    " more often than the recorded step did."
                 )
 
     def _refuse_changes(self) -> None:
         if self.plans.active is not None and self.plans.active.round.watched:
             raise RuntimeError(
-                "Gradients cannot be changed after a backward that has used part of them for its"
-                " early gathers. Override on_before_optimizer_step or configure_gradient_clipping"
-                " to change them there, which turns early gathers off, or use fusion='threshold'."
+                "Gradients cannot be changed after a backward that has used part of them to update"
+                " parameters. Change them in on_before_optimizer_step or"
+                " configure_gradient_clipping, or use fusion='threshold'."
             )
 
     def expose(self) -> None:
-        """Puts the mean gradient into every `.grad`, as DDP leaves it. All ranks call; blocks.
+        """Puts the whole mean gradient into every `.grad`, as DDP does. Collective, blocks.
 
-        Costs an all-gather. What is done to `.grad` counts: it is taken back before the step.
+        Costs one all-gather of every bucket. The step uses `.grad` with all changes made to it.
         """
         if self.progress.state is StepState.EXPOSED:
             return
@@ -124,7 +130,10 @@ class MeanGradient:
 
     @contextmanager
     def _on_shards(self, *, mutates: bool) -> Iterator[list[Tensor]]:
-        """This rank's pieces, with mean gradients; the user's `.grad` stays exposed if it was."""
+        """A context that gives this rank's pieces, whose `.grad` is their part of the mean.
+
+        If the user's `.grad` was exposed before, it is exposed again afterwards.
+        """
         if mutates:
             self._refuse_changes()
         was_exposed = self.progress.state is StepState.EXPOSED
@@ -135,35 +144,35 @@ class MeanGradient:
             self.progress.enter(StepState.CHANGED)
         yield [piece.parameter for piece in self.stepper.pieces]
         if was_exposed:
-            # What each rank has of its own is elsewhere only where means are cut into shards.
+            # Buckets still hold the unchanged whole mean. With regions (Ok-Topk) they do not.
             is_lost = mutates or self.training.options.is_scattered
             whole = self.plans.present.whole_gradients
             whole.expose() if is_lost else whole.show()
             self.progress.enter(StepState.EXPOSED)
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
-        """Its norm, as it came. All ranks call; blocks.
+        """Returns the norm of the whole mean gradient, as a scalar. Collective, blocks.
 
-        The next step uses it, or what is left of it if it is encoded to be gathered.
+        A compressor that encodes what is gathered may still change the gradient that is stepped.
         """
         with self._on_shards(mutates=False):
             return self.plans.present.global_norm(self.stepper.pieces, norm_type)
 
     def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales it to a norm of at most `max_norm`; returns its norm before. Blocks."""
+        """Scales the mean to at most `max_norm`; returns the norm before. Collective, blocks."""
         with self._on_shards(mutates=True) as pieces:
             norm = self.plans.present.global_norm(self.stepper.pieces, norm_type)
             clip_grads_with_norm_(pieces, max_norm, norm)
             return norm
 
     def clip_by_value(self, clip_value: float) -> None:
-        """Clips every element to [-clip_value, clip_value]. Blocks."""
+        """Clips every element to [-clip_value, clip_value]. Collective, blocks."""
         with self._on_shards(mutates=True) as pieces:
-            # torch's own raises if there is none, as on a rank that has no shard of what was used.
-            if any(one.grad is not None for one in pieces):
+            # torch raises without any gradient, but this rank may own no shard of used parameters.
+            if any(piece.grad is not None for piece in pieces):
                 clip_grad_value_(pieces, clip_value)
 
     def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
-        """Calls a GradScaler's `unscale_` on the shards; inf on one rank is inf on all. Blocks."""
+        """Calls a GradScaler's `unscale_` on the shards; see `ActivePlan.unscale`. Collective."""
         with self._on_shards(mutates=True):
             self.plans.present.unscale(unscale, self.stepper)

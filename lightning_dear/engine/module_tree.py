@@ -1,4 +1,4 @@
-"""The modules of a model, and a cheap look at whether they still hold what they held."""
+"""The modules of a model, and a cheap check whether they still hold the same parameters."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from lightning_dear import private_names
 
 
 def ignored_names(module: Module) -> frozenset[str]:
-    """Names of parameters and buffers that are each rank's own, as torch's DDP is told of them."""
+    """Names of parameters and buffers that ranks do not share, as the user has told torch's DDP."""
     return frozenset(getattr(module, private_names.IGNORED_NAMES.name, ()))
 
 
 class ModuleTree:
-    """A module with all modules in it, as they were when it was looked at last.
+    """A module and all modules in it, as they were at the last call of `look`.
 
-    A walk over a thousand modules takes milliseconds of Python. A look compares what their dicts
-    hold, by identity and in one pass of C calls.
+    To walk over a thousand modules takes milliseconds of Python. `look` is faster: it compares by
+    identity what the modules' dicts hold, in one pass of C calls.
 
     Args:
         module: The root.
 
     Attributes:
-        version: Grows by one with each look that finds other modules or parameters.
+        version: Number of looks that have found other modules or parameters than the look before.
     """
 
     def __init__(self, module: Module) -> None:
@@ -42,39 +42,39 @@ class ModuleTree:
         self.look()
 
     def look(self) -> None:
-        """Sees whether modules or parameters were exchanged since the last look. Local."""
+        """Adds 1 to `version` if modules or parameters were exchanged since the last look."""
         if self._seen and _are_same(self._seen, [*self._held()]):
             return
         self.version += 1
         modules = [*self._root.modules()]
-        dicts = [vars(one) for one in modules]
-        # TorchScript's modules have something else in the place of these dicts.
+        dicts = [vars(module) for module in modules]
+        # TorchScript's modules have other objects in the place of these dicts.
         self._dicts = [
             one for one in dicts if isinstance(one.get(private_names.PARAMETERS.name), dict)
         ]
         plain = set(map(id, self._dicts))
         pairs = zip(modules, dicts, strict=True)
-        self._scripted = [one for one, own in pairs if id(own) not in plain]
-        # Strong references, since the id of an object that is gone may be a new one's.
+        self._scripted = [module for module, own in pairs if id(own) not in plain]
+        # Strong references, since a new object may get the id of one that was freed.
         self._seen = [*self._held()]
 
     def _held(self) -> Iterator[Any]:
         """All modules and parameters, in the order of the modules that hold them."""
         for name in (private_names.MODULES.name, private_names.PARAMETERS.name):
-            # The dict's own method, which does not wait at a gate.
+            # `dict.values` reads a closed gate without a wait; the gate's own `values` would wait.
             yield from chain.from_iterable(map(dict.values, map(itemgetter(name), self._dicts)))
-        for one in self._scripted:
-            yield from chain(one.children(), one.parameters(recurse=False))
+        for module in self._scripted:
+            yield from chain(module.children(), module.parameters(recurse=False))
 
     def buffers(self) -> Sequence[list[Tensor]]:
-        """The buffers that all ranks have alike, as they are now, by dtype. Local.
+        """Buffers that are equal on all ranks, in one list for each dtype. Local.
 
-        Of modules that were put into the tree since the last look none is among them.
+        Without buffers of modules that were put into the tree since the last look.
         """
         dicts = map(itemgetter(private_names.BUFFERS.name), self._dicts)
         own = chain.from_iterable(map(dict.values, dicts))
-        scripted = chain.from_iterable(one.buffers(recurse=False) for one in self._scripted)
-        buffers = [one for one in chain(own, scripted) if one is not None]
+        scripted = chain.from_iterable(part.buffers(recurse=False) for part in self._scripted)
+        buffers = [buffer for buffer in chain(own, scripted) if buffer is not None]
         seen = [*buffers, *map(attrgetter("dtype"), buffers)]
         ignored = ignored_names(self._root)
         if ignored != self._ignored or not _are_same(self._seen_buffers, seen):
@@ -88,5 +88,5 @@ class ModuleTree:
 
 
 def _are_same(before: Sequence[Any], now: Sequence[Any]) -> bool:
-    """Whether both hold the same objects, in one order."""
+    """Whether both hold the same objects in the same order."""
     return len(before) == len(now) and all(map(is_, before, now))

@@ -1,4 +1,4 @@
-"""The all-gather half: launched bucket by bucket in the step, waited for where a read happens."""
+"""The gather half: all-gathers are launched in the step, and waited for where a read happens."""
 
 from __future__ import annotations
 
@@ -20,40 +20,45 @@ from lightning_dear.engine.gate import ModuleGate, has_gate, owners
 from lightning_dear.exchange import Exchange
 
 _NUM_EXPECTED_AHEAD = 4
-"""Receives that are posted before their bucket is stepped. Posting all of them first would keep the
-first gather waiting."""
+"""Number of buckets whose receives are posted before the bucket is stepped. Posting the receives of
+all buckets first would delay the first all-gather."""
 
 _SECONDS_BETWEEN_LOOKS = 1.0
-"""Whether the thread that steps still lives."""
+"""A thread that waits for the end of a step checks this often whether the stepping thread lives."""
 
 _PRE_HOOKS = private_names.FORWARD_PRE_HOOKS.name
 
 Waiting = Callable[[str], AbstractContextManager[None]]
-"""Reason -> context in which a wait for parameters happens."""
+"""Reason of a wait for parameters -> context that is entered around that wait."""
 
 
 class ParameterGatherer:
-    """Launches gathers and completes parameters.
+    """Launches the gathers of stepped buckets, and makes reads of parameters wait for them.
 
-    Completing is a local wait: it starts no collective, so any rank may do it at any time, alone.
-    Between `begin_step` and `end_step` only the thread that steps completes anything; others wait.
+    The step launches gathers. Modules' gates and forward pre-hooks call `complete`, and so does
+    `complete_parameters` of the strategy. It does not know how a bucket was stepped. A caller that
+    steps buckets itself and blocks until they have arrived can do with `Exchange.launch_gather`.
+
+    `complete` is a local wait. It launches no collective, so any rank may call it alone at any
+    time. Between `begin_step` and `end_step` only the stepping thread completes buckets; other
+    threads wait for the end of the step.
 
     Args:
-        module: Whose parameters are gathered.
-        buffers: Where they lie.
-        exchange: What moves them.
-        ungated: Parameter index -> module in front of whose forward to wait, since it reads the
-            parameter behind the gate's back (see `ForwardRecorder.ungated`).
-        waiting: Entered around every wait.
-        on_arrival: Called with a bucket's number once the bucket has arrived, by the thread that
+        module: Module whose parameters are gathered. Mutated: gates and hooks.
+        buffers: The buckets, and where each parameter lies in them.
+        exchange: Launches the all-gathers.
+        ungated: Parameter index -> module whose forward must wait, since it reads the parameter
+            through a reference that no gate sees; see `ForwardRecorder.ungated`.
+        waiting: Reason -> context that is entered around every wait.
+        on_arrival: Called with a bucket number once the bucket has arrived, by the thread that
             waits for it. None means that nothing is called.
 
     Attributes:
-        pending: Bucket number -> its gather, until it has arrived; to be looked at.
-        entry: Numbers of the buckets that a forward reads before any module of it runs.
-        ungatable: Numbers of the buckets that modules without a gate own (see `has_gate`): they
-            are complete when the step has ended.
-        arriving: Held by whoever completes buckets; nothing arrives while another thread holds it.
+        pending: Bucket number -> work of its all-gather, until it was waited for; read-only.
+        entry: Numbers of the buckets that forward reads before any module runs.
+        ungatable: Numbers of the buckets with parameters of modules that cannot have a gate, see
+            `has_gate`. They are completed at the end of the step.
+        arriving: Lock that a thread holds while it completes buckets.
     """
 
     def __init__(
@@ -78,11 +83,12 @@ class ParameterGatherer:
         for placement in buffers.placements:
             for number in placement.buckets:
                 self._parameters_of[number].append(placement.parameter)
-        # Else nothing ever travels, and no hook or gate is put anywhere.
+        # At world size 1 without a compressor nothing travels, and modules get no hooks or gates.
         self._is_gated = exchange.collectives.world.size > 1 or bool(exchange.coded)
         self._find_readers(module, ungated)
 
     def _find_readers(self, module: Module, ungated: Mapping[int, Module | None]) -> None:
+        """Makes a `_Reader` for each module that owns parameters, or reads some without a gate."""
         trained = [placement.parameter for placement in self._buffers.placements]
         found = owners(module, trained) if self._is_gated else {}
         held = {part: self._buckets_of(own.values()) for part, own in found.items()}
@@ -103,7 +109,12 @@ class ParameterGatherer:
                 self._readers_of[number].append(reader)
 
     def follow(self, module: Module, ungated: Mapping[int, Module | None]) -> None:
-        """Waits from now on where the parameters are read now. Nothing may be pending. Local."""
+        """Lets the modules wait that read parameters now. No bucket may be pending. Local.
+
+        Args:
+            module: Same as the argument of the class, with other submodules than before.
+            ungated: Same as the argument of the class.
+        """
         self.detach()
         self._find_readers(module, ungated)
 
@@ -112,7 +123,7 @@ class ParameterGatherer:
         return tuple(sorted({n for index in indices for n in placements[index].buckets}))
 
     def begin_step(self) -> None:
-        """From now on parameters and gradients change under the calling thread's hands."""
+        """Begins a step in the calling thread: other threads' reads wait for `end_step`."""
         with self.arriving:
             self._stepping_thread = threading.current_thread()
             self._streams.readers.add(self._streams.current())
@@ -120,7 +131,7 @@ class ParameterGatherer:
                 reader.watch()
 
     def end_step(self) -> None:
-        """Lets other threads complete parameters again, also of a step that broke off."""
+        """Lets other threads complete buckets again, also after a step that raised. Idempotent."""
         if self._stepping_thread is None:
             return
         with self.arriving:
@@ -128,9 +139,11 @@ class ParameterGatherer:
             self._step_ended.notify_all()
 
     def expect(self, *, early: bool) -> None:
-        """Lets other ranks' new values arrive: in a backward those of early buckets, else all.
+        """Posts receives of all-gathers, so that other ranks' shards may arrive. Does not block.
 
-        All: those that forward needs first at once, the others one by one with each `launch`.
+        Args:
+            early: True means the receives of all early buckets, for the backward that steps them.
+                False means all other buckets: the first few now, one more with each `launch`.
         """
         self._unexpected.clear()
         for bucket in self._buffers.buckets:
@@ -144,19 +157,19 @@ class ParameterGatherer:
             self._exchange.expect_gather(self._unexpected.pop(number))
 
     def launch(self, number: int) -> None:
-        """Starts gathering bucket `number`, whose own shard has been stepped. Does not block."""
+        """Launches the all-gather of bucket `number`, which was stepped. Does not block."""
         bucket = self._buffers.buckets[number]
         self._unexpected.pop(number, None)
         work = self._exchange.launch_gather(bucket)
         if not work.is_done:
-            # Until the step has ended, reads find the values that a backward may still need.
+            # An early bucket becomes pending when the step ends: backward reads its old values.
             (self._staged if bucket.role.is_staged else self.pending)[number] = work
         self._expect_next(1)
 
     def close_gates(self) -> None:
-        """Ends the step: every module that owns a pending parameter waits at its next read.
+        """Ends the step: modules that read pending buckets wait at their next read.
 
-        Blocks for those whose reads cannot be made to wait.
+        Blocks until `ungatable` buckets are complete, since their reads cannot be made to wait.
         """
         with self.arriving:
             self.pending.update(self._staged)
@@ -170,18 +183,18 @@ class ParameterGatherer:
         self.complete(self.ungatable, "TorchScript")
 
     def complete(self, numbers: Iterable[int] | None = None, reason: str = "read") -> None:
-        """Blocks until buckets (all by default) hold the new parameters; idempotent, thread-safe.
+        """Blocks until buckets hold the new parameters. Local, idempotent, thread-safe.
 
-        While another thread steps, those of that step: until it has ended.
+        While another thread steps, it first blocks until that step has ended.
 
         Args:
-            numbers: Of the buckets to wait for.
+            numbers: Bucket numbers. None means all buckets.
             reason: What forces the wait, for the timeline.
 
         Raises:
-            RuntimeError: What the backend raises when a peer failed or the timeout passed; the
-                parameters then stay pending, so that a later read raises too. Or the thread that
-                stepped has ended within its step.
+            RuntimeError: What the backend raises if a rank has failed or the timeout has passed.
+                The buckets stay pending then, so that a later read raises again. Also if the
+                stepping thread has ended within its step.
         """
         with self._step_ended:
             while self._stepping_thread not in (None, threading.current_thread()):
@@ -196,9 +209,9 @@ class ParameterGatherer:
         thread = self._stepping_thread
         if not has_ended and thread is not None and not thread.is_alive():
             raise RuntimeError(
-                f"Parameters were read in thread {threading.current_thread().name}, but thread"
-                f" {thread.name} ended within optimizer.step(), whose exception says why: some"
-                " parameters have taken that step and others have not. Load a checkpoint."
+                "Some parameters have taken the last step and others have not. Load a checkpoint."
+                f" Thread {thread.name} ended within optimizer.step(), and its exception says why."
+                f" Thread {threading.current_thread().name} has read parameters since."
             )
 
     def _wait(self, number: int, work: Work, reason: str) -> None:
@@ -206,11 +219,11 @@ class ParameterGatherer:
             work.wait()
         if self._on_arrival is not None:
             self._on_arrival(number)
-        # Other streams find no gate any more; and what was gathered is freed, and overwritten, in
-        # the order of the one that steps.
+        # Other streams will read the bucket without a gate, and the stepping stream will free and
+        # overwrite what was gathered. Both must come after this stream's wait.
         self._streams.lead_readers()
-        # A tensor that an earlier operation saved for backward now holds other values: with the
-        # version bumped, autograd refuses to use it instead of returning a wrong gradient.
+        # The parameters have changed since an operation may have saved them for backward. With the
+        # version bumped, autograd raises then instead of returning a wrong gradient.
         torch.autograd.graph.increment_version(self._parameters_of[number])
         del self.pending[number]
         for reader in self._readers_of[number]:
@@ -218,51 +231,53 @@ class ParameterGatherer:
                 reader.open()
 
     def check_was_complete(self, index: int, name: str) -> None:
-        """Refuses a gradient of parameter `index` if its new value has not arrived.
+        """Refuses a gradient of parameter `index` if its new value has not arrived yet.
+
+        Forward must have read the old value then.
 
         Raises:
-            RuntimeError: Naming the parameter.
+            RuntimeError: If a bucket that holds the parameter is pending.
         """
         if not self.pending.keys().isdisjoint(self._buffers.placements[index].buckets):
             raise RuntimeError(
-                f"A gradient arrived for '{name}' although its new value was still"
-                " being gathered: forward read it through a reference that strategy='dear' cannot"
-                " see (a compiled graph, a tensor kept outside the module, or a module that was"
-                " put into the model in mid-step)."
-                " Read it as an attribute of its module, exchange modules before training_step, or"
-                " call strategy.complete_parameters() before reading it."
+                f"A gradient arrived for '{name}' although its new value was still being gathered."
+                " Read the parameter as an attribute of its module, or call"
+                " strategy.complete_parameters() before reading it; exchange modules before"
+                " training_step. Forward read the old value through a reference that"
+                " strategy='dear' cannot see: a compiled graph, a tensor kept outside the module,"
+                " or a module that was put into the model in mid-step."
             )
 
     @property
     def is_idle(self) -> bool:
-        """Whether no bucket is being gathered, and no step is under way."""
+        """Whether no bucket is pending and no thread steps."""
         return not self.pending and self._stepping_thread is None
 
     def detach(self) -> None:
-        """Removes hooks and gates. Does not wait: complete first, or accept old values."""
+        """Removes hooks and gates. Does not wait: buckets that are pending keep old values."""
         self.end_step()
         for reader in self._readers:
             reader.open()
-        # They hold this object, whose thread ends with it.
+        # Breaks a reference cycle, so that this object and the threads below it end at once.
         self._readers.clear()
         self._readers_of = [[] for _ in self._readers_of]
 
 
 class _Reader:
-    """A module that waits for the buckets that it reads: in front of its forward, and at its gate.
+    """Makes one module wait for the buckets that it reads, before its forward and at its gate.
 
-    It is itself the forward pre-hook. A copy of the module (an EMA's, a pickled one) is an ordinary
-    module: there it waits for nothing and takes no process group along.
+    This object is the forward pre-hook. It is copied and pickled as a hook that does nothing, so
+    that a copy of the module (an EMA's) waits for nothing and takes no process group along.
 
     Args:
         gatherer: Completes the buckets.
         module: The module.
-        numbers: Of the buckets that it reads.
-        name: Of the module, for the timeline.
+        numbers: Numbers of the buckets that the module reads.
+        name: Name of the module, for the timeline.
 
     Attributes:
-        numbers: See above.
-        is_free: Says whether none of given numbers is among them.
+        numbers: Same as the argument.
+        is_free: Returns whether none of the given bucket numbers is in `numbers`.
     """
 
     def __init__(
@@ -274,27 +289,27 @@ class _Reader:
         self._gate = ModuleGate(module, self._wait) if has_gate(module) else None
 
     def watch(self) -> None:
-        """Lets the module's forwards wait from now on."""
-        # Not registered: TorchScript has no such method, and refuses to script hooks, so that they
-        # stand there no longer than something is waited for.
+        """Adds the forward pre-hook, in front of others, until `open`."""
+        # Written into the dict: TorchScript's modules have no method to register a hook, and a
+        # module with hooks cannot be scripted, so that the hook is there only while it may wait.
         hooks: Any = getattr(self._module, _PRE_HOOKS)
         hooks[id(self)] = self
         if len(hooks) > 1:
             hooks.move_to_end(id(self), last=False)
 
     def close(self) -> None:
-        """Lets reads of the module's parameters wait, too, where they can be made to."""
+        """Closes the module's gate, if it has one, so that reads of its parameters wait, too."""
         if self._gate is not None:
             self._gate.close()
 
     def open(self) -> None:
-        """Lets the module read and run without a wait."""
+        """Removes the pre-hook and opens the gate: the module reads and runs without a wait."""
         if self._gate is not None:
             self._gate.open()
         getattr(self._module, _PRE_HOOKS).pop(id(self), None)
 
     def __call__(self, module: Module, args: Any) -> None:
-        """In front of the module's forward."""
+        """Waits before the module's forward."""
         if not self._gatherer.is_idle:
             self._wait()
 
@@ -306,4 +321,4 @@ class _Reader:
 
 
 def _wait_for_nothing(module: Module, args: Any) -> None:
-    """What a copy's hook does."""
+    """Forward pre-hook of a copied module."""

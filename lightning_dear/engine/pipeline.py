@@ -1,27 +1,30 @@
-"""READ FIRST. What is launched when, and what forward waits for.
+"""READ FIRST. When a training step launches which collectives, and what forward waits for.
 
     gradient -> bucket -> reduce-scatter -> shard -> optimizer step -> all-gather -> parameter
        |______ during backward ______|      |__ once a step __|     |_ during the next forward _|
 
-1. backward: every gradient is copied into its bucket (`gradient_collector.py`); a full bucket's
-   reduce-scatter is launched, in reduce order (`bucket_round.py`).
-2. step: when the last reduce-scatter is in, the user's optimizer steps this rank's shards bucket by
-   bucket, in the order in which forward needs them, and each bucket's all-gather is launched as
-   soon as it is stepped (`optimizers/sharded.py`).
-3. next forward: a module that reads a parameter waits for its bucket, not for the others
-   (`parameter_gatherer.py`, `gate.py`).
+1. Backward: each gradient is copied into its bucket (`gradient_collector.py`). Once a bucket is
+   full, its reduce-scatter is launched. All ranks launch buckets in the plan's reduce order
+   (`bucket_round.py`).
+2. Step: when the last reduce-scatter has arrived, the user's optimizer steps this rank's shards,
+   bucket by bucket, in the order in which forward needs them. Each bucket's all-gather is launched
+   as soon as the bucket is stepped (`optimizers/sharded.py`).
+3. Next forward: a module that reads a parameter waits for the all-gather of that parameter's
+   bucket, not for other buckets (`parameter_gatherer.py`, `gate.py`).
 
-A plan may name two kinds of exceptions: *early* buckets are stepped and gathered while backward
-still runs (`step.py`); *all-reduced* ones are summed whole in backward, stepped whole by
-every rank, and not gathered.
+A plan may treat some buckets in another way. *Early* buckets are stepped and gathered while
+backward still runs (`step.py`). *All-reduced* buckets are all-reduced in backward; then every rank
+steps all of the bucket, and no all-gather follows.
 
-A bucket's exchange says what its messages hold (`exchange/`): numbers as they are, or what a
-compressor makes of them (`compression/`). With `gather="gradients"` mean gradients are gathered,
-and every rank steps whole tensors when they have arrived (`optimizers/replicated.py`).
+The exchange decides what a bucket's messages hold (`exchange/`): plain values, or what a compressor
+makes of them (`compression/`). With `gather="gradients"` mean gradients are gathered instead of
+parameters, and every rank steps whole tensors once the means have arrived
+(`optimizers/replicated.py`).
 
-The first step is recorded instead (`read_order.py`): its order of reads and gradients makes the
-plan. Each optimizer has a plan and these phases of its own (`step.py`); here is what
-they share. This file and all below it know torch, not Lightning.
+The first step overlaps nothing. It is recorded (`read_order.py`), and the plan is made from the
+order in which it read parameters and produced gradients. Each optimizer has a plan and these three
+phases of its own (`step.py`). This file holds what the optimizers of one module share. The engine
+imports torch, but not Lightning.
 """
 
 from __future__ import annotations
@@ -52,38 +55,46 @@ from lightning_dear.telemetry.timeline import Timeline
 class Pipeline:
     """Runs the three phases above for one module and its optimizers.
 
-    Use `forward()` around the training forward and `backward()` around `loss.backward()`; then call
-    an optimizer's own `step`, with or without a closure.
+    The caller enters `forward()` around the training forward and `backward()` around
+    `loss.backward()`, and then calls an optimizer's own `step`, with or without a closure. Each
+    optimizer has an `OptimizerPipeline`. What all of them need is in one `Training`.
+
+    The constructor is collective and blocks: it compares models and options between ranks.
 
     Args:
-        module: Mutated from the first step on: parameters become views of flat buffers.
-        optimizers: Over parameters of `module`, each parameter in one of them. Element-wise where
-            shards are stepped; with `gather="gradients"` any that treats every tensor on its own.
-            Mutated: step hooks and `zero_grad`. Their groups may change between a step and the next
-            forward, on all ranks alike.
-        collectives: What moves the bytes; at world size 1 nothing does.
-        fusion: Makes each optimizer's plan from its recorded first step.
-        broadcast_buffers: Whether module buffers follow rank 0 after each step.
-        audit: Whether to look at every read of every forward; slow.
-        first_number: What its first optimizer is numbered, where several pipelines share process
-            groups; each optimizer takes a number.
-        shares_groups: Whether others train through the same process groups.
-        options: What travels, and how. None means that gradients travel there and parameters back,
-            as they are.
-        clock: Tells when the device is where. None means that of the parameters' device.
-        or_else: What may travel where the optimizers cannot be stepped with `options`.
+        module: The module. Mutated from the first step on: its parameters become views of flat
+            buffers.
+        optimizers: Optimizers of parameters of `module`; each parameter is in one optimizer. Where
+            shards are stepped they must be element-wise. With `gather="gradients"` it is enough
+            that they treat each tensor on its own. Mutated: they get step hooks, and another
+            `zero_grad`. Their parameter groups may change between a step and the next forward, on
+            all ranks alike.
+        collectives: Launches all messages. At world size 1 nothing is sent.
+        fusion: Planner that makes each optimizer's plan from its recorded first step.
+        broadcast_buffers: Whether rank 0's module buffers are broadcast after each step.
+        audit: Whether to check every read of a parameter in every forward. Slow.
+        first_number: Optimizer number of the first optimizer; the others have the numbers after it.
+            It tells apart the messages of pipelines that share process groups.
+        shares_groups: Whether other pipelines use the same process groups.
+        options: Which values travel in both halves, and their compressor. None means gradients in
+            the reduce half and parameters in the gather half, without a compressor.
+        clock: Measures when the device reaches a point of the program. None means the clock of the
+            parameters' device.
+        or_else: Options to fall back to if the optimizers cannot be stepped with `options`. None
+            means that such optimizers are refused.
 
     Attributes:
-        training: What the optimizers share.
-        remark: What people are to be told of how optimizers are stepped. None means nothing.
-        parts: What each optimizer has of its own, in the order of the optimizers.
-        is_stepping: Whether somebody is in `stepping_early`.
-        before_change: Called before a change of the optimizers is followed. May block, and raise
-            where other ranks do not come.
+        training: What all optimizers of the module share.
+        remark: Sentence for the user about how the optimizers are stepped. None means that there is
+            nothing to say.
+        parts: One `OptimizerPipeline` for each optimizer, in the order of the optimizers.
+        is_stepping: Whether a `stepping_early` block is entered.
+        before_change: Called by each rank before it makes a new plan because an optimizer's
+            parameters have changed. May block, and raise if other ranks do not call it, too.
 
     Raises:
-        ValueError: If an optimizer is not element-wise where it must be, or holds foreign
-            parameters, or if ranks hold different models.
+        ValueError: If an optimizer is not element-wise where it must be, or has parameters of
+            another module, or if ranks have different models.
     """
 
     def __init__(
@@ -113,9 +124,9 @@ class Pipeline:
         training.has_compiled_region = has_compiled_region(module)
         if training.has_compiled_region and training.world.size > 1 and training.world.rank == 0:
             warnings.warn(
-                "A compiled graph reads parameters where strategy='dear' cannot wait for each: all"
-                " are waited for before forward, so that only reduce-scatters overlap. Leave"
-                " torch.compile out if communication costs more than compiling saves.",
+                "A compiled graph reads parameters where strategy='dear' cannot wait for each of"
+                " them. Leave torch.compile out if communication costs more than compiling saves."
+                " With it, forward waits for all parameters first; only reduce-scatters overlap.",
                 stacklevel=2,
             )
         self._audit, self.is_stepping = audit, False
@@ -135,7 +146,7 @@ class Pipeline:
         training.options, self.remark = check_layout(training.module, optimizers, unknown, *how)
 
     def _start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Makes the parts of `optimizers`, which have been checked."""
+        """Makes an `OptimizerPipeline` for each of `optimizers`, which `_check` has accepted."""
         training = self.training
         self.parts[:] = [
             OptimizerPipeline(training, optimizer, number)
@@ -151,30 +162,30 @@ class Pipeline:
             self.hold_back()
 
     def _note_trained(self) -> None:
-        """Notes what is trained by now, as a look at the module later would wait for gathers."""
+        """Notes optimizers and parameters now: later, reading the module would wait for gathers."""
         training, ignored = self.training, ignored_names(self.training.module)
         named = training.module.named_parameters()
-        own = {one for name, one in named if name not in ignored}
+        own = {parameter for name, parameter in named if name not in ignored}
         training.optimizers = self.optimizers
         training.parameters = own.union(*(part.parameters for part in self.parts))
 
     @property
     def collectives(self) -> Collectives:
-        """What moves the bytes."""
+        """Launches all messages of this training."""
         return self.training.collectives
 
     @property
     def options(self) -> ExchangeOptions:
-        """What travels, and how."""
+        """Which values travel in both halves, and their compressor."""
         return self.training.options
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers that train at present."""
+        """The optimizers of this training, in the order of `parts`."""
         return [part.optimizer for part in self.parts]
 
     def _follow(self, changed: Sequence[OptimizerPipeline]) -> None:
-        """Goes on with what optimizers hold now. Collective, blocks."""
+        """Records and plans anew for optimizers whose parameters changed. Collective, blocks."""
         self.before_change()
         self.complete_parameters("re-plan")
         self._check(self.optimizers, [part.optimizer for part in changed])
@@ -183,45 +194,47 @@ class Pipeline:
         self._note_trained()
 
     def hold_back(self) -> None:
-        """Where collectives must keep one order, sends gradients before each step from now on.
+        """Lets buckets be launched before the step instead of in backward, if order counts (NCCL).
 
-        For several optimizers, of one pipeline or of more: in a backward that reaches them, buckets
-        of one may be full sooner or later than another's, differently on each rank.
+        Needed if several optimizers, of one pipeline or of several, share process groups. In a
+        backward that reaches them all, rank 0 may fill a bucket of one optimizer first, and rank 1
+        a bucket of another. Collectives that are matched by their order must not be launched so.
         """
         if not self.collectives.matches_by_tag:
             for part in self.parts:
                 part.sending = SendTime.BEFORE_STEP
 
     def _first_refusal(self) -> str | None:
+        """Why no bucket may be stepped and gathered in backward. None means that it may."""
         if self.options.is_of_gradients:
-            return "gradients are gathered, and stepped in forward"
+            return "with gather='gradients' buckets are stepped in forward"
         if self.options.compressor is not None:
-            return "encoded gradients are used once all ranks' are known to be finite"
+            return "with a compressor no bucket is stepped before all ranks have looked for inf"
         if not self.collectives.matches_by_tag:
-            return "the backend's collectives must keep one order on all ranks"
+            return "with this backend all ranks must launch collectives in one order"
         return None
 
     def of(self, optimizer: Optimizer) -> OptimizerPipeline:
-        """What `optimizer` has of its own.
+        """The `OptimizerPipeline` of `optimizer`.
 
         Raises:
-            ValueError: If it is none of the pipeline's.
+            ValueError: If the optimizer is not one of `optimizers`.
         """
         for part in self.parts:
             if part.optimizer is optimizer:
                 return part
-        raise ValueError(f"{type(optimizer).__name__} is not an optimizer of this training.")
+        raise ValueError(f"This {type(optimizer).__name__} is not trained here. Pass one that is.")
 
     def measure_next_step(self) -> None:
-        """Lets the next step be timed for the planners: see `OptimizerPipeline.timer`.
+        """Lets the next step be timed for planners; `OptimizerPipeline.timer` has the times then.
 
-        Parameters are completed before its forward, so that no wait is in the times. May block.
+        Blocks until all parameters are complete, so that the times include no wait for them.
         """
         for part in self.parts:
             part.measure_next_step()
 
     def use_compressor(self, compressor: Compressor) -> None:
-        """Another codec of the same kind, or none; see `OptimizerPipeline.use_compressor`."""
+        """Calls `OptimizerPipeline.use_compressor` of every optimizer."""
         for part in self.parts:
             part.use_compressor(compressor)
 
@@ -229,7 +242,11 @@ class Pipeline:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a training forward. May block for parameters read outside any module."""
+        """A context around a training forward, which it may start with waits.
+
+        Blocks until the parameters that forward reads outside any module are complete. If an
+        optimizer's parameters have changed since the last forward it is collective, too.
+        """
         training = self.training
         training.finish_buffers()
         training.tree.look()
@@ -252,13 +269,16 @@ class Pipeline:
     def backward(
         self, *, synchronize: bool | None = True, optimizers: Sequence[Optimizer] | None = None
     ) -> Iterator[None]:
-        """Around a backward.
+        """A context around a backward.
 
         Args:
-            synchronize: False on all but the last backward of a step: gradients accumulate in
-                `.grad` and nothing is sent before the step. None: the same where it is not known
-                whether more come, and DDP would average.
-            optimizers: Those whose last backward it is; None: all.
+            synchronize: True means that this is the last backward of the step: buckets are launched
+                while it runs. False means that more backwards of the step follow: gradients
+                accumulate in `.grad`, and nothing is sent before the step. None means that it is
+                not known whether more follow. It does what False does, and notes that DDP would
+                have averaged here.
+            optimizers: Optimizers for which `synchronize` holds; for the others True counts as
+                None. None means all optimizers.
         """
         with ExitStack() as stack:
             for part in self.parts:
@@ -269,18 +289,22 @@ class Pipeline:
             yield
 
     def refuse_early(self, reason: str | None) -> None:
-        """Lets plans gather nothing early if a rank gives a reason, for people. Collective."""
+        """Forbids early buckets in all plans, if a rank gives a reason. Collective, blocks.
+
+        Args:
+            reason: Why this rank forbids them, in words for the user. None means that it does not.
+        """
         own = self.training.early_refusal or reason
         reasons = self.collectives.all_gather_object(own)
         self.training.early_refusal = next((one for one in reasons if one is not None), None)
 
     @contextmanager
     def stepping_early(self) -> Iterator[None]:
-        """Lets backwards in the block step the buckets that the plan calls early.
+        """A context in which backward steps and gathers the plan's early buckets.
 
-        For a block around `optimizer.step(closure)` whose closure runs one backward, after
-        `zero_grad`, and where nothing but the step uses the gradients: no clipping, no loss scale,
-        no hook that reads or changes them.
+        It belongs around `optimizer.step(closure)`. The closure must call `zero_grad` and then run
+        one backward. Nothing but the step may use the gradients: no clipping, no loss scale, no
+        hook that reads or changes them. Has no effect if early buckets are forbidden.
         """
         self.is_stepping = True
         parts = self.parts if self.training.early_refusal is None else ()
@@ -293,20 +317,24 @@ class Pipeline:
             for part in parts:
                 part.sending = SendTime.IN_BACKWARD
 
-    # --- for whoever looks in from outside ------------------------------------------------------
+    # --- for strategies and callbacks -----------------------------------------------------------
 
     def complete_parameters(self, reason: str = "read") -> None:
-        """Blocks until all parameters have the values of the last step; local and idempotent."""
+        """Blocks until all parameters have the values of the last step. Local, idempotent.
+
+        Args:
+            reason: What forces the wait, for the timeline.
+        """
         self.collectives.check()
         for part in self.parts:
             part.plans.complete_parameters(reason)
 
     def detach(self) -> None:
-        """Ends the training: the module is as it was, with the new values. Blocks.
+        """Ends the training: removes hooks and flat buffers, keeps the new weights. Blocks.
 
-        The optimizers' state stays here, sharded, for `optimizer_state_dict`. After an exception
-        (see `abandon`) a gather that fails is warned about instead of raised, so that it does not
-        hide what happened first. Idempotent.
+        The optimizers' state stays in this object, sharded, for `optimizer_state_dict`. After
+        `abandon`, an all-gather that fails gives a warning instead of an error, which would hide
+        the first exception. Idempotent.
         """
         self._strangers.remove()
         if all(part.progress.state is StepState.ENDED for part in self.parts):
@@ -322,27 +350,30 @@ class Pipeline:
             if not self.collectives.was_discarded:
                 raise
             warnings.warn(
-                f"The last step's parameters did not all arrive ({error}); the module's weights are"
-                " a mixture of two steps. Load the last checkpoint.",
+                "The module's weights are a mixture of two steps. Load the last checkpoint."
+                f" After an error, not all parameters of the last step have arrived ({error}).",
                 stacklevel=2,
             )
         for part in self.parts:
             part.detach()
 
     def abandon(self) -> None:
-        """After an exception: puts the optimizers' groups right; waits for nothing."""
+        """Restores the optimizers' parameter groups after an exception. Does not block."""
         self.collectives.discard()
         for part in self.parts:
             part.abandon()
 
     @property
     def statistics(self) -> StepStatistics | None:
-        """Of the last finished step of any optimizer; on a GPU None until somebody has asked."""
+        """Figures of the last finished step of any optimizer.
+
+        None on a GPU until the first call, since waits are timed only from then on.
+        """
         return self.training.instruments.statistics
 
     @property
     def timeline(self) -> Timeline | None:
-        """Where spans are recorded at present; None for nowhere."""
+        """Timeline that spans are recorded in. None means that nothing is recorded."""
         return self.training.instruments.timeline
 
     @timeline.setter

@@ -1,4 +1,4 @@
-"""From the recorded step to a plan, and from one plan to the next."""
+"""The plans of one optimizer: from the recorded step to the first one, and from one to the next."""
 
 from __future__ import annotations
 
@@ -35,28 +35,36 @@ from lightning_dear.planning.plan import MAX_BUCKETS, with_whole_tensors
 
 
 class PlanLifecycle:
-    """Makes one optimizer's plans and puts them to work.
+    """Makes one optimizer's plans, builds what each of them needs, and moves state between them.
+
+    `OptimizerPipeline` owns it and calls it between steps. The only place that builds an
+    `ActivePlan`: flat buffers, exchange, `BucketRound`, collector and gatherer. It knows nothing of
+    the states of a step.
 
     Args:
-        training: What the optimizer is a part of.
-        stepper: Gets each plan's pieces, and the state between two plans.
-        number: Of the optimizer among all whose pipelines share process groups.
-        on_gradient: Called whenever a parameter's `.grad` has been accumulated.
-        on_arrival: Called with a bucket's number when its mean gradient has arrived, if these are
-            gathered.
+        training: What all optimizers of the module share.
+        stepper: Gets the pieces of each plan, and keeps the optimizer's state between two plans.
+        number: Optimizer number, unique among optimizers that share process groups.
+        on_gradient: Called whenever a parameter's `.grad` was accumulated.
+        on_arrival: With gathered gradients, called with a bucket number when the bucket's mean
+            gradients have arrived.
 
     Attributes:
-        plan: None until the first step has been recorded; stays readable after `release`.
-        active: The plan at work; None while the first step is recorded.
-        recording: What was seen in the recorded step; None before its end.
-        trained: What the optimizer trains.
-        looks_again: Whether the next forward is recorded beside the plan at work.
-        number: Of the optimizer among all whose pipelines share process groups.
-        compressor: What encodes in place of the configured codec; None for that one.
-        residuals: What encoding has left to be sent.
-        loss_scale: See `Traffic`; to be assigned to by whoever scales losses.
-        find_plan: Asked for the plan of what was recorded, before the planner is, which makes one
-            if it returns None; to be assigned to by whoever knows plans, the same on all ranks.
+        plan: The present plan. None until the first step has been recorded. Stays readable after
+            `release`.
+        active: What the present plan needs. None while the first step is recorded.
+        recording: Results of the recorded step. None until it has ended.
+        trained: The optimizer's parameters, as they were when recording began.
+        looks_again: Whether the next forward is recorded, although there is a plan.
+        number: Same as the argument.
+        compressor: Compressor in the place of the configured one. None means the configured one.
+        residuals: Keeps residuals between plans, trainings and checkpoints.
+        loss_scale: Returns the present loss scale, see `Traffic`; to be assigned to.
+        find_plan: Optional function: tensors of the recording -> plan. It is asked before the
+            planner, so that a plan found by an earlier run is used again. It must return the same
+            on all ranks. None as its result means that the planner makes the plan. To be assigned
+            to.
+        is_moving: Whether state is being moved to another plan. If that has raised it stays True.
     """
 
     def __init__(
@@ -86,12 +94,12 @@ class PlanLifecycle:
 
     @property
     def present(self) -> ActivePlan:
-        """The plan at work, where there must be one."""
+        """`active`, which must not be None."""
         assert self.active is not None
         return self.active
 
     def complete_parameters(self, reason: str) -> None:
-        """Blocks until all parameters have the values of the last step; local and idempotent."""
+        """Blocks until all parameters have the values of the last step. Local, idempotent."""
         if self.active is not None:
             self.active.gatherer.complete(reason=reason)
 
@@ -106,7 +114,7 @@ class PlanLifecycle:
             self.trained.watch(self._on_gradient)
 
     def start(self) -> ActivePlan:
-        """Makes the plan that the recorded step asks for, and puts it to work. Collective."""
+        """Makes the first plan from the recorded step, and puts it to work. Collective, blocks."""
         training, collectives = self._training, self._training.collectives
         self.recording = Recording.agreed(self.trained, collectives, training.options)
         tensors = self.recording.tensors
@@ -126,7 +134,7 @@ class PlanLifecycle:
             self.active.exchange.use(self.compressor)
         left = self._stepper.left
         self._stepper.attach(self.active.flat, self.trained.parameters)
-        # What was written to 16-bit weights while there was no plan: there the bits tell.
+        # Weights written to while there was no plan are no longer their rounded masters, and win.
         if left is not None and self._hand_on(left):
             self.active.flat.adopt_writes()
         coded, seed = self.active.exchange.coded, self.recording.seed
@@ -135,18 +143,18 @@ class PlanLifecycle:
 
     @torch.no_grad()
     def _build(self, plan: BucketPlan, recording: Recording) -> ActivePlan:
-        """Makes all that `plan` needs; the parameters move, and keep their values. Local."""
+        """Makes all that `plan` needs. Parameters move to flat buffers with their values. Local."""
         training, collectives = self._training, self._training.collectives
         options = training.options
         sends_bytes = options.compressor is not None and options.ranks_together(collectives) == 1
-        # Any stream may still read where parameters have been.
+        # Any stream may still read the former memory of parameters, which is freed here.
         collectives.streams.synchronize()
         flat = allocate(
             plan,
             self.trained.parameters,
             partial(options.role_of, plan),
             training.world.rank,
-            # Where bytes travel instead of gradients, no scratch is needed for these.
+            # Scratch is for receiving gradients. Encoded bytes are received elsewhere.
             (lambda _: 0) if sends_bytes else collectives.scratch_numel,
             keeps_gradients=training.uses_buckets,
         )
@@ -173,10 +181,11 @@ class PlanLifecycle:
         return ActivePlan(plan, flat, collector, bucket_round, whole, gatherer, exchange)
 
     def follow_parameters(self) -> None:
-        """Sees whether other parameters or modules stand in the trained module than before. Local.
+        """Looks for parameters and modules that were exchanged in the trained module. Local.
 
-        Puts the optimizer's parameters back, with the others' values. Other modules do not wait
-        yet: for them it blocks until all is complete, and lets the next forward be recorded.
+        Exchanged parameters are put back, with the new values. Exchanged modules have no gates yet.
+        If there are any, it blocks until all parameters are complete, and the next forward is
+        recorded.
         """
         if not self.trained.may_have_moved:
             return
@@ -191,26 +200,32 @@ class PlanLifecycle:
             self.looks_again = True
 
     def follow_readers(self) -> None:
-        """Waits from now on where parameters were read since. Local; nothing may be pending."""
+        """Moves waits to the modules that the last forward was seen to read in, if it was recorded.
+
+        Local. No bucket may be pending.
+        """
         if not self.looks_again or self.recording is None or self.active is None:
             return
         self.looks_again = False
         ungated, present = self.trained.recorder.ungated, set(self._training.module.modules())
         for index, user in self.recording.ungated.items():
-            # Whoever reads in place of a module that is gone is waited for before forward.
+            # If the module that reads it is gone, None lets every forward wait before it begins.
             ungated.setdefault(index, user if user in present else None)
         self.recording = replace(self.recording, ungated=ungated)
         self.active.gatherer.follow(self._training.module, ungated)
 
     def _for_hosts(self, plan: BucketPlan) -> BucketPlan:
-        """`plan`, all-reduced where that sends less between hosts, as on hosts of unequal size."""
+        """Returns `plan`, with all buckets all-reduced if that sends less between hosts.
+
+        It does on hosts that have several ranks, but not equally many.
+        """
         training = self._training
         if not training.collectives.favors_all_reduce or training.all_reduce_refusal is not None:
             return plan
         return replace(plan, early=(), all_reduced=tuple(range(len(plan.buckets))))
 
     def _without_refused(self, plan: BucketPlan) -> BucketPlan:
-        """`plan` without what is not done here, of which people are told."""
+        """Returns `plan` without early or all-reduced buckets that are refused; warns of them."""
         for what, does, refusal in (
             ("early", "gathers {} buckets during backward", self._training.early_refusal),
             ("all_reduced", "all-reduces {} buckets", self._training.all_reduce_refusal),
@@ -220,72 +235,73 @@ class PlanLifecycle:
                 continue
             if self._training.world.rank == 0:
                 warnings.warn(
-                    f"The plan '{plan.name}' {does.format(len(named))}, which is not done here:"
-                    f" {refusal}.",
+                    f"The plan '{plan.name}' {does.format(len(named))}, which this training does"
+                    " not do. Use another plan, such as of fusion='threshold', or ignore this."
+                    f" The reason: {refusal}.",
                     stacklevel=2,
                 )
             none: dict[str, Any] = {what: ()}
             plan = replace(plan, **none)
         return plan
 
-    # --- codecs and writes between two steps ----------------------------------------------------
+    # --- compressors, and writes between two steps ----------------------------------------------
 
     def use_compressor(self, compressor: Compressor, *, is_idle: bool) -> None:
         """See `OptimizerPipeline.use_compressor`.
 
         Args:
-            compressor: See there.
-            is_idle: Whether no gradient has been sent since the last step.
+            compressor: The compressor of the next steps.
+            is_idle: Whether no bucket was launched since the last step.
 
         Raises:
-            ValueError: Without a compressor, and for one that keeps something else between steps,
-                or that would have been refused instead of the configured one.
+            ValueError: If no compressor is configured, if the new one keeps other residuals between
+                steps than the configured one, or if it does not fit the other options.
         """
         check_replaces(compressor, self._training.options.compressor)
         if not compressor.is_identity and compressor != self.compressor:
-            # Raises as the constructor does.
+            # For its checks: it raises if the constructor refuses these options.
             _ = replace(self._training.options, compressor=compressor)
         self.compressor = compressor
         if self.active is not None:
-            # Another thread that reads parameters may complete them just now.
+            # Another thread that reads parameters must not decode them meanwhile.
             with self.active.gatherer.arriving:
                 self.active.exchange.use(compressor, is_idle=is_idle)
 
     def take_over(self, but: Collection[int] = ()) -> None:
-        """What was written to parameters, and given as state, since the last step; writes win.
+        """Adopts weights and optimizer state that were written since the last step. Local.
 
-        16-bit weights whose masters come from a checkpoint were perhaps changed after it: there the
-        bits tell.
+        If loaded masters and written weights contradict each other, the weights win.
 
         Args:
-            but: Numbers of buckets whose parameters are left alone.
+            but: Numbers of buckets whose weights are not adopted, since the step has stepped them.
         """
         if self.active is None:
             return
         if self.active.flat.adopt_writes(but) and self._training.uses_buckets:
             self.trained.watch(self._on_gradient)
         if self.adopt_state():
+            # Weights may have been changed after the checkpoint of these masters: compare bits.
             self.active.flat.adopt_writes(but)
         if self._training.options.encodes_differences:
-            # What has a master there still is in no plan, and was loaded.
+            # Masters still in `optimizer.state` were loaded for parameters that are in no plan.
             self._tell_of_masters(AdoptedState(False, drop_masters(self._stepper.optimizer)))
 
     def adopt_state(self) -> bool:
-        """Takes over state that was given since; says whether masters were among it. Local.
+        """Adopts optimizer state loaded since; returns whether it has masters. Local.
 
-        Rank 0 warns, once a load, if masters are lost; all ranks may call.
+        Rank 0 warns, once for each load, if masters are dropped.
         """
         return self._tell_of_masters(self._stepper.adopt_state())
 
     def _tell_of_masters(self, adopted: AdoptedState) -> bool:
+        """Warns on rank 0 if masters were dropped; returns whether masters were adopted."""
         if adopted.loses_masters and self._training.world.rank == 0:
             warnings.warn(
-                f"The masters in a checkpoint ('{MASTER_KEY}') are dropped, where weights differ:"
-                " these are behind them by what a compressor had left to be sent, are rounded, or"
-                " were written to after loading, and this training goes on from them, as they are"
-                " now. To lose nothing, resume with the compressor, gather and precision of the run"
-                " that saved; to change the compressor or gather, let that run call"
-                " strategy.sync_replicas() before it saves.",
+                f"The masters in a checkpoint ('{MASTER_KEY}') are dropped where they differ from"
+                " weights. To lose nothing, resume with the compressor, gather and precision of"
+                " the run that saved. To change compressor or gather, let that run call"
+                " strategy.sync_replicas() before it saves. Weights differ if they were rounded,"
+                " written to after loading, or behind by what a compressor had not sent yet.",
                 stacklevel=2,
             )
         return adopted.brings_masters
@@ -293,7 +309,7 @@ class PlanLifecycle:
     # --- from one plan to the next --------------------------------------------------------------
 
     def replan(self, plan: BucketPlan) -> None:
-        """See `OptimizerPipeline.replan`; between two steps."""
+        """See `OptimizerPipeline.replan`. Collective, blocks."""
         assert self.recording is not None
         self.recording.check(plan, self._training.collectives)
         self._leave_plan()
@@ -301,10 +317,11 @@ class PlanLifecycle:
         self._activate(plan)
 
     def dissolve(self) -> None:
-        """Back to before the first step, values and optimizer state kept. Collective, blocks.
+        """Ends the present plan: the next step is recorded, and makes another plan.
 
-        State stays in shards for the next plan. Weights that lag behind their masters become what
-        these are, since without a plan neither says by itself which of both is new.
+        Collective, blocks. Weights keep their values, and the optimizer's state stays in shards.
+        Lagging weights become equal to their masters, since without a plan it could not be seen
+        later which of the two was written last.
         """
         if self.active is not None:
             left = self._leave_plan(syncs_replicas=True)
@@ -314,20 +331,22 @@ class PlanLifecycle:
         self._start_recording()
 
     def inherit(self, others: Sequence[PlanLifecycle]) -> None:
-        """Goes on with what trainings have left that are over. Collective, blocks.
+        """Takes over optimizer state and residuals of trainings that have ended.
+
+        Collective, blocks.
 
         Args:
-            others: The same optimizer's, mutated: their state is here then.
+            others: Ended lifecycles of the same optimizer. Mutated: their state moves to this one.
         """
         self.residuals.inherit([other.residuals for other in others])
         collectives = self._training.collectives
         for other in others:
             left, was_written = other.hand_over(collectives)
             if left is not None:
-                everyones = collectives.all_gather_object([*was_written.values()])
-                said = zip(*everyones, strict=True)
-                pairs = zip(was_written, said, strict=True)
-                written = {one for one, is_new in pairs if any(is_new)}
+                all_ranks = collectives.all_gather_object([*was_written.values()])
+                columns = zip(*all_ranks, strict=True)
+                pairs = zip(was_written, columns, strict=True)
+                written = {parameter for parameter, flags in pairs if any(flags)}
                 lost = left.take(MASTER_KEY, written)
                 self._tell_of_masters(AdoptedState(False, bool(lost.entries)))
                 self._stepper.left = left
@@ -338,37 +357,40 @@ class PlanLifecycle:
 
     @torch.no_grad()
     def _sync(self, masters: SpreadState) -> None:
-        """Weights that no plan will have become what their masters are. Collective, blocks."""
+        """Makes weights that are in no plan equal to their masters. Collective, blocks."""
         self._hand_on(masters)
         for parameter in masters.entries:
             parameter.copy_(self._stepper.optimizer.state[parameter].pop(MASTER_KEY))
 
     def hand_over(self, through: Collectives) -> tuple[SpreadState | None, dict[Parameter, bool]]:
-        """Lets go of the state of a training that is over. Collective, blocks.
+        """Gives away the state of this training, which has ended. Collective, blocks.
+
+        Args:
+            through: Collectives of the next training.
 
         Returns:
-            The state, or None if another one was loaded since; and of each parameter whose weights
-            lagged behind their masters whether somebody has written to it since.
+            The state, or None if the user has loaded another state since. Parameter -> whether its
+            weights were written to since the end, for each whose weights lagged behind masters.
         """
         was_loaded = self._stepper.optimizer.state is not self._stepper.state_at_end
         left = None if was_loaded else spread_state(self._stepper, through)
         self._stepper.leave(None)
         at_end = self._lagging_at_end.items()
-        return left, {one: _digest(one) != digest for one, digest in at_end}
+        return left, {parameter: _digest(parameter) != digest for parameter, digest in at_end}
 
     def _give_back(self) -> None:
-        """Makes `optimizer.state` whole, on every rank; the plans have ended. Collective, blocks.
+        """Makes `optimizer.state` whole on every rank, after the last plan. Collective, blocks.
 
-        Needs memory for the whole state.
+        Every rank needs memory for the whole state.
         """
         left = spread_state(self._stepper, self._training.collectives)
         self._stepper.leave(None)
         self._hand_on(left)
 
     def _hand_on(self, left: SpreadState) -> bool:
-        """Moves state to where it is needed now; says whether masters came to pieces."""
+        """Moves state to the ranks that step it now; returns whether pieces got masters."""
         known = set(self._training.module.parameters())
-        # Should it raise, part of the state is neither here nor there.
+        # If moving raises the flag stays: part of the state is lost then.
         self.is_moving = True
         with uncounted(self._training.collectives):
             moved = hand_on(left, self._stepper, known, self._training.collectives)
@@ -376,42 +398,43 @@ class PlanLifecycle:
         return self._tell_of_masters(moved)
 
     def _leave_plan(self, *, syncs_replicas: bool = False) -> SpreadState:
-        """Completes parameters; their state stays in shards. Collective, blocks."""
+        """Ends the present plan: returns its state, which stays in shards. Collective, blocks."""
         self.complete_parameters("re-plan")
         self.take_over()
         if syncs_replicas:
             self.present.sync_replicas()
         with uncounted(self._training.collectives):
             self.residuals.release()
-        # Any stream may still read the flat buffers.
+        # Any stream may still read the flat buffers, which are freed soon.
         self._training.collectives.streams.synchronize()
         left = spread_state(self._stepper, self._training.collectives)
         self._stepper.leave(left)
         return left
 
     def release(self) -> None:
-        """Removes hooks and gates; parameters have storage of their own again."""
+        """Removes hooks and gates, and gives each parameter its own memory again."""
         self.trained.hooks.remove()
         self._release_active()
 
     @torch.no_grad()
     def _release_active(self) -> None:
-        # The gradients' buffers go first, which nobody needs, and the parameters' one by one.
+        # Buffers of gradients are freed first and parameters copied one by one, to save memory.
         views = () if self.active is None else self.active.release()
         self.active = None
         for parameter in views:
             parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
     def detach(self) -> None:
-        """Ends the training: state and residuals stay readable. Parameters should be complete."""
+        """Ends the training. State and residuals stay readable. Parameters should be complete."""
         active = None if self._training.collectives.was_discarded else self.active
         lagging = [] if active is None else active.flat.lagging
         self.release()
-        # What is written to weights afterwards wins, and neither they nor masters say it.
-        self._lagging_at_end.update((one, _digest(one)) for one in lagging)
+        # Weights that are written to after the end win over their masters. Digests tell that.
+        self._lagging_at_end.update((parameter, _digest(parameter)) for parameter in lagging)
         self._stepper.detach()
         self.residuals.detach()
 
 
 def _digest(parameter: Parameter) -> int:
+    """Hash of a parameter's bits."""
     return crc32(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)

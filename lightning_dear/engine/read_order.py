@@ -1,8 +1,9 @@
-"""Records one forward: which parameter is read when, and which reads no gate can see.
+"""Records one forward: the order in which it reads parameters, and reads that no gate can see.
 
-Registration order is not execution order, so buckets follow the recorded order. A read that did not
-go through `module._parameters` (a list held elsewhere, a GRU's flat weights) gets a wait of its own
-in front of the module that was running.
+Parameters are often read in another order than they are registered in, so buckets follow the
+recorded order. Some reads do not go through `module._parameters` (a list of parameters kept
+elsewhere, a GRU's flat weights). Later forwards wait for such a parameter before the forward of the
+module that was running at that read.
 """
 
 from __future__ import annotations
@@ -28,21 +29,27 @@ untyped_storage
 """
 
 _METADATA = frozenset(_READ_NOTHING.split())
-"""Torch functions that look at a tensor without reading its values."""
+"""Names of torch functions that look at a tensor without reading its values."""
 
 _DATA_GETTERS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+"""Names of tensor attributes through which values can be read."""
 
 
 class ForwardRecorder:
-    """Records the reads of `parameters` in the forwards run under `recording`.
+    """Records reads of parameters in forwards, and the order of their gradients.
 
-    Streams on which parameters are read are noted among the `readers` of `streams`.
+    Streams on which parameters are read are added to `streams.readers`.
+
+    Args:
+        module: Module whose submodules are watched.
+        parameters: The parameters, in the order of their indices.
+        streams: Streams of the parameters' device.
 
     Attributes:
-        first_use: Parameter index -> position of its first read.
-        ungated: Parameter index -> module that was running at its first read, for reads that
-            did not go through a module's `_parameters`; None if no module was running, and
-            for parameters of TorchScript, which reads where nobody sees it.
+        first_use: Parameter index -> place in the order of first reads.
+        ungated: Parameter index -> module that was running at the first read, for parameters
+            whose first read went through no `module._parameters`. None means that no module was
+            running, or that the parameter is in TorchScript, whose reads cannot be seen.
         gradients: Parameter index -> how often its gradient was accumulated, in the order of
             the last accumulations.
     """
@@ -57,7 +64,7 @@ class ForwardRecorder:
         self.gradients: dict[int, int] = {}
 
     def recording(self) -> AbstractContextManager[Any]:
-        """Records while the context is entered; compiled regions run eagerly in it."""
+        """A context in which reads are recorded. Compiled regions run eagerly in it."""
         stack = ExitStack()
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module, own in owners(self._module, self._parameters).items():
@@ -76,7 +83,7 @@ class ForwardRecorder:
         self.gradients[index] = self.gradients.pop(index, 0) + 1
 
     def _gated_reads(self, module: Module) -> ModuleGate:
-        """Notes what is read through the module's dict, from its first read on."""
+        """Closes a gate whose first read marks all parameters of the module as gated."""
 
         def note() -> None:
             gate.open()
@@ -105,7 +112,11 @@ class ForwardRecorder:
 
 
 class ReadMode(TorchFunctionMode):
-    """Reports every argument of every torch function that looks at data."""
+    """Calls a function for each argument of each torch function that reads values.
+
+    Args:
+        note_read: Called with the argument, which may be of any type.
+    """
 
     def __init__(self, note_read: Callable[[Any], None]) -> None:
         super().__init__()
@@ -136,7 +147,7 @@ class ReadMode(TorchFunctionMode):
 
 
 def has_compiled_region(module: Module) -> bool:
-    """Whether `torch.compile` was applied to the module or to a part of it."""
+    """Whether `torch.compile` was applied to the module or to one of its submodules."""
     return any(
         private_names.COMPILED_CALL.of(part) is not None
         or hasattr(part, private_names.ORIGINAL_MODULE.name)

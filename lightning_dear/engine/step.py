@@ -1,4 +1,4 @@
-"""One optimizer's step: where its gradients are, from the first backward to the next forward."""
+"""The step of one optimizer, from the first backward to the next forward."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ from lightning_dear.planning import BucketPlan, TensorSpec
 
 _WERE_CHANGED = (StepState.CHANGED, StepState.EXPOSED)
 _NOTHING_IS_SENT = (StepState.EMPTY, StepState.ACCUMULATING)
-# As constants, since a look into an enumeration takes longer than the comparison.
+# Constants, since to read a member of an Enum takes longer than the comparison.
 _LOCAL, _NONE, _BEFORE_STEP = Backward.LOCAL, Backward.NONE, SendTime.BEFORE_STEP
 
 
 class OptimizerPipeline:
-    """Reduces, steps and gathers the parameters of one optimizer.
+    """The step of one optimizer: reduces its gradients, steps it, gathers its parameters.
 
-    `Pipeline` calls it around forwards and backwards. The user's calls of the optimizer reach it by
-    the optimizer's own hooks.
+    `Pipeline` calls it around forwards and backwards. Hooks of parameters and of the optimizer call
+    it for each gradient, and when the user calls `step` or `zero_grad`.
 
     Args:
-        training: What the optimizer is a part of.
-        optimizer: Mutated: hooks, and `zero_grad`.
-        number: Of the optimizer among all whose pipelines share process groups.
+        training: What all optimizers of the module share.
+        optimizer: The user's optimizer. Mutated: it gets hooks, and another `zero_grad`.
+        number: Optimizer number, unique among optimizers that share process groups.
 
     Attributes:
-        optimizer: The user's.
-        progress: Where its step is.
-        mean: Its mean gradient, from the last backward to the step.
-        plans: Its plan at work, and how it comes to another one.
+        optimizer: The user's optimizer.
+        progress: State of the step.
+        mean: The mean gradient, from the last backward to the step.
+        plans: The present plan, and what makes the next one.
         stepper: The optimizer's state and pieces on this rank.
         timer: Times of the step that `measure_next_step` asked for, on this rank.
-        num_steps: Optimizer steps so far, without those that a GradScaler left out.
-        sending: When buckets are sent; to be assigned to.
-        warns_of_hooks: Whether people are told that hooks of the optimizer's step find no gradient;
-            to be assigned to.
+        num_steps: Optimizer steps so far, without steps that a GradScaler skipped.
+        sending: When buckets are launched; to be assigned to.
+        warns_of_hooks: Whether to warn the user that hooks of the optimizer's step find no
+            gradient; to be assigned to.
     """
 
     def __init__(self, training: Training, optimizer: Optimizer, number: int) -> None:
@@ -66,7 +66,7 @@ class OptimizerPipeline:
         self.sending = SendTime.IN_BACKWARD
         self.progress = StepProgress(partial(getattr, training, "uses_buckets"))
         self._backward = Backward.NONE
-        # Numbers of early buckets that the backward under way has not stepped yet.
+        # Bucket numbers of early buckets that the present backward has not stepped yet.
         self._early: list[int] = []
         self._hooks = self._hook_into(optimizer)
         self._zero_grad = optimizer.zero_grad
@@ -85,7 +85,7 @@ class OptimizerPipeline:
         self._step_hooks = StepHooks(optimizer, *calls)
         hooks: list[Any] = [self._step_hooks]
         if self._training.options.is_of_gradients:
-            # State is read and replaced where it lives: what is pending would still change it.
+            # Buckets that are pending would still be stepped, and change the state, afterwards.
             hooks.append(optimizer.register_state_dict_pre_hook(self._complete_state))
             hooks.append(optimizer.register_load_state_dict_pre_hook(self._complete_state))
         return hooks
@@ -96,30 +96,30 @@ class OptimizerPipeline:
     # --- forward and backward -----------------------------------------------------------------
 
     def prepare_forward(self) -> bool:
-        """Puts right what was written outside; says whether `follow` is due. Local; may block."""
+        """Looks for exchanged modules; returns whether `follow` must be called. May block."""
         self._end_broken_step()
         self.plans.follow_parameters()
         return self.plans.trained.have_changed()
 
     def follow(self) -> None:
-        """Goes on with what the optimizer holds now, in another plan. Collective, blocks.
+        """Drops the plan, as the optimizer has other parameters now. Collective, blocks.
 
         Raises:
-            RuntimeError: With gradients under way, or of several rounds, that no step has used.
+            RuntimeError: If gradients were launched or reduced that no step has used.
         """
         active, is_idle = self.plans.active, self.progress.state in _NOTHING_IS_SENT
         if active is not None and not (is_idle and not active.round.has_begun):
-            # What other ranks wait for is sent first.
+            # Other ranks wait for this rank's buckets.
             self.mean.finish_rounds(active)
             raise RuntimeError(
                 "Parameters began to require gradients, or the optimizer's were exchanged, after a"
-                " backward whose gradients no step has used yet; let that happen between an"
+                " backward whose gradients no step has used yet. Change parameters between an"
                 " optimizer step and the next forward."
             )
         self.plans.dissolve()
 
     def watching(self, *, audits: bool) -> AbstractContextManager[Any]:
-        """Around a training forward: records or times it, or audits every read, or nothing."""
+        """A context around a training forward, which it records, times, audits, or leaves alone."""
         active = self.plans.active
         if self._training.uses_buckets and (active is None or self.plans.looks_again):
             return self.plans.trained.recorder.recording()
@@ -130,13 +130,13 @@ class OptimizerPipeline:
         return nullcontext()
 
     def measure_next_step(self) -> None:
-        """Lets `timer` measure anew: forward will wait for nothing. May block. Local."""
+        """Lets `timer` measure the next step. Blocks until all parameters are complete. Local."""
         recording = self.plans.recording
         self.timer.start(self.parameters, None if recording is None else recording.ungated)
         self.plans.complete_parameters("measuring")
 
     def complete_entry(self) -> None:
-        """Completes what is read outside any module; all, where no gate sees reads. May block."""
+        """Blocks for parameters that forward reads outside modules; for all if it is compiled."""
         active = self.plans.active
         if active is not None and self._training.has_compiled_region:
             active.gatherer.complete(reason="compiled region")
@@ -145,7 +145,7 @@ class OptimizerPipeline:
 
     @contextmanager
     def backward(self, *, synchronize: bool | None) -> Iterator[None]:
-        """Around a backward; see `Pipeline.backward`."""
+        """A context around a backward; see `Pipeline.backward`."""
         compressor = self._training.options.compressor
         if (
             self.progress.state in _WERE_CHANGED
@@ -154,10 +154,9 @@ class OptimizerPipeline:
         ):
             raise RuntimeError(
                 "Another backward would add to mean gradients that a hook was shown, that"
-                " whole_gradients() has shown or that were clipped, which"
-                f" compressor={compressor.name!r} would encode once more. Run all backwards of a"
-                " step before that, or, if only hooks see them, pass"
-                " DearStrategy(gradients_in_hooks=False)."
+                " whole_gradients() has shown or that were clipped. Run all backwards of a step"
+                " before that. If only hooks see them, pass DearStrategy(gradients_in_hooks=False)."
+                f" compressor={compressor.name!r} would encode once more what it has encoded."
             )
         self.plans.trained.hooks.stay_last()
         if self.progress.is_due and self.progress.state not in (StepState.EMPTY, StepState.EXPOSED):
@@ -179,7 +178,7 @@ class OptimizerPipeline:
         finally:
             self._backward, self._early = before, []
         if synchronize and self.plans.active is None and self._training.uses_buckets:
-            # As from the next step on: what `.grad` holds would not be the mean.
+            # As in later steps, where `.grad` is None here: it must not show the local gradient.
             self.mean.reduce()
 
     def _on_gradient(self, index: int, _: Any, gradients: tuple[Tensor | None]) -> None:
@@ -193,11 +192,11 @@ class OptimizerPipeline:
                 self.progress.enter(StepState.ACCUMULATING)
             return
         if self._backward is _NONE and self.progress.has_means:
-            # Perhaps on this rank only, and others do not ask for it.
+            # Another round needs all ranks, and perhaps this rank alone has such a gradient.
             raise RuntimeError(
-                f"A gradient for '{self.plans.trained.names[index]}' came when the mean gradient"
-                " had been looked at or changed, such as by clipping, and from no backward of the"
-                " strategy's. Call self.manual_backward(loss) or fabric.backward(loss) in place of"
+                f"A gradient for '{self.plans.trained.names[index]}' came from no backward of the"
+                " strategy's, after the mean gradient had been read or changed, such as by"
+                " clipping. Call self.manual_backward(loss) or fabric.backward(loss) in place of"
                 " loss.backward(), on all ranks."
             )
         if self.progress.state is not StepState.SENDING:
@@ -207,13 +206,13 @@ class OptimizerPipeline:
         if active is None:
             self.plans.trained.recorder.note_gradient(index)
             if (parameter := self.parameters[index]).grad is None:
-                # A hook has cleared it: see `GradientCollector`.
+                # A hook has cleared it. DistributedDataParallel averages zeros then.
                 parameter.grad = torch.zeros_like(parameter)
         elif self.timer.is_on:
             with self.timer.leaving_out_codecs():
                 self._collect(active, index)
         else:
-            # Called for every gradient: even a context that does nothing would be noticed.
+            # Runs for every gradient, so that even an empty context would take noticeable time.
             self._collect(active, index)
         if self._early:
             self._step_early()
@@ -224,12 +223,12 @@ class OptimizerPipeline:
             active.round.launch_full()
 
     def _begin_early_steps(self, active: ActivePlan) -> None:
-        """Lets buckets be stepped in the backward under way, once their gradients have arrived.
+        """Lets this backward step early buckets once their mean gradients have arrived.
 
-        Past the paper: DeAR leaves the link idle when backward takes longer than reduce-scatters. A
-        bucket of the last layers, stepped at once into a second buffer, fills that time with its
-        all-gather. Its new values count after the step: backward still needs the old ones. When it
-        is stepped, and whether in backward at all, differs by rank; results do not.
+        The DeAR paper has no such buckets: its link is idle if backward takes longer than the
+        reduce-scatters. Here all-gathers of early buckets fill that time. They arrive in a second
+        buffer (`Bucket.landing`), since backward still reads the old values. Whether a bucket is
+        stepped in backward or later may differ between ranks; the values do not.
         """
         active.round.watch(active.plan.early)
         active.gatherer.expect(early=True)
@@ -238,7 +237,7 @@ class OptimizerPipeline:
 
     @torch.no_grad()
     def _step_early(self) -> None:
-        """Steps what has arrived of the early buckets, and launches its gathers. Never blocks."""
+        """Steps early buckets that have arrived, and launches their gathers. Does not block."""
         active, stepper = self.plans.present, self.stepper
         assert isinstance(stepper, ShardedOptimizer)
         while self._early and active.round.is_on_host(self._early[0]):
@@ -261,23 +260,23 @@ class OptimizerPipeline:
             self.optimizer.zero_grad(*args, **kwargs)
             return
         active = self.plans.active
-        # No other thread completes parameters meanwhile, which might use `.grad`.
+        # With gathered gradients, a thread that completes parameters steps them, and uses `.grad`.
         with nullcontext() if active is None else active.gatherer.arriving:
             self.drop_gradients()
             self._zero_grad(*args, **kwargs)
 
     def drop_gradients(self) -> None:
-        """What backward has produced since the last step is void. Blocks if it was being sent.
+        """Forgets all gradients since the last step, and reduced means.
 
-        Other ranks drop theirs too, so what was begun is ended first.
+        If buckets were launched it is collective and blocks, since that round is finished first.
         """
         self.progress.check_is_on()
         active = self.plans.active
         if active is not None:
             if active.round.watched:
                 raise RuntimeError(
-                    "zero_grad() was called between the backward of a step and its end, when part"
-                    " of the parameters had been updated. Call it before backward."
+                    "zero_grad() was called between the backward and the end of a step. Call it"
+                    " before backward. This backward has already updated part of the parameters."
                 )
             if self.progress.state is StepState.SENDING:
                 self.plans.complete_parameters("zero_grad")
@@ -290,7 +289,7 @@ class OptimizerPipeline:
         self.progress.enter(StepState.EMPTY)
 
     def _before_hooks(self) -> None:
-        """In front of others' pre-hooks, which may read parameters."""
+        """Runs before the user's pre-hooks of `step`, which may read parameters."""
         are_in_front = self._step_hooks.are_in_front
         if self.warns_of_hooks and (are_in_front or self._step_hooks.are_behind):
             self.warns_of_hooks = False
@@ -302,7 +301,7 @@ class OptimizerPipeline:
 
     @torch.no_grad()
     def _begin_step(self) -> None:
-        """Reduces, then steps all buckets but the last run, each gathered as soon as it is."""
+        """Reduces, steps all runs of buckets but the last one, launches each run's gathers."""
         self.abandon()
         active = self._prepare_step()
         self.progress.begin_step()
@@ -316,14 +315,14 @@ class OptimizerPipeline:
             raise
 
     def _prepare_step(self) -> ActivePlan:
-        """Reduces, makes the plan at the first step, takes over what was written meanwhile."""
+        """Reduces, which makes the first plan; adopts weights and state written since."""
         check_momentum(self.optimizer, self._training.options)
         self.mean.reduce()
         active = self.plans.present
         active.exchange.check()
         self.plans.take_over(but=self.stepper.stepped_early)
         self.plans.follow_readers()
-        # From here to the end of the step nobody reads parameters: others' may arrive.
+        # No parameter is read until the step ends, so other ranks' shards may arrive from now on.
         active.gatherer.begin_step()
         active.gatherer.expect(early=False)
         self.timer.step_begins()
@@ -338,7 +337,7 @@ class OptimizerPipeline:
             self._instruments.begin_step()
 
     def _on_inner_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Post-hook of `step`: the call under way has just stepped the last run of buckets.
+        """Post-hook of `step`, which has just stepped the last run of buckets.
 
         From here on reads of parameters wait for their gathers.
         """
@@ -347,7 +346,7 @@ class OptimizerPipeline:
         self.stepper.stepped_early.clear()
         self.stepper.clear_gradients()
         active = self.plans.present
-        # First, since another thread may complete what is behind a gate at once.
+        # Before the gates close, since other threads may complete parameters from then on.
         active.round.end_step()
         active.gatherer.close_gates()
         active.collector.begin()
@@ -358,19 +357,19 @@ class OptimizerPipeline:
         self._training.finish_buffers()
         self._instruments.finish_step()
         if self._training.is_in_forward:
-            # Manual optimisation: what no module waits for is read again in the same forward.
+            # Manual optimisation: this forward goes on, and may read parameters outside modules.
             self.complete_entry()
         if self._step_hooks.are_behind:
             self.plans.complete_parameters("optimizer step hook")
 
     def _end_broken_step(self) -> None:
-        """Lets reads go on after a step that raised in the call under way."""
+        """After a step that raised: lets other threads read parameters again."""
         if self.plans.active is not None:
             self.plans.active.gatherer.end_step()
         self.progress.end_broken_step()
 
     def _on_arrival(self, number: int) -> None:
-        """With gathered gradients, steps bucket `number`, whose mean is there; in forward."""
+        """Steps bucket `number`, whose mean gradient was gathered; runs in forward, at a read."""
         assert isinstance(self.stepper, ReplicatedOptimizer)
         self._instruments.begin_step()
         with self.timer.late_step():
@@ -381,45 +380,42 @@ class OptimizerPipeline:
 
     @property
     def plan(self) -> BucketPlan | None:
-        """None until the first step has been recorded; stays readable after `detach`."""
+        """Present plan. None before the first step has ended. Stays readable after `detach`."""
         return self.plans.plan
 
     @property
     def tensors(self) -> list[TensorSpec]:
-        """What the plan is over: one for each of `parameters`; empty before the first step."""
+        """Tensors of the plan, one for each of `parameters`. Empty before the first step."""
         return [] if self.plans.recording is None else self.plans.recording.tensors
 
     @property
     def parameters(self) -> Sequence[Parameter]:
-        """What is trained, in the order of the plan's tensor numbers."""
+        """Trained parameters, in the order of the plan's tensor numbers."""
         return self.plans.trained.parameters
 
     @torch.inference_mode(False)
     def replan(self, plan: BucketPlan) -> None:
-        """Trains on with another plan; weights and optimizer state stay, bit for bit.
+        """Goes on with another plan; weights and state keep their bits. Collective, blocks.
 
-        Collective, blocks. To be called between a step and the next forward, with a plan over the
-        tensors of `tensors` that is the same on all ranks.
+        To be called between a step and the next forward, with a plan over `tensors` that is equal
+        on all ranks.
 
         Raises:
-            RuntimeError: Before the first step, or with gradients that no step has used yet.
-            ValueError: If ranks have other plans, or the plan is for another model.
+            RuntimeError: Before the first step, or with gradients that no step has used.
+            ValueError: If ranks pass different plans, or a plan for another model.
         """
         if self.plans.active is None or self.progress.state is not StepState.EMPTY:
             raise RuntimeError(
-                "replan() belongs between an optimizer step and the next forward, from the first"
-                " step on: there are gradients that no step has used yet, or there is no plan."
+                "replan() was called before the first step, or with gradients that no step has used"
+                " yet. Call it between an optimizer step and the next forward."
             )
         self.plans.replan(plan)
 
     def use_compressor(self, compressor: Compressor) -> None:
-        """Encodes with `codec` from the next step on. All ranks call, after the same step. Local.
+        """Encodes with `compressor` from now on; all ranks call it after the same step. Local.
 
-        Blocks while another thread waits for parameters. Gradients that have been sent, or whose
-        sending has begun, go on as they have begun.
-
-        Raises:
-            ValueError: See `PlanLifecycle.use_compressor`.
+        A step whose first bucket was launched keeps the former compressor. Blocks while another
+        thread waits for parameters. Raises what `PlanLifecycle.use_compressor` raises.
         """
         active = self.plans.active
         is_idle = self.progress.state in _NOTHING_IS_SENT
@@ -428,74 +424,73 @@ class OptimizerPipeline:
 
     @property
     def uses_configured_compressor(self) -> bool:
-        """Whether steps are encoded as was configured; not while a schedule says otherwise."""
+        """Whether steps use the configured compressor, and not another one of a schedule."""
         return self.plans.compressor in (None, self._training.options.compressor)
 
     def encoding_figures(self) -> dict[str, Tensor | float]:
-        """What encoding saves and what it leaves over; see `ActivePlan.encoding_figures`."""
+        """See `ActivePlan.encoding_figures`. Empty before the first plan."""
         active = self.plans.active
         return {} if active is None else active.encoding_figures()
 
     # --- checkpoints ----------------------------------------------------------------------------
 
-    # With NCCL Lightning saves under inference mode too, whose new tensors refuse updates later.
+    # Lightning may save under inference mode (NCCL), and tensors made there refuse later updates.
     @torch.inference_mode(False)
     def optimizer_state_dict(self, *, on_rank_0: bool = False) -> dict[str, Any]:
         """`optimizer.state_dict()` with whole tensors, on every rank. Collective, blocks.
 
-        Those that were sharded are on the CPU, copies; or, `on_rank_0`, descriptions elsewhere.
+        Sharded tensors become whole copies on the CPU; `on_rank_0` means on rank 0 alone.
         """
         state, place = self.sharded_state_dict(), (self._training.collectives, self.stepper.device)
         with uncounted(self._training.collectives):
             return gathered(state, *place, on_rank_0=on_rank_0)
 
     def sharded_state_dict(self) -> ShardedState:
-        """`optimizer.state_dict()`, tensors left where they are. Collective, blocks."""
+        """`optimizer.state_dict()`, whose tensors stay on their owners. Collective, blocks."""
         self.prepare_state()
         state = sharded_state(self.stepper, self._training.collectives)
         return self.plans.residuals.add_to_sharded(state)
 
     def inherit(self, others: Sequence[OptimizerPipeline]) -> None:
-        """See `PlanLifecycle.inherit`; of those of this optimizer. Raises as `prepare_state`."""
-        own = [one for one in others if one.optimizer is self.optimizer]
+        """Takes over the state that ended trainings of this optimizer hold. Collective, blocks."""
+        own = [other for other in others if other.optimizer is self.optimizer]
         for other in own:
             other.prepare_state()
-        self.plans.inherit([one.plans for one in own])
+        self.plans.inherit([other.plans for other in own])
 
     def sync_replicas(self) -> None:
-        """See `DearStrategy.sync_replicas`. Collective, blocks; raises as `prepare_state`."""
+        """See `DearStrategy.sync_replicas`. Collective, blocks."""
         self.prepare_state("sync_replicas")
         if self.plans.active is not None:
             self.plans.active.sync_replicas()
 
     @torch.inference_mode(False)
     def prepare_state(self, reason: str = "optimizer state") -> None:
-        """Puts right what a step that raised left behind, and takes over what was written. Local.
+        """Completes parameters, and adopts weights and state that were written or loaded. Local.
 
-        Blocks until all parameters have arrived; what was loaded is taken over, too.
+        Blocks. Restores the optimizer's groups first, if a step has raised.
 
         Raises:
-            RuntimeError: After a backward that raised when part of the state was already new.
+            RuntimeError: If an error has left the state half stepped, or half moved to a new plan.
         """
         if self.stepper.stepped_early or self.plans.is_moving:
             raise RuntimeError(
-                "An error came when part of the optimizer's state was already new, or had moved to"
-                " another plan, so that there is no consistent state to save. Load the last"
-                " checkpoint."
+                "There is no consistent state to save. Load the last checkpoint. An error came when"
+                " part of the optimizer's state was already stepped, or moved to another plan."
             )
         self.stepper.restore()
         self.plans.complete_parameters(reason)
         self.plans.take_over()
 
-    # --- for whoever looks in from outside ------------------------------------------------------
+    # --- the end --------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """After an exception, perhaps in a step: puts the optimizer's groups right; never waits."""
+        """Restores the optimizer's groups after an exception in a step. Does not block."""
         self.stepper.restore()
         self._end_broken_step()
 
     def detach(self) -> None:
-        """The module and the optimizer are as they were. Parameters should be complete."""
+        """Removes hooks and buffers from module and optimizer. Parameters should be complete."""
         for hook in self._hooks:
             hook.remove()
         self.optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
-"""Where one optimizer's step is, from the first backward to the next forward.
+"""The states of one optimizer's step, from the first backward to the next forward.
 
-`StepState` says where the step is, and what happens moves it:
+Events move the step from one `StepState` to the next:
 
     state                          event                                        next
     -----------------------------  -------------------------------------------  ------------------
@@ -20,7 +20,8 @@
     any                            zero_grad                                    EMPTY
     any                            detach                                       ENDED: all raise
 
-Gathering is no state of the step: it is each bucket's own, and overlaps the next forward.
+Gathering is not a state of the step. Each bucket is gathered on its own, and gathers overlap the
+next forward.
 """
 
 from __future__ import annotations
@@ -30,70 +31,74 @@ from enum import Enum
 
 
 class StepState(Enum):
-    """Where one optimizer's step is; the table of what follows what heads this file.
+    """State of one optimizer's step. The table at the head of this file has the transitions.
 
-    Without buckets (world size 1, nothing to encode) a mean gradient is the user's own `.grad`, and
-    nobody tells of a new one: there REDUCED, CHANGED and EXPOSED are never entered.
+    Without buckets (world size 1 and no compressor) the mean gradient is the user's own `.grad`.
+    No hook reports new gradients then, so REDUCED, CHANGED and EXPOSED are never entered.
     """
 
     EMPTY = "no gradient since the last step or zero_grad"
-    ACCUMULATING = "gradients add up in `.grad` or, of earlier rounds, in the shards"
-    SENDING = "buckets are on their way, other ranks may wait for ours"
-    REDUCED = "the shards hold the mean gradient, as it came"
+    ACCUMULATING = "gradients add up in `.grad`; means of earlier rounds stay in the shards"
+    SENDING = "buckets may have been launched, and other ranks may wait for this rank's buckets"
+    REDUCED = "the shards hold the mean gradient, unchanged"
     CHANGED = "the shards hold the mean gradient, clipped or otherwise changed"
-    EXPOSED = "so does `.grad`, whole, and what is done to it counts"
-    STEPPING = "the optimizer steps bucket by bucket; others' reads wait"
+    EXPOSED = "`.grad` holds the whole mean gradient, and changes to it count"
+    STEPPING = "the optimizer steps bucket by bucket; other threads' reads wait"
     ENDED = "the training is over"
 
 
 class Backward(Enum):
-    """What a gradient that arrives just now is part of."""
+    """The kind of backward that runs at present, which decides what its gradients mean."""
 
-    NONE = "no backward of ours"
-    LOCAL = "a backward after which more of the same step follow"
-    LAST = "a backward whose gradients are sent: while it runs, or before the step"
+    NONE = "no backward that the strategy was told of"
+    LOCAL = "a backward that other backwards of the same step follow"
+    LAST = "the last backward of a step: its gradients are sent while it runs, or before the step"
 
 
 class SendTime(Enum):
-    """When the buckets of a step are sent."""
+    """When the buckets of a step are launched."""
 
-    BEFORE_STEP = "all of them in front of the step"
-    IN_BACKWARD = "each in backward, once it is full"
-    EARLY = "so, and what the plan calls early is stepped and gathered in backward, too"
+    BEFORE_STEP = "all buckets right before the step"
+    IN_BACKWARD = "each bucket in backward, once it is full"
+    EARLY = "each in backward, once it is full; early buckets are also stepped and gathered there"
 
 
 _MEANS_ARE_THERE = (StepState.REDUCED, StepState.CHANGED, StepState.EXPOSED)
 
 
 class StepProgress:
-    """Keeps to the table above, whoever tells what happens.
+    """Holds the state of one optimizer's step. Its owners call it when an event happens.
 
     Args:
-        uses_buckets: Says whether mean gradients are anywhere but in the user's `.grad`.
+        uses_buckets: Returns whether gradients pass through buckets.
 
     Attributes:
-        state: Where the step is; to be assigned to when the training ends.
-        is_due: Whether DDP would have averaged since the last step; to be assigned to.
+        state: Present state; assigned to only when the training ends.
+        is_due: Whether DDP would have averaged gradients since the last step; to be assigned to.
     """
 
     def __init__(self, uses_buckets: Callable[[], bool]) -> None:
-        # The latter is where a step that raises has to go back to.
+        # `_interrupted` is the state before the step, for a step that raises.
         self.state = self._interrupted = StepState.EMPTY
         self.is_due = False
         self._uses_buckets = uses_buckets
 
     @property
     def has_means(self) -> bool:
-        """Whether the shards hold the mean gradient, as it came or changed."""
+        """Whether the shards hold the mean gradient, changed or not."""
         return self.state in _MEANS_ARE_THERE
 
     def check_is_on(self) -> None:
         """Raises `RuntimeError` if the training is over."""
         if self.state is StepState.ENDED:
-            raise RuntimeError("This optimizer's training is over; start another fit.")
+            raise RuntimeError("This optimizer's training is over. Start another fit.")
 
     def enter(self, state: StepState) -> None:
-        """Goes on to `state`, as the table says. Raises as `check_is_on`."""
+        """Goes on to `state`; without buckets to EMPTY in place of states that they have.
+
+        Raises:
+            RuntimeError: If the training is over.
+        """
         self.check_is_on()
         if state in _MEANS_ARE_THERE and not self._uses_buckets():
             state = StepState.EMPTY
@@ -101,10 +106,10 @@ class StepProgress:
         self.state = state
 
     def begin_step(self) -> None:
-        """The step begins, which may raise."""
+        """Goes on to STEPPING, and keeps the present state for `end_broken_step`."""
         self._interrupted, self.state = self.state, StepState.STEPPING
 
     def end_broken_step(self) -> None:
-        """Goes back to before the step, if it raised in the call under way."""
+        """Goes back to the state before the step, if the step has raised half-way."""
         if self.state is StepState.STEPPING:
             self.state = self._interrupted

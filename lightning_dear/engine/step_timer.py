@@ -1,4 +1,4 @@
-"""Measures one step for the planner: when forward reads what, and when gradients are there."""
+"""Measures one step for planners: when forward reads each parameter, when gradients are ready."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from lightning_dear.telemetry.device_work import device_work_s
 _NOTHING = nullcontext()
 
 MarkPair = tuple[Any, Any]
-"""The marks of a beginning and of an end."""
+"""Marks of a clock at the beginning and at the end of something."""
 
 
 class StepTimer:
-    """Marks a step's forward and backward, if it is to; nothing may be waited for meanwhile.
+    """Measures forward, backward and step of one step on this rank, after `start` was called.
 
-    A parameter's first use is where training would wait for it: in front of the forward of a module
-    that owns it, or at the first read through its module, whichever comes first.
+    All parameters must be complete before its forward, so that the times include no waits.
+    A parameter's first use is the point at which training would wait for it: before the forward of
+    the module that owns it, or at the first read through that module, whichever comes first.
 
     Args:
         module: The trained module.
-        clock: The device's.
+        clock: Clock of the device.
 
     Attributes:
-        is_on: Whether a step is being measured.
-        times: What was measured last; None from `start` to the step's end.
+        is_on: Whether a step is being measured, or the next one will be.
+        times: Times of the last measured step. None from `start` until that step has ended.
     """
 
     def __init__(self, module: Module, clock: Clock) -> None:
@@ -46,25 +47,26 @@ class StepTimer:
         """Measures the step that begins with the next forward.
 
         Args:
-            parameters: The engine's list.
-            ungated: See `ForwardRecorder`; None: not known yet, and nothing is measured.
+            parameters: The trained parameters, in the order of their indices.
+            ungated: See `ForwardRecorder`. None means that no step was recorded yet; then nothing
+                is measured.
         """
         self.times: ModelTimes | None = None
         self.is_on = ungated is not None
         if has_compiled_region(self._module):
-            # There all parameters are waited for before forward.
+            # Its forward waits for all parameters before it begins.
             ungated, parameters = dict.fromkeys(range(len(parameters))), ()
         self._parameters, self._ungated = parameters, ungated or {}
         self._first_uses: dict[int, Any] = {}
         self._gradients: dict[int, Any] = {}
-        # Of "forward", "backward" and "step".
+        # Marks of "forward", "backward" and "step".
         self._spans: dict[str, MarkPair] = {}
         self._late_steps: list[MarkPair] = []
         self._left_out: list[MarkPair] = []
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a training forward whose parameters are complete. The first one counts."""
+        """A context around a training forward. Only the first one in a step is measured."""
         if not self.is_on or "forward" in self._spans:
             yield
             return
@@ -76,31 +78,31 @@ class StepTimer:
             self._spans["forward"] = start, self._clock.mark()
 
     def backward(self) -> AbstractContextManager[None]:
-        """Around a backward. The last one counts."""
+        """A context around a backward. The last one in a step counts."""
         if self.is_on:
             self._gradients.clear()
         return self._marked(partial(self._spans.__setitem__, "backward"))
 
     def step_begins(self) -> None:
-        """All gradients are reduced."""
+        """To be called when all gradients are reduced."""
         if self.is_on:
             self._spans["step"] = self._clock.mark(), None
 
     def step_ends(self) -> None:
-        """All buckets are stepped, and `times` is there. May block for a device."""
+        """To be called when all buckets are stepped. Sets `times`; may block for the device."""
         if self.is_on:
             self._spans["step"] = self._spans["step"][0], self._clock.mark()
             self.times = self._measured()
             self.is_on = self.times is None
 
     def late_step(self) -> AbstractContextManager[None]:
-        """Around the step of a bucket that is stepped where forward would read it."""
+        """A context around the step of a bucket that is stepped at its first read in forward."""
         return self._marked(self._late_steps.append)
 
     def leaving_out_codecs(self) -> AbstractContextManager[None]:
-        """Around what may encode: where it does, its time is in none of the times.
+        """A context around code that may encode. If it does, all its time is left out of `times`.
 
-        Neither is that of starting messages: both are among a codec's costs.
+        Planners count encoding, and launching what was encoded, among the costs of a compressor.
         """
         before_s = device_work_s()
 
@@ -120,7 +122,7 @@ class StepTimer:
         note((start, self._clock.mark()))
 
     def note_gradient(self, index: int) -> None:
-        """Parameter `index` has a new gradient, while `is_on`."""
+        """To be called when parameter `index` gets a gradient, while `is_on`."""
         self._gradients[index] = self._clock.mark()
 
     def _readers(self) -> dict[Module, set[int]]:
@@ -149,7 +151,7 @@ class StepTimer:
             hook.remove()
 
     def _measured(self) -> ModelTimes | None:
-        """None where forward or backward was not seen."""
+        """The times of the step. None if it had no measured forward or backward."""
         if len(self._spans) < 3:
             return None
         seconds = self._standing_clock()
@@ -170,7 +172,7 @@ class StepTimer:
         )
 
     def _standing_clock(self) -> Callable[[Any], float]:
-        """Mark -> seconds, on a scale that stood still while something was encoded."""
+        """Returns a function: mark -> seconds on a clock that stood still during encoding."""
         spans = [
             (self._clock.seconds(end), self._clock.seconds(end) - self._clock.seconds(begin))
             for begin, end in self._left_out

@@ -1,4 +1,4 @@
-"""What is trained: the managed parameters, checked once at setup, and described for the planner."""
+"""The parameters that an optimizer trains: found in the module, checked, compared between ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, zip_longest
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, strided
 from torch.nn import Module, Parameter
@@ -22,28 +22,44 @@ from lightning_dear.engine.gate import owners, plain_parameters
 from lightning_dear.engine.hooks import GradientHooks, OnGradient
 from lightning_dear.engine.module_tree import ModuleTree, ignored_names
 from lightning_dear.engine.read_order import ForwardRecorder
-from lightning_dear.engine.shared_options import check_options, options_of
+from lightning_dear.engine.shared_options import OptionValues, check_options, options_of
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.tensorwise import choose_options
 
 Described = Sequence[tuple[str, str]]
-"""(name, layout) of every trained parameter, as compared between ranks."""
+"""(name, layout) of every trained parameter, for the comparison between ranks."""
+
+
+class Report(NamedTuple):
+    """What a rank tells the others before it trains, for `check_layout`.
+
+    Attributes:
+        problem: Why this rank cannot train. None means that it can.
+        described: The trained parameters of all optimizers.
+        settings: For each optimizer the options of its parameter groups.
+        how: How the rank exchanges, in words.
+    """
+
+    problem: str | None
+    described: Described
+    settings: Sequence[OptionValues]
+    how: str
 
 
 class TrainedParameters:
-    """What an optimizer trains at present, and whether that is still all.
+    """The parameters that an optimizer trains under one plan, and checks that they still are.
 
     Args:
-        module: Whose parameters count.
-        optimizer: Its groups are looked at, not mutated.
-        tree: The module's, which is looked at in front of each forward.
-        streams: Those of the parameters' device.
+        module: Module of the parameters.
+        optimizer: The optimizer, whose parameter groups are not mutated.
+        tree: Tree of the module; `look` is called before each forward.
+        streams: Streams of the parameters' device.
 
     Attributes:
         names: Qualified names, in registration order.
-        parameters: In the same order; a shared one stands once.
-        recorder: Records the first step with them; to be replaced for another one.
-        hooks: Those that `watch` has put there.
+        parameters: The parameters, in the same order. A shared parameter stands there once.
+        recorder: Records the first step with these parameters; may be replaced by a new recorder.
+        hooks: Gradient hooks that `watch` has registered.
     """
 
     def __init__(
@@ -54,7 +70,7 @@ class TrainedParameters:
         self.parameters = [parameter for _, parameter in named]
         self._optimizer = optimizer
         held = [group["params"] for group in optimizer.param_groups]
-        # What stands in each group, in one list, and how much of it.
+        # Parameters of all groups in one list, and the number of parameters in each group.
         self._held, self._lengths = [*chain(*held)], [*map(len, held)]
         known = {id(parameter) for parameter in self.parameters}
         self._untrained = [one for one in self._held if id(one) not in known]
@@ -66,23 +82,24 @@ class TrainedParameters:
         self.hooks = GradientHooks((), lambda *_: None)
 
     def new_recorder(self) -> ForwardRecorder:
-        """One that has recorded nothing yet."""
+        """Returns a recorder that has recorded nothing yet."""
         return ForwardRecorder(self._module, self.parameters, self._streams)
 
     def watch(self, on_gradient: OnGradient) -> None:
-        """Calls `on_gradient` whenever a gradient has been accumulated, until `hooks.remove()`.
+        """Calls `on_gradient` whenever a gradient was accumulated, until `hooks.remove()`.
 
-        To be called again when a parameter may have been on another device or of another dtype:
-        autograd forgets the hooks then.
+        To be called again when parameters may have moved to another device or dtype, and back:
+        autograd drops the hooks then.
         """
         self.hooks.remove()
         self.hooks = GradientHooks(self.parameters, on_gradient)
 
     def have_changed(self, *, counts_thawed: bool = True) -> bool:
-        """Whether the optimizer holds other parameters than when this object was made.
+        """Whether the optimizer has other parameters than when this object was made.
 
         Args:
-            counts_thawed: Whether also if one that it held has begun to require gradients.
+            counts_thawed: Whether a parameter counts that was frozen then, and now requires
+                gradients.
         """
         groups = self._optimizer.param_groups
         held = [group["params"] for group in groups]
@@ -91,48 +108,52 @@ class TrainedParameters:
         return counts_thawed and any(one.requires_grad and one.numel() for one in self._untrained)
 
     def check_unchanged(self, *, counts_thawed: bool = True) -> None:
-        """Refuses a step if the optimizer holds other parameters than in its forward.
+        """Refuses a step if the optimizer has other parameters than in the step's forward.
+
+        Args:
+            counts_thawed: Same as in `have_changed`.
 
         Raises:
-            RuntimeError: See `have_changed`.
+            RuntimeError: If `have_changed` returns True.
         """
         if self.have_changed(counts_thawed=counts_thawed):
             raise RuntimeError(
-                "Parameters began to require gradients, or the optimizer's parameter groups hold"
-                " others, since the forward of this step; change that before the forward."
+                "Parameters began to require gradients, or the optimizer got other parameters,"
+                " since the forward of this step. Make such changes before the forward."
             )
 
     @property
     def may_have_moved(self) -> bool:
-        """Whether anything was exchanged in the module's tree since the last `note_homes`."""
+        """Whether the module's tree has changed since the last `note_homes`."""
         return self._version != self._tree.version
 
     def have_moved(self) -> bool:
-        """Whether other modules hold the parameters than at the last `note_homes`. Local.
+        """Whether other modules own the parameters than at the last `note_homes`. Local.
 
-        Users exchange modules for others with the same parameters, such as fused or scripted ones.
+        The user may exchange a module for another one with the same parameters, such as a fused or
+        a scripted one.
         """
         return owners(self._module, self.parameters) != self._homes
 
     def note_homes(self) -> None:
-        """Notes which modules hold the parameters now."""
+        """Notes which modules own the parameters now."""
         self._homes, self._version = owners(self._module, self.parameters), self._tree.version
 
     def restore_replaced(self) -> None:
-        """Puts the optimizer's parameters back where others stand, with the others' values.
+        """Puts the optimizer's parameters back into the module, with values of their replacements.
 
-        `load_state_dict(assign=True)` leaves new parameters in the module, which no optimizer
-        knows. Those that were exchanged in the optimizer, too, are left alone.
+        `load_state_dict(assign=True)` puts new parameters into the module, which no optimizer
+        knows. Parameters that were exchanged in the optimizer, too, are left alone.
 
         Raises:
             ValueError: If the new parameter has another shape.
         """
         homes = self._homes.items()
-        for part, name, number in ((part, *one) for part, own in homes for one in own.items()):
-            parameter, other = self.parameters[number], plain_parameters(part).get(name)
+        for part, name, index in ((part, *item) for part, own in homes for item in own.items()):
+            parameter, other = self.parameters[index], plain_parameters(part).get(name)
             if other is parameter or other is None:
                 continue
-            # `functional_call` lends a module tensors of any kind, which are gone when it returns.
+            # `functional_call` puts tensors of any kind into a module, until it returns.
             kinds = {(isinstance(one, Parameter), one.requires_grad) for one in (parameter, other)}
             if len(kinds) > 1 or any(other is known for known in self.parameters):
                 continue
@@ -142,8 +163,8 @@ class TrainedParameters:
                 continue
             if other.shape != parameter.shape:
                 raise ValueError(
-                    f"A '{name}' was replaced by a parameter of shape {tuple(other.shape)}; the"
-                    f" optimizer trains one of shape {tuple(parameter.shape)}. Put the new one into"
+                    f"A '{name}' of shape {tuple(parameter.shape)}, which the optimizer trains, was"
+                    f" replaced by a parameter of shape {tuple(other.shape)}. Put the new one into"
                     " the optimizer's parameter group, in place of the old one."
                 )
             parameter.data = other.data.to(parameter.dtype)
@@ -151,9 +172,9 @@ class TrainedParameters:
 
 
 def managed_parameters(module: Module, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
-    """(name, parameter) of what the optimizer trains at present, in registration order.
+    """(name, parameter) of each parameter that the optimizer trains now, in registration order.
 
-    A shared parameter stands once, under its first name.
+    A shared parameter stands there once, under its first name.
     """
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [
@@ -164,31 +185,31 @@ def managed_parameters(module: Module, optimizer: Optimizer) -> list[tuple[str, 
 
 
 def why_untrainable(module: Module, optimizer: Optimizer, world_size: int) -> str | None:
-    """Why what the optimizer holds cannot be trained as torch would; None if it can. Local."""
+    """Why the optimizer's parameters cannot be trained as by torch. None means they can. Local."""
     kind, managed = type(optimizer).__name__, dict(managed_parameters(module, optimizer))
     held = Counter(id(one) for group in optimizer.param_groups for one in group["params"])
     if twice := [name for name, parameter in managed.items() if held[id(parameter)] > 1]:
         return (
-            f"'{twice[0]}' stands twice in the parameter groups of {kind}, and torch would step it"
-            " twice. Name each parameter once: list(dict.fromkeys(parameters)) leaves out repeats."
+            f"'{twice[0]}' stands twice in the parameter groups of {kind}. Name each parameter"
+            " once, such as by list(dict.fromkeys(parameters)). torch would step it twice."
         )
     if world_size > 1 and (ignored := ignored_names(module).intersection(managed)):
         return (
-            f"'{min(ignored)}' stands in _ddp_params_and_buffers_to_ignore, and {kind} trains it,"
-            " but strategy='dear' keeps what it trains equal on all ranks. Take the name out of"
-            " that set, freeze the parameter (requires_grad_(False)), or use strategy='ddp'."
+            f"'{min(ignored)}' stands in _ddp_params_and_buffers_to_ignore, and {kind} trains it."
+            " Take the name out of that set, freeze the parameter (requires_grad_(False)), or use"
+            " strategy='ddp'. strategy='dear' keeps trained parameters equal on all ranks."
         )
     names_at: dict[Any, str] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        # Of other classes it is not known whether they have memory of their own.
+        # The `data_ptr` of other classes of tensors may not be the address of their elements.
         if type(tensor) in (Parameter, Tensor) and tensor.layout is strided and tensor.numel():
             other = names_at.setdefault((tensor.device, tensor.data_ptr() or name), name)
             if other != name and not managed.keys().isdisjoint((name, other)):
                 return (
-                    f"'{other}' and '{name}' are two tensors in the same memory, of which"
-                    " strategy='dear' would move one. To tie weights assign the Parameter itself"
-                    " (b.weight = a.weight), also after load_state_dict(assign=True). Otherwise"
-                    " clone one of them."
+                    f"'{other}' and '{name}' are two tensors in the same memory. To tie weights,"
+                    " assign the Parameter itself (b.weight = a.weight), also after"
+                    " load_state_dict(assign=True). Otherwise clone one of them. strategy='dear'"
+                    " would move only one of the two."
                 )
     return None
 
@@ -201,68 +222,93 @@ def check_layout(
     options: ExchangeOptions,
     or_else: ExchangeOptions | None = None,
 ) -> tuple[ExchangeOptions, str | None]:
-    """Refuses what cannot be trained, on every rank alike. Collective, blocks.
+    """Checks models, optimizers and options, and compares them between ranks. Collective, blocks.
+
+    Every rank raises if a rank finds a problem.
 
     Args:
-        module: Whose parameters are trained.
-        optimizers: All that train it.
-        unknown: Those that were not looked at before, or hold other parameters since.
-        collectives: Over all ranks.
-        options: What travels, and how.
-        or_else: What may travel instead, where `unknown` cannot be stepped with `options`.
+        module: Module whose parameters are trained.
+        optimizers: All optimizers of the module.
+        unknown: Optimizers that were not checked before, or have other parameters since.
+        collectives: Collectives over all ranks.
+        options: Which values travel in both halves, and their compressor.
+        or_else: Options to fall back to if `unknown` cannot be stepped with `options`. None means
+            no fallback.
 
     Returns:
-        One of both, the same on all ranks, and what people are to be told.
+        `options` or `or_else`, the same on all ranks, and a sentence for the user. None in the
+        place of the sentence means that there is nothing to say.
 
     Raises:
         ValueError: Saying what is wrong and what to change.
     """
     options, problem, remark = choose_options(unknown, options, or_else)
-    problems = [
-        problem,
-        *(_local_problem(module, one, options) for one in unknown),
-        *(why_untrainable(module, one, collectives.world.size) for one in unknown),
-    ]
-    # What is frozen now may be trained later.
-    named = module.named_parameters()
-    unused = unused_group(options.groups, [(name, one.ndim) for name, one in named])
-    problem = next((one for one in problems if one), _shared_problem(optimizers) or unused)
+    problem = problem or _first_problem(module, optimizers, unknown, collectives, options)
     described = [
         (name, f"{what}, {type(optimizer).__name__} {number}")
         for number, optimizer in enumerate(optimizers)
         for name, what in _describe(module, optimizer)
     ]
     settings = [options_of(optimizer) for optimizer in optimizers]
-    own = problem, described, settings, _how(options, collectives)
+    own = Report(problem, described, settings, _how(options, collectives))
     reports = collectives.all_gather_object(own)
     if problem is not None:
         raise ValueError(problem)
-    for rank, (other_problem, *_) in enumerate(reports):
-        if other_problem is not None:
-            raise ValueError(f"{other_problem} (found on rank {rank})")
-    for rank, (_, other, _, other_how) in enumerate(reports):
-        if other != reports[0][1]:
-            raise ValueError(_difference(rank, reports[0][1], other))
-        if other_how != reports[0][3]:
-            raise ValueError(
-                f"Ranks exchange in other ways: {reports[0][3]} on rank 0 and {other_how} on rank"
-                f" {rank}. Give all the same compressor and gather, and devices of one model if it"
-                " draws on them, as others draw others ('randomk' uses the CPU)."
-            )
+    _compare(reports)
     for number, optimizer in enumerate(optimizers):
-        what = f"set up other optimizers: {type(optimizer).__name__} {number}"
-        check_options(what, [settings[number] for _, _, settings, _ in reports])
+        what = f"set up different optimizers: {type(optimizer).__name__} {number}"
+        check_options(what, [report.settings[number] for report in reports])
     return options, remark
 
 
+def _first_problem(
+    module: Module,
+    optimizers: Sequence[Optimizer],
+    unknown: Sequence[Optimizer],
+    collectives: Collectives,
+    options: ExchangeOptions,
+) -> str | None:
+    """Why this rank cannot train like this. None means that it can. See `check_layout`. Local."""
+    # All parameters, since those that are frozen now may be trained later.
+    named = [(name, one.ndim) for name, one in module.named_parameters()]
+    problems = (
+        *(_local_problem(module, one, options) for one in unknown),
+        *(why_untrainable(module, one, collectives.world.size) for one in unknown),
+        _shared_problem(optimizers),
+        unused_group(options.groups, named),
+    )
+    return next((problem for problem in problems if problem), None)
+
+
+def _compare(reports: Sequence[Report]) -> None:
+    """Refuses problems of any rank, and models and exchanges that differ between ranks."""
+    for rank, report in enumerate(reports):
+        if report.problem is not None:
+            raise ValueError(f"{report.problem} (found on rank {rank})")
+    first = reports[0]
+    for rank, report in enumerate(reports):
+        if report.described != first.described:
+            raise ValueError(_difference(rank, first.described, report.described))
+        if report.how != first.how:
+            raise ValueError(
+                f"Ranks exchange in different ways: {first.how} on rank 0 and {report.how} on"
+                f" rank {rank}. Give all the same compressor and gather. If it draws on devices,"
+                " they must be of one model, or use compressor='randomk', which draws on the CPU."
+            )
+
+
 def _how(options: ExchangeOptions, collectives: Collectives) -> str:
-    """What all ranks must have alike to exchange; where they draw alike, that is their device."""
+    """Options that must be equal on all ranks, in words; with the model of device if it matters.
+
+    It matters if all ranks must draw the same random numbers: they depend on the device's model.
+    """
     codecs = [options.compressor, *(compressor for _, compressor in options.groups)]
     draws = any(getattr(one, "randomness", None) == "shared" for one in codecs)
     return f"{options!r}, which draws on {collectives.streams.model}" if draws else repr(options)
 
 
 def _describe(module: Module, optimizer: Optimizer) -> Described:
+    """Name and layout of each trained parameter."""
     group_of = {
         id(parameter): number
         for number, group in enumerate(optimizer.param_groups)
@@ -279,6 +325,7 @@ def _describe(module: Module, optimizer: Optimizer) -> Described:
 
 
 def _shared_problem(optimizers: Sequence[Optimizer]) -> str | None:
+    """Why several optimizers cannot train together. None means that they can."""
     seen: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
         for parameter in {p for group in optimizer.param_groups for p in group["params"]}:
@@ -286,12 +333,13 @@ def _shared_problem(optimizers: Sequence[Optimizer]) -> str | None:
             if other != number:
                 return (
                     f"A parameter of shape {tuple(parameter.shape)} stands in optimizer {other} and"
-                    f" in optimizer {number}; under strategy='dear' each parameter belongs to one."
+                    f" in optimizer {number}. Give each parameter to one optimizer only."
                 )
     return None
 
 
 def _local_problem(module: Module, optimizer: Optimizer, options: ExchangeOptions) -> str | None:
+    """Why the engine cannot train the optimizer's parameters. None means that it can. Local."""
     own = {id(parameter) for parameter in module.parameters()}
     try:
         check_momentum(optimizer, options)
@@ -303,32 +351,32 @@ def _local_problem(module: Module, optimizer: Optimizer, options: ExchangeOption
             return (
                 f"{type(optimizer).__name__}'s parameter group {number} holds {len(foreign)}"
                 f" parameter(s) that are not the module's (first shape:"
-                f" {tuple(foreign[0].shape)}); build the optimizer from self.parameters()."
+                f" {tuple(foreign[0].shape)}). Build the optimizer from self.parameters()."
             )
     managed = managed_parameters(module, optimizer)
     if not managed:
-        return "The optimizer holds no parameter of the module that requires a gradient."
+        return "The optimizer holds no parameter of the module that requires a gradient. Add one."
     devices = {str(parameter.device) for _, parameter in managed}
     if len(devices) > 1:
-        return f"Trained parameters lie on several devices ({', '.join(sorted(devices))}); use one."
+        return f"Trained parameters lie on several devices ({', '.join(sorted(devices))}). Use one."
     others = [(name, one.dtype) for name, one in managed if not one.is_floating_point()]
     if others and options.compressor is not None:
         name, dtype = others[0]
         return (
-            f"compressor={options.compressor.name!r} encodes real numbers, and '{name}' is of"
-            f" {dtype}. Keep its real and imaginary part as two parameters, or use"
+            f"'{name}' has dtype {dtype}, and compressor={options.compressor.name!r} encodes only"
+            " real numbers. Keep the real and imaginary part as two parameters, or use"
             " compressor='none'."
         )
     return None
 
 
 def check_momentum(optimizer: Optimizer, options: ExchangeOptions) -> None:
-    """Refuses momentum, and decay that belongs into it, beside a compressor that keeps it.
+    """Refuses an optimizer's momentum or weight decay if the compressor keeps momentum itself.
 
-    Cheap: a schedule may bring it any step.
+    It is called in every step, since a schedule may set momentum at any time.
 
     Raises:
-        ValueError: Naming the parameter group and what to use.
+        ValueError: Naming the parameter group, and what to use instead.
     """
     compressor = options.compressor
     if compressor is None or not compressor.brings_momentum:
@@ -338,22 +386,23 @@ def check_momentum(optimizer: Optimizer, options: ExchangeOptions) -> None:
         if group.get("momentum") or group.get("beta1") or any(group.get("betas", ())[:1]):
             raise ValueError(
                 f"compressor={compressor.name!r} keeps momentum itself, and {what} has momentum,"
-                " too. Use an optimizer without momentum, such as SGD(momentum=0), and schedules"
-                " that leave it so (OneCycleLR(cycle_momentum=False)), or another compressor:"
-                " gradients would be averaged twice."
+                " too. Use an optimizer without momentum, such as SGD(momentum=0), with schedules"
+                " that leave it so (OneCycleLR(cycle_momentum=False)), or another compressor."
+                " Otherwise gradients would be averaged twice."
             )
         is_decoupled = isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay")
         if group.get("weight_decay") and not (compressor.takes_weight_decay or is_decoupled):
             raise ValueError(
                 f"compressor={compressor.name!r} keeps momentum itself, and {what} has"
-                f" weight_decay={group['weight_decay']:g}. Set weight_decay=0 and add that decay to"
-                " the loss, whose gradient is momentum's too: weight_decay / 2 *"
-                " sum(p.square().sum() for p in parameters). Outside of momentum it would do less,"
-                " by 1 - momentum, than beside an SGD with momentum."
+                f" weight_decay={group['weight_decay']:g}. Set weight_decay=0 and add this to the"
+                " loss, so that decay passes through momentum: weight_decay / 2 *"
+                " sum(p.square().sum() for p in parameters). Outside of momentum, decay would be"
+                " 1 - momentum times as strong as in an SGD with momentum."
             )
 
 
 def _difference(rank: int, first: Described, other: Described) -> str:
+    """Message about the first parameter that differs between rank 0 and `rank`."""
     pairs = zip_longest(first, other, fillvalue=("", f"only {min(len(first), len(other))}"))
     left, right = next((left, right) for left, right in pairs if left != right)
     return (
@@ -363,15 +412,15 @@ def _difference(rank: int, first: Described, other: Described) -> str:
 
 
 def warn_of_others(module: Module, optimizers: Sequence[Optimizer]) -> None:
-    """Warns of parameters that no optimizer holds, although they may have gradients. Local."""
+    """Warns of parameters that require gradients, but are in no optimizer. Local."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     held = {id(parameter) for group in groups for parameter in group["params"]}
     ignored = ignored_names(module)
     named = ((name, one) for name, one in module.named_parameters() if name not in ignored)
     if others := [name for name, one in named if one.requires_grad and id(one) not in held]:
         warnings.warn(
-            f"No optimizer of the training holds '{others[0]}' ({len(others)} such parameters), and"
-            " strategy='dear' does not average their gradients over ranks. Put them into an"
-            " optimizer that the training knows, or freeze them: requires_grad_(False).",
+            f"No optimizer of the training holds '{others[0]}' ({len(others)} such parameters). Put"
+            " them into an optimizer that the training knows, or freeze them with"
+            " requires_grad_(False). Their gradients are not averaged over ranks.",
             stacklevel=2,
         )

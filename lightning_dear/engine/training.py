@@ -1,4 +1,4 @@
-"""What all optimizers of one training share."""
+"""What all optimizers of one module share: `Training`, and the broadcast of module buffers."""
 
 from __future__ import annotations
 
@@ -20,31 +20,34 @@ from lightning_dear.planning import FusionPlanner
 from lightning_dear.telemetry.statistics import Instruments
 
 REFUSALS = "_lightning_dear_refusals"
-"""Attribute of an optimizer that was one of ours: its own hooks, which say that it has ended."""
+"""Attribute of an optimizer whose training has ended: its step hooks, which raise and say so."""
 
 
 @dataclass(eq=False)
 class Training:
-    """One module and what trains it. `Pipeline` owns it, and each of its parts asks it.
+    """Shared context of one module's training: what does not belong to one optimizer.
+
+    `Pipeline` makes and fills it. `OptimizerPipeline` and the objects below it read it. It knows
+    the module, the options and the collectives, but no plan and no bucket.
 
     Attributes:
-        module: Mutated with each plan: parameters become views of its flat buffers.
-        collectives: What moves the bytes.
-        fusion: Makes each optimizer's plan from its recorded first step.
-        options: What travels, and how.
-        instruments: Told of every wait.
-        tree: The module's tree, looked at in front of each forward.
-        broadcast: Sends the module's buffers. None means that each rank keeps its own.
-        early_refusal: Why no bucket is gathered before backward has ended, whatever the plan says.
-            None means that buckets may be.
-        all_reduce_refusal: Why no bucket is all-reduced, whatever the plan says. None means that
-            buckets may be.
+        module: The module. Each plan mutates it: its parameters become views of flat buffers.
+        collectives: Launches all messages.
+        fusion: Planner that makes each optimizer's plan from its recorded first step.
+        options: Which values travel in both halves, and their compressor.
+        instruments: Measures every wait.
+        tree: The tree of modules, compared with an earlier look before each forward.
+        broadcast: Sends the module's buffers from rank 0. None means that each rank keeps its own.
+        early_refusal: Why no bucket may be stepped and gathered in backward, for the user. None
+            means that the plan's early buckets are.
+        all_reduce_refusal: Why no bucket may be all-reduced, for the user. None means that the
+            plan's all-reduced buckets are.
         has_compiled_region: Whether a part of the module is compiled, so that its reads of
-            parameters are not seen.
-        is_in_forward: Whether a training forward is under way.
+            parameters cannot be seen.
+        is_in_forward: Whether a training forward runs at present.
         optimizers: The optimizers of the training.
-        parameters: All parameters that are trained, or may be.
-        signal: What ranks tell each other of a wish to stop.
+        parameters: All parameters of the module that are trained, or may be later.
+        signal: Message of ranks that want to stop, sent with each round.
     """
 
     module: Module
@@ -64,67 +67,69 @@ class Training:
 
     @property
     def world(self) -> World:
-        """The ranks that train, and this one's place among them."""
+        """The ranks that train, and this rank's place among them."""
         return self.collectives.world
 
     @property
     def uses_buckets(self) -> bool:
-        """Whether gradients pass through buckets: they travel, or are encoded and decoded."""
+        """Whether gradients pass through buckets: there are other ranks, or a compressor."""
         return self.world.size > 1 or self.options.compressor is not None
 
     def launch_buffers(self) -> None:
-        """Launches the module's buffers, once a forward, behind the last reduce-scatters.
+        """Launches the broadcast of module buffers, once for each forward. Does not block.
 
-        Not before those: some ranks launch their last ones in backward, others lack a gradient and
-        launch theirs only now. The buffers travel in the other group, and NCCL wants one order over
-        both on all ranks.
+        To be called after the last reduce-scatter was launched. Some ranks launch it in backward;
+        ranks that lack a gradient launch it only before the step. The broadcast is in the other
+        process group, and NCCL needs one order of launches over both groups on all ranks.
         """
         if self.broadcast is not None and self.broadcast.are_due:
             self.broadcast.launch()
 
     def finish_buffers(self) -> None:
-        """Blocks until the buffers that were launched are here."""
+        """Blocks until module buffers that were launched have arrived."""
         if self.broadcast is not None and self.broadcast.launched:
             with self.instruments.waiting("all_gather", "module buffers"):
                 self.broadcast.wait()
 
     def refuse_stranger(self, optimizer: Optimizer) -> None:
-        """In front of every step of any optimizer: refuses one that steps the module's parameters.
+        """Refuses an optimizer that is not of this training and has parameters of its module.
+
+        Called before every step of any optimizer in the process.
 
         Raises:
-            RuntimeError: If it does, and is no optimizer of the training.
+            RuntimeError: If `optimizer` is such an optimizer.
         """
-        # An optimizer that has the state of one of ours stands for that, see `DeferredStep`.
+        # A twin that makes a part of a step shares its optimizer's state, see `DeferredStep`.
         is_ours = any(optimizer.state is one.state for one in self.optimizers)
         is_known = is_ours or REFUSALS in vars(optimizer)
-        # Without buckets gradients are where anybody finds them.
+        # Without buckets `.grad` holds the gradient that any optimizer expects.
         if is_known or not self.uses_buckets:
             return
         groups = optimizer.param_groups
         if any(one in self.parameters for group in groups for one in group["params"]):
             raise RuntimeError(
                 f"A {type(optimizer).__name__} that the training does not know steps parameters of"
-                f" the {type(self.module).__name__}, whose .grad is not the mean over ranks. What"
-                " is to be trained is returned from configure_optimizers; under Fabric"
-                " fabric.setup takes it."
+                f" the {type(self.module).__name__}. Return this optimizer from"
+                " configure_optimizers, or pass it to fabric.setup. Without that the .grad which it"
+                " uses is not the mean over ranks."
             )
 
 
 class BufferBroadcast:
     """Broadcasts the buffers of a module from rank 0, one flat message per dtype.
 
-    DistributedDataParallel does so in front of each forward and waits. Here the broadcast is
-    launched before the step, behind the last gradients, and waited for when the step ends.
+    DistributedDataParallel broadcasts before each forward, and waits. Here the broadcast is
+    launched before the step, after the last gradients, and waited for when the step ends.
 
     Args:
-        tree: Of the module. On ranks other than 0 its buffers are overwritten, but for those that
-            `ignored_names` tells.
-        collectives: What moves them.
+        tree: Tree of the module. On ranks other than 0 the module's buffers are overwritten, except
+            those that `ignored_names` returns.
+        collectives: Launches the broadcasts.
 
     Attributes:
-        are_due: Whether a forward may have changed the buffers since, on each rank in its own way;
-            to be assigned to.
-        launched: What is being sent: works, flat messages, and the buffers in each.
+        are_due: Whether a forward has run since the last broadcast, which may have changed buffers
+            on each rank in its own way; to be assigned to.
+        launched: For each message: its work, the flat message, and the buffers that it holds.
     """
 
     def __init__(self, tree: ModuleTree, collectives: Collectives) -> None:
@@ -134,7 +139,7 @@ class BufferBroadcast:
 
     @torch.no_grad()
     def launch(self) -> None:
-        """Starts the broadcast of the buffers' present values. Does not block."""
+        """Launches the broadcast of the buffers' present values. Does not block."""
         is_alone = self._collectives.world.size == 1
         for number, buffers in enumerate(() if is_alone else self._tree.buffers()):
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
@@ -144,7 +149,7 @@ class BufferBroadcast:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Blocks until the broadcast is here, then writes rank 0's values into the buffers."""
+        """Blocks until the broadcast has arrived, then writes rank 0's values into the buffers."""
         for work, flat, buffers in self.launched:
             work.wait()
             if self._collectives.world.rank != 0:

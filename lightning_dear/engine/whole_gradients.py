@@ -1,4 +1,4 @@
-"""Whole mean gradients in `.grad`, where DistributedDataParallel leaves them."""
+"""Whole mean gradients in `.grad`, as DistributedDataParallel leaves them there."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from lightning_dear.exchange import Exchange
 
 
 class WholeGradients:
-    """Gathers reduced means into `.grad`, and takes them back with what was done to them.
+    """Gathers the means of all shards into `.grad`, and takes them back with the user's changes.
+
+    `MeanGradient` calls it, between a finished round and the step.
 
     Args:
-        flat: Where means and parameters lie.
-        bucket_round: Has reduced them.
-        exchange: What gathers them.
-        waiting: Entered around the wait for them.
+        flat: The buckets, and where each parameter lies in them.
+        bucket_round: The round that has reduced the means; its `used` and `has_means` are mutated.
+        exchange: Launches the all-gathers.
+        waiting: Reason -> context that is entered around the wait for the all-gathers.
     """
 
     def __init__(
@@ -33,9 +35,9 @@ class WholeGradients:
         self._exchange, self._waiting = exchange, waiting
 
     def expose(self) -> None:
-        """Puts the mean gradient into every used parameter's `.grad`. All ranks call; blocks.
+        """Puts the whole mean into every used parameter's `.grad`. Collective, blocks.
 
-        Afterwards `.grad` counts: the next `conceal`, or the next round, takes what it holds.
+        Afterwards `.grad` counts: the next `conceal`, or the next round, reads it.
         """
         buckets = self._flat.buckets
         for bucket in buckets:
@@ -48,7 +50,7 @@ class WholeGradients:
         self.show()
 
     def show(self) -> None:
-        """Puts views of the bucket's gradients, as they are, into `.grad`. Local."""
+        """Puts views of the buckets' gradients, unchanged, into `.grad`. Local."""
         self._round.has_means = False
         for used, placement in zip(self._round.used, self._flat.placements, strict=True):
             if placement.gradient is not None:
@@ -56,17 +58,17 @@ class WholeGradients:
 
     @torch.no_grad()
     def conceal(self) -> None:
-        """Takes exposed gradients back, with whatever was done to them. All ranks call; blocks.
+        """Takes exposed gradients back from `.grad`, with the user's changes. Collective, blocks.
 
-        From then on a parameter counts as used if any rank has a `.grad` of it now.
+        From then on a parameter counts as used if any rank has a `.grad` for it now.
         """
         self._round.has_means = True
         collectives, placements = self._exchange.collectives, self._flat.placements
-        # Agreed on, since a hook may have cleared some on some ranks only.
+        # Ranks exchange flags, since a hook may have cleared a `.grad` on some ranks only.
         own = torch.tensor([one.parameter.grad is not None for one in placements])
         flags = own.to(collectives.flags_device, torch.uint8)
         collectives.launch_max(flags).wait()
-        # A rank that has all of them, or is alone, need not wait for a device to know.
+        # If all flags of this rank are set they are the maxima, and the host waits for no device.
         knows = bool(own.all()) or collectives.world.size == 1
         used = (own if knows else flags).tolist()
         for index, placement in enumerate(placements):

@@ -20,12 +20,13 @@ from lightning_dear.exchange.sparse.exchange import (
 def new_exchange(
     options: ExchangeOptions, codecs: Sequence[Codec | None], traffic: Traffic
 ) -> Exchange:
-    """Returns the exchange that `options` ask for.
+    """Returns the exchange for `options`. Local.
 
     Args:
-        options: What travels, and how.
-        codecs: What the tensors of each bucket are configured to be encoded by, row by row.
-        traffic: What is moved.
+        options: Says what each half carries, and how it is compressed.
+        codecs: For each bucket the codec of its tensors. None means the codec of `options`. Read
+            only if `options.compressor` is a codec.
+        traffic: The buckets, and the collectives that move them.
     """
     compressor = options.compressor
     if compressor is None:

@@ -1,6 +1,7 @@
-"""Moving buckets as they are, and what all exchanges that encode them have in common.
+"""Exchanges: the one that sends buckets uncompressed, and the base of those that compress them.
 
-What must be known before a step may count, and what this rank keeps of a bucket between steps.
+The base class `CompressedExchange` looks for inf and nan before gradients are encoded, and keeps
+residuals only of steps that are made.
 """
 
 from __future__ import annotations
@@ -25,25 +26,27 @@ from lightning_dear.telemetry.device_work import as_device_work
 from lightning_dear.torch_modes import saves_calls
 
 LossScale = Callable[[], "Tensor | None"]
-"""What gradients are multiplied by at present, as a tensor of one element; None: by nothing."""
+"""Returns the loss scale, which gradients are multiplied by at present, as a tensor of one element.
+None means that there is no loss scale."""
 
 
 class GradientsNotFinite(RuntimeError):
-    """A rank's gradients have nan or inf in them; all ranks raise it before weights change."""
+    """Some rank's gradients have nan or inf. All ranks raise it, before any weight changes."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What an exchange moves, and by what.
+    """The buckets that an exchange moves, and the means to move them.
 
     Attributes:
-        collectives: What moves the bytes.
-        first_tag: The number that bucket 0 has among all that travel at once, those of several
-            optimizers included.
-        flat: All of the plan's buckets.
-        is_of_gradients: Whether mean gradients are gathered instead of parameters (the paper).
-        uncompressed: Numbers of the buckets that travel as they are all the same.
-        loss_scale: Asked at each encoding.
+        collectives: Launches the messages.
+        first_tag: Message tag of bucket 0; bucket n uses `first_tag + n`. The buckets of other
+            optimizers have other tags.
+        flat: All buckets of the plan.
+        is_of_gradients: True if the gather half gathers mean gradients, False if it gathers
+            parameters (the paper).
+        uncompressed: Numbers of the buckets that are not compressed although there is a compressor.
+        loss_scale: Called at each encoding.
     """
 
     collectives: Collectives
@@ -55,20 +58,20 @@ class Traffic:
 
 
 class Exchange:
-    """Moves buckets: gradients to their owners, and back what these make of them.
+    """Reduces gradients to the owners of shards, and gathers parameters or means from these.
 
-    As they are, but where a subclass encodes them. A bucket that is all-reduced gives every rank
-    the whole mean gradient at once, by the backend's own all-reduce, as DistributedDataParallel
-    does it; nothing of it travels back.
+    This class sends buckets uncompressed; subclasses compress them. A bucket that is all-reduced
+    gets the whole mean gradient on every rank at once, by the backend's own all-reduce, as in
+    DistributedDataParallel. For such a bucket nothing is gathered.
 
     Args:
-        traffic: What is moved.
+        traffic: The buckets, and the collectives that move them.
 
     Attributes:
-        collectives: See `Traffic`.
-        first_tag: See `Traffic`.
-        coded: What encoding keeps of each bucket, in the order of the buckets; of none if nothing
-            is encoded.
+        collectives: Same as in `Traffic`.
+        first_tag: Same as in `Traffic`.
+        coded: Each bucket's compressor and residuals, in the order of bucket numbers. Empty if
+            nothing is compressed.
     """
 
     def __init__(self, traffic: Traffic) -> None:
@@ -77,44 +80,52 @@ class Exchange:
         self.coded: Sequence[CompressedBucket] = ()
 
     def tag_of(self, bucket: Bucket) -> int:
-        """The bucket's among all that travel at once."""
+        """Returns the tag of the bucket's messages, which no other bucket of any optimizer has."""
         return self.first_tag + bucket.number
 
     # --- the two halves ---------------------------------------------------------------------------
 
     def reduce_calls(self, bucket: Bucket) -> Sequence[str]:
-        """Names of what is launched to reduce the bucket: in `launch_reduce`, then in its wait."""
+        """Returns the names of the collectives that reduce the bucket, in order.
+
+        `launch_reduce` launches the first one. The wait of its work launches all others.
+        """
         return ["all_reduce" if bucket.role.is_all_reduced else "reduce_scatter"]
 
     def calls_behind_sums(self) -> Sequence[str]:
-        """Names of what the last `note_used` has launched, of all buckets together."""
+        """Returns the names of the collectives that the last `note_used` has launched.
+
+        Each of them is for all buckets together.
+        """
         return []
 
     def expect_reduce(self, bucket: Bucket) -> None:
-        """Lets others' gradients arrive from now on; `launch_reduce` must follow."""
-        # An all-reduce has receives of its own.
+        """Posts the receives of the bucket's gradients. `launch_reduce` must follow."""
+        # An all-reduce posts its own receives.
         if not bucket.role.is_all_reduced:
             self.collectives.expect_reduce_scatter(bucket.received, self.tag_of(bucket))
 
     def launch_reduce(self, bucket: Bucket) -> Work:
-        """Starts summing the bucket's gradients; after `wait`, its `mean` is there."""
+        """Starts to sum the bucket's gradients; after `wait`, `bucket.mean` holds their mean."""
         if bucket.role.is_all_reduced:
             if bucket.role.has_master:
-                # Summed in fp32 as by a reduce-scatter; older gloos know no bf16.
+                # Summed in fp32, as a reduce-scatter sums. Older versions of gloo have no bf16.
                 bucket.mean.copy_(bucket.gradients)
             return self.collectives.launch_all_reduce(bucket.mean, self.tag_of(bucket))
         buffers = bucket.gradients, bucket.received, bucket.mean
         return self.collectives.launch_reduce_scatter(*buffers, self.tag_of(bucket))
 
     def expect_gather(self, bucket: Bucket) -> None:
-        """Lets what is gathered arrive, where nobody may read it before `launch_gather`."""
+        """Posts the receives of the gather half. The memory must not be read before the gather."""
         if not bucket.role.is_all_reduced:
             self.collectives.expect_all_gather(self._gathered(bucket), self.tag_of(bucket))
 
     def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
-        """Does what has to be done here and now; what is returned starts the gather, later.
+        """Does the local part of the gather now. Does not block.
 
-        After its `wait`, the bucket's parameters have the new values, or its gradients the mean.
+        Returns:
+            A function that launches the gather. After the work's `wait` the bucket's parameters
+            have their new values or, if gradients are gathered, `bucket.gradients` holds the mean.
         """
         if not self._is_of_gradients:
             bucket.publish()
@@ -128,101 +139,121 @@ class Exchange:
         return work.then(bucket.land) if bucket.role.is_staged else work
 
     def _gathered(self, bucket: Bucket) -> Tensor:
-        """What every rank's part is written into, in place."""
-        # Gradients that are reduced already, but for this rank's part, are of no use any more.
+        """Returns the buffer of the all-gather: every rank's shard is written into it, in place."""
+        # When means are gathered, the local gradients have been reduced already, so that other
+        # ranks' means may overwrite them.
         return bucket.gradients if self._is_of_gradients else bucket.landing
 
     def launch_gather(self, bucket: Bucket) -> Work:
-        """Starts to gather what completes `bucket`. Does not block."""
+        """Prepares and launches the gather of `bucket`; see `prepare_gather`. Does not block."""
         return self.prepare_gather(bucket)()
 
     def launch_gather_gradients(self, bucket: Bucket) -> Work:
-        """Starts filling the bucket's gradients from every rank's mean, in place."""
+        """Starts to fill `bucket.gradients` with the mean of every rank's shard, in place."""
         if bucket.role.is_all_reduced:
             return Work.done()
         tag = self.tag_of(bucket) + GRADIENT_TAGS
         return self.collectives.launch_all_gather(bucket.gradients, tag)
 
     def sync(self, bucket: Bucket) -> None:
-        """Gathers stepped shards that replicas are behind of, as they are. Collective, blocks."""
+        """Gathers the stepped shards of a bucket with lag, uncompressed. Collective, blocks."""
         if bucket.role.lags:
             Exchange.prepare_gather(self, bucket)().wait()
             bucket.note_published()
 
-    # --- what only some have to do, and then between the halves -----------------------------------
+    # --- hooks between the halves, which only some subclasses need --------------------------------
 
     def take_found_inf(self) -> Tensor | bool:
-        """Whether a gradient that was reduced since the last call was nan or inf. Local."""
+        """Whether a gradient that was reduced since the last call had nan or inf. Local."""
         return False
 
     def hear_found_inf(self, found: Tensor) -> None:
-        """Told whether any rank found one."""
-        # Where gradients travel as they are, it shows in the mean.
+        """Takes the ranks' common answer: `found` is true if any rank has found nan or inf."""
+        # Nothing to do for uncompressed gradients, since nan or inf is in their mean.
 
     def look_again(self) -> None:
-        """As the two above, of means that a hook may have changed. All ranks call; may block."""
+        """Repeats the check for nan and inf on means that a hook may have changed.
+
+        Collective. May block.
+        """
 
     @property
     def voting(self) -> AbstractSet[int]:
-        """Numbers of the buckets in which every rank has a vote, and none can abstain."""
+        """Numbers of the buckets in which each rank's sign is a vote, and a rank cannot abstain."""
         return frozenset()
 
     def refuse_votes(self, names: Sequence[str]) -> None:
-        """Told, as all ranks are, of parameters in them that not every rank has a gradient for."""
+        """Refuses the step: some ranks have no gradient for these parameters of voting buckets.
+
+        All ranks call it with the same names. `check` raises the error.
+        """
 
     def add_earlier(self, bucket: Bucket, earlier: Tensor | None, *, is_empty: bool) -> None:
-        """Adds to the bucket's mean what earlier rounds of the step have brought.
+        """Adds the mean of earlier rounds of this step to the mean of the round that has ended.
 
         Args:
-            bucket: Reduced once more.
-            earlier: Its mean before; None: no rank had a gradient then.
-            is_empty: Whether no rank had a gradient for this round.
+            bucket: Bucket that was reduced in both; `bucket.mean` is mutated.
+            earlier: Mean of the earlier rounds. None means that no rank had a gradient then.
+            is_empty: Whether no rank had a gradient in the round that has ended.
         """
         if earlier is not None:
             bucket.mean.add_(earlier)
 
     def note_used(self, used: Sequence[bool], *, keeps: bool) -> None:
-        """Told which parameters will be stepped; `keeps`: see `CompressedBucket`."""
+        """Takes note of the parameters that the step will change; see `CompressedBucket`.
+
+        A subclass may launch collectives here, which `calls_behind_sums` names.
+
+        Args:
+            used: By parameter index, whether any rank had a gradient.
+            keeps: Whether the gradients of unused parameters are put back into residuals.
+        """
 
     # --- around a step ----------------------------------------------------------------------------
 
     @property
     def compression_ratio(self) -> float:
-        """Bytes of both halves as they are, over those that travel, of two hops between hosts."""
+        """Bytes of both halves without compression, divided by those sent with it.
+
+        In two hops only the bytes between hosts count.
+        """
         return 1.0
 
     def use(self, compressor: Compressor, *, is_idle: bool = True) -> None:
-        """Encodes with another codec from now on, or from the next `commit` or `discard` on.
+        """Changes the compressor.
+
+        The new one is used at once if `is_idle`, else from the next `commit` or `discard` on.
 
         Args:
-            compressor: Which one.
-            is_idle: Whether nothing has been reduced, or is about to arrive, since the last of
-                those.
+            compressor: The new compressor.
+            is_idle: Whether since the last `commit` or `discard` nothing was reduced, and no
+                receive was posted.
 
         Raises:
-            ValueError: Where nothing is encoded.
+            ValueError: If this exchange does not compress.
         """
         raise ValueError(
-            f"Nothing encodes, so that {compressor.name} cannot replace it: set compressor=."
+            f"There is no compressor that {compressor.name} could replace: set compressor= first."
         )
 
     def check(self) -> None:
-        """Raises `RuntimeError` if the step cannot be made with what was reduced."""
+        """Raises `RuntimeError` if the reduced gradients must not be used for a step."""
 
     def commit(self) -> None:
-        """Told that the step was made of what was reduced."""
+        """Keeps new residuals, as the step was made with the reduced gradients."""
 
     def discard(self) -> None:
-        """Told that what was reduced since the last step is void."""
+        """Forgets gradients reduced since the last step, and their residuals: no step was made."""
 
 
 @dataclass(frozen=True)
 class Sending:
-    """What is to be done once a bucket is encoded.
+    """A bucket that has been encoded, ready to be sent.
 
     Attributes:
-        launch: Starts sending it. Does not block.
-        decode: What an accelerator does of what has arrived; None: nothing.
+        launch: Launches the message. Does not block.
+        decode: Decodes what has arrived; recorded as the device's work. None means that nothing is
+            to be decoded.
     """
 
     launch: Callable[[], Work]
@@ -230,19 +261,20 @@ class Sending:
 
 
 class CompressedExchange(Exchange, ABC):
-    """Looks at gradients before they are encoded, and keeps residuals only if a step was made.
+    """Checks gradients for nan and inf before encoding, and commits residuals with the step.
 
     Args:
-        traffic: What is moved.
-        compressor: What encodes.
+        traffic: The buckets, and the collectives that move them.
+        compressor: Encodes the buckets.
     """
 
     def __init__(self, traffic: Traffic, compressor: Compressor) -> None:
         super().__init__(traffic)
         self._compressor, self._loss_scale = compressor, traffic.loss_scale
-        # Largest number that may be sent -> largest ones that were to be, of each bucket.
+        # Largest magnitude that may be sent -> the largest magnitude in each bucket that has this
+        # limit, as a tensor of one element.
         self._found: dict[float, list[Tensor]] = {}
-        # What waits for gradients that are encoded behind a host's sum; the host, or the stream.
+        # Functions that block (the host, or the stream) until sums of a host have been encoded.
         self._encoding: list[Callable[[], object]] = []
         self._refusal: RuntimeError | None = None
         self._is_nan: Tensor | None = None
@@ -252,19 +284,19 @@ class CompressedExchange(Exchange, ABC):
 
     @override
     def launch_reduce(self, bucket: Bucket) -> Work:
-        """Encodes the bucket's gradients and starts sending that. Does not block."""
+        """Encodes the bucket's gradients and launches the message. Does not block."""
         return self._encode_now(bucket, partial(self._encode, bucket, self._loss_scale()))()
 
     @abstractmethod
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
-        """Encodes the bucket's gradients, which come multiplied by `scale`."""
+        """Encodes the bucket's gradients, which are multiplied by the loss scale `scale`."""
 
     def _encode_now(
         self, bucket: Bucket | None, encode: Callable[[], Sending]
     ) -> Callable[[], Work]:
-        """Encodes here and now; what is returned starts sending that, and lets it be decoded.
+        """Calls `encode` now. The returned function launches the message, and returns its work.
 
-        Of one bucket, or of all.
+        The work's `wait` decodes. None instead of a bucket means that all buckets are encoded.
         """
         return partial(self._launch, bucket, self._as_device_work("encode", bucket, encode))
 
@@ -277,7 +309,7 @@ class CompressedExchange(Exchange, ABC):
     def _as_device_work(
         self, lane: str, bucket: Bucket | None, work: Callable[..., T], *args: Any
     ) -> T:
-        """Encodes or decodes here and now; see `as_device_work`."""
+        """Calls `work`, which encodes or decodes, and records it; see `as_device_work`."""
         tag = None if bucket is None else self.tag_of(bucket)
         return as_device_work(self.collectives, lane, tag, work, *args)
 
@@ -295,15 +327,16 @@ class CompressedExchange(Exchange, ABC):
         found, self._found = self._found, {}
         are_small = [torch.stack(ones) <= most for most, ones in found.items()]
         if encoding:
-            # What was found beside may be free from here on.
+            # This ran on the second stream: tensors that it allocated may be freed from here on.
             self.collectives.streams.lead_readers()
         return ~torch.cat(are_small).all() if are_small else False
 
     @override
     def hear_found_inf(self, found: Tensor) -> None:
-        """Makes all means nan, so that a loss scale backs off; `check` refuses the step without.
+        """If `found`, makes all means nan, so that a loss scale backs off; see `check`.
 
-        Where the host would have to wait for that, what is decoded becomes nan instead.
+        If the host can read `found` without waiting for a device, `check` refuses the step instead
+        of leaving it to nan. If it cannot, means that are decoded later become nan, too.
         """
         is_host = found.is_cpu and self.collectives.streams.current() is None
         if self.collectives.wait_blocks_host and is_host:
@@ -311,11 +344,11 @@ class CompressedExchange(Exchange, ABC):
                 return
             self._refusal = GradientsNotFinite(
                 "A rank's gradients, or a host's sum of them, have nan or inf in them, which"
-                f" compressor={self._compressor.name!r} cannot send, or would keep."
-                f"{self._compressor.overflows} No weight has"
-                " changed, and no residual. Find the operation with Trainer(detect_anomaly=True),"
-                " or the hook that changes gradients; lower the learning rate or clip gradients, or"
-                " use precision='16-mixed', which leaves such steps out."
+                f" compressor={self._compressor.name!r} cannot send, or would keep in residuals."
+                f"{self._compressor.overflows} No weight has changed, and no residual. Find the"
+                " operation with Trainer(detect_anomaly=True), or the hook that changes gradients."
+                " Lower the learning rate, clip gradients, or set precision='16-mixed', which skips"
+                " such steps."
             )
         else:
             is_nan = found.bool()
@@ -328,7 +361,16 @@ class CompressedExchange(Exchange, ABC):
         self._look_at_means()
 
     def _look_at_means(self, says: Tensor | None = None) -> Tensor:
-        """Whether any rank has found inf in a mean, and whether any `says` so: [2] uint8."""
+        """Asks whether any rank has found inf in a mean, and whether any rank's `says` is true.
+
+        Collective, blocks (the host, or the stream).
+
+        Args:
+            says: This rank's answer to another question, as a bool tensor. None means no.
+
+        Returns:
+            [2] uint8: both answers.
+        """
         for coded in self.coded:
             self._look_for_inf(coded.bucket.mean)
         flags = torch.zeros(2, dtype=torch.uint8, device=self.coded[0].bucket.mean.device)
@@ -346,10 +388,11 @@ class CompressedExchange(Exchange, ABC):
 
     @override
     def use(self, compressor: Compressor, *, is_idle: bool = True) -> None:
-        """Encodes with another codec, from the next reduction on. All ranks, all alike.
+        """Changes the compressor, on all ranks alike; see `Exchange.use`.
 
-        It must need of what is kept between steps what the first codec has, or be `Fp32`. Buckets
-        with another codec than the first keep theirs, but for `Fp32`.
+        The new compressor must be `Fp32`, or keep the same memories between steps as the first one.
+        A bucket that is configured for another codec than the first keeps that one, unless the new
+        one is `Fp32`.
         """
         self._next = None if is_idle else compressor
         for coded in self.coded if is_idle else ():
@@ -384,7 +427,7 @@ class CompressedExchange(Exchange, ABC):
 
 
 def largest_of(numbers: Tensor) -> Tensor:
-    """The largest absolute value, or nan if there is one; a tensor: a device is not waited for."""
+    """Returns the largest magnitude, or nan if there is a nan, without waiting for a device."""
     if not saves_calls(numbers.device):
         low, high = numbers.aminmax()
         return torch.maximum(low.abs_(), high.abs_())

@@ -1,15 +1,19 @@
-"""The exchange that encodes: bytes travel, and what encoding loses stays with who encoded it.
+"""The exchange that encodes buckets row by row. The rank that encodes keeps what encoding loses.
 
-    gradients + residual -> encode -> all-to-all -> decode, sum -> mean                    (reduce)
-    gradients + residual -> encode -> reduce-scatter -> decode -> mean     (where bytes add up)
-    gradients -> sum of a host + residual -> encode -> to other hosts -> decode, sum -> mean
-                                                           (on hosts of several ranks, in two hops)
-    mean + owner's residual -> encode -> all-gather -> decode -> mean                      (gather)
-    stepped shard - replica -> encode -> all-gather -> decode, add -> replica  (or this one instead)
+Reduce half, one of:
 
-Every rank, the owner too, takes its numbers from the bytes, so that all have the same bits. Sums
-are made in fp32 and in rank order (by NCCL, where that sums bytes, in its own order). What is
-gathered may travel as it is.
+    gradients + residual -> encode -> all-to-all -> decode, sum -> mean
+    gradients + residual -> encode -> reduce-scatter -> decode -> mean   (if encoded bytes add up)
+    gradients -> sum on the host + residual -> encode -> to other hosts -> decode, sum -> mean
+                                                    (two hops, with several ranks on each host)
+Gather half, one of:
+
+    mean + owner's residual -> encode -> all-gather -> decode -> mean
+    stepped shard - replica -> encode -> all-gather -> decode, add -> replica
+
+Every rank, the owner too, decodes the bytes that were sent, so that all ranks have the same bits.
+Sums are made in fp32 and in rank order; if NCCL sums the bytes, in NCCL's order. The gather half
+may also travel uncompressed.
 """
 
 from __future__ import annotations
@@ -30,16 +34,16 @@ from lightning_dear.exchange.options import ExchangeOptions
 
 
 class CodedExchange(CompressedExchange):
-    """Encodes the halves that the codec names; the second one may travel as it is.
+    """Encodes the halves that the codec names: both, or the reduce half only.
 
-    Encoding happens where a half is launched, decoding where it is waited for, in the bucket's
-    gradients, whose content is of no use then: nobody reads a parameter, and so none gets a
-    gradient, before what is gathered for it has arrived.
+    A half is encoded when it is launched, and decoded when it is waited for. It is decoded into the
+    bucket's gradients, whose content is not needed then: no parameter is read, and so none gets a
+    gradient, before the gather half has arrived.
 
     Args:
-        traffic: Of buckets of which each rank owns a shard.
-        options: With a codec.
-        codecs: What the tensors of each bucket are configured for: None is that codec.
+        traffic: The buckets, in which each rank owns a shard, and their collectives.
+        options: Options whose compressor is a codec.
+        codecs: For each bucket the codec of its tensors. None means the codec of `options`.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class CodedExchange(CompressedExchange):
 
     @override
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
-        """Encodes the bucket's gradients, each rank's part for itself."""
+        """Encodes the bucket's gradients: row r is the shard of rank r."""
         coded = self.coded[bucket.number]
         flat = coded.own_gradients(bucket.gradients.float())
         return self._encode_rows(coded, scale, flat.view(self.collectives.world.size, -1))
@@ -77,7 +81,7 @@ class CodedExchange(CompressedExchange):
 
     @override
     def launch_reduce(self, bucket: Bucket) -> Work:
-        """As ever; or sums within the host, and encodes behind that. Does not block."""
+        """Encodes and sends, or in two hops sums on the host and encodes that. Does not block."""
         coded, scale = self.coded[bucket.number], self._loss_scale()
         reduction = coded.reduction
         if not isinstance(reduction, HostsReduction):
@@ -100,7 +104,10 @@ class CodedExchange(CompressedExchange):
 
     @override
     def add_earlier(self, bucket: Bucket, earlier: Tensor | None, *, is_empty: bool) -> None:
-        """Votes do not add up: those of no gradient are left out, and `check` refuses others."""
+        """Keeps earlier votes if this round had no gradient; otherwise refuses the step.
+
+        Votes of two rounds do not add up. Means of codecs that do not vote are added.
+        """
         if earlier is None or not self.coded[bucket.number].compressor.votes:
             super().add_earlier(bucket, earlier, is_empty=is_empty)
             return
@@ -108,11 +115,10 @@ class CodedExchange(CompressedExchange):
         if not is_empty:
             self._refusal = RuntimeError(
                 "Gradients came after others of the same step had been sent, and"
-                f" compressor={self._compressor.name!r} votes, once a step. No weight has changed."
-                " Run every backward but the step's last one in"
-                " `with trainer.strategy.block_backward_sync():`, or"
+                f" compressor={self._compressor.name!r} votes only once a step. Run every backward"
+                " but the step's last one in `with trainer.strategy.block_backward_sync():`, or"
                 " `with fabric.no_backward_sync(model):`, or use a compressor that does not vote,"
-                " such as 'efsignsgd'."
+                " such as 'efsignsgd'. Votes of two backwards do not add up. No weight has changed."
             )
 
     @property
@@ -122,14 +128,14 @@ class CodedExchange(CompressedExchange):
 
     @override
     def refuse_votes(self, names: Sequence[str]) -> None:
-        """An absent gradient would be a vote for +1: zeros count as positive."""
+        """Refuses the step, because an absent gradient would vote for +1: 0 has a positive sign."""
         first = ", ".join(f"'{name}'" for name in names[:3])
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         self._refusal = RuntimeError(
-            f"Some ranks have a gradient for {first}{more} and others have none, and"
-            f" compressor={self._compressor.name!r} votes: who has no gradient cannot abstain. No"
-            " weight has changed. Let all ranks use the same parameters in a step, or use a"
-            " compressor that does not vote, such as 'efsignsgd'."
+            f"Some ranks have a gradient for {first}{more} and others have none, which"
+            f" compressor={self._compressor.name!r} cannot use. Let all ranks use the same"
+            " parameters in a step, or use a compressor that does not vote, such as 'efsignsgd'. A"
+            " rank without a gradient cannot abstain from the vote. No weight has changed."
         )
 
     # --- the gather half ----------------------------------------------------------------------
@@ -144,7 +150,10 @@ class CodedExchange(CompressedExchange):
 
     @override
     def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
-        """Encodes this rank's shard, of the mean or the lag; what is returned sends it to all."""
+        """Encodes this rank's shard of the mean, or the lag of its parameters.
+
+        The returned function sends it to all ranks.
+        """
         coded = self.coded[bucket.number]
         if coded.is_sent_back:
             encode = partial(coded.encode_gather, self._is_nan, self._look_for_inf)

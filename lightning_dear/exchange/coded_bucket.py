@@ -1,4 +1,4 @@
-"""What encoding and decoding one bucket row by row needs, and how its bytes get to the owners."""
+"""Encodes and decodes one bucket row by row, and sends its bytes to the owners of the shards."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from lightning_dear.torch_modes import plain_mode, saves_calls
 
 
 class Reduction:
-    """Brings the bytes of one bucket to the shards' owners, where they become the shards' sums.
+    """Sends the encoded gradients of one bucket to the owners of the shards, and sums them there.
 
-        all-to-all, decode world_size rows, sum them        any codec
-        reduce-scatter, which sums, decode one row          codecs whose bytes add up
+        all-to-all, then decode world_size rows and sum them       any codec
+        reduce-scatter, which sums, then decode one row            codecs whose bytes add up
 
-    Both send as many bytes. The latter decodes fewer, and is what backends are fastest at: bytes
-    are summed as dense gradients are, in fp32.
+    Both send the same number of bytes. The second way decodes fewer rows, and backends are fastest
+    at it: the bytes are fp32 values, which are summed like uncompressed gradients.
 
     Args:
-        compressor: That encodes.
-        collectives: What moves them.
-        outgoing: [world_size, nbytes] uint8, contiguous: row r is for rank r.
+        compressor: Codec that encodes the rows.
+        collectives: Launches the messages.
+        outgoing: [world_size, nbytes] uint8, contiguous: row r goes to rank r.
 
     Attributes:
-        call: Name of what is launched.
-        wires: [n, nbytes] uint8: after `wait`, what is to be decoded; the sum of the n rows of
-            numbers that come out is the sum over ranks.
-        rows: Which n of a bucket's world_size rows to decode them into.
+        call: Name of the collective, for `Exchange.reduce_calls`.
+        wires: [n, nbytes] uint8: the rows to decode after `wait`. The sum of the n decoded rows is
+            the sum over ranks.
+        rows: Slice of n of the bucket's world_size rows, into which `wires` is decoded.
     """
 
     def __init__(self, compressor: Codec, collectives: Collectives, outgoing: Tensor) -> None:
@@ -49,7 +49,7 @@ class Reduction:
         if self._adds_up:
             self._outgoing = numbers = outgoing.view(torch.float32).view(-1)
             self._received = numbers.new_empty(collectives.scratch_numel(numbers.numel()))
-            # The sum takes the place of this rank's own row.
+            # The sum overwrites this rank's own row.
             self._sum = shard_of(numbers, rank, world_size)
             self.rows = slice(rank, rank + 1)
             self.wires = outgoing[self.rows]
@@ -59,17 +59,19 @@ class Reduction:
             self.rows = slice(0, world_size)
 
     def expect(self, tag: int) -> None:
-        """Lets others' bytes arrive from now on; `launch` must follow, of the same number."""
+        """Posts the receives. `launch` must follow, with the same tag."""
         if self._adds_up:
             self._collectives.expect_reduce_scatter(self._received, tag)
         else:
             self._collectives.expect_messages("reduce_scatter", self._received, tag)
 
     def launch(self, tag: int) -> Work:
-        """Starts sending `outgoing`, which belongs to the collective until `wait`. Does not block.
+        """Launches the message. Does not block.
+
+        `outgoing` must not be mutated before `wait`.
 
         Args:
-            tag: Of the message; the same on all ranks.
+            tag: Tag of the message, equal on all ranks.
         """
         buffers = self._outgoing, self._received
         if self._adds_up:
@@ -78,16 +80,16 @@ class Reduction:
 
 
 class HostsReduction(Reduction):
-    """Sums within each host, encodes the sums, and exchanges them between hosts.
+    """Sums within each host, encodes the sums, and exchanges the bytes between hosts.
 
-    Each rank of a host encodes a part. `outgoing` is also the memory of what is gathered later, so
-    a bucket may be gathered only when its sends have ended. That holds because no bucket is
-    gathered during backward where there is a codec.
+    Each rank of a host encodes a part of the sums. The gather half uses the memory of `outgoing`,
+    too, so that a bucket may be gathered only when its sends have ended. That holds because with a
+    codec no bucket is gathered during backward.
 
     Args:
-        collectives: What moves the bytes; it has two hops.
-        outgoing: [number of hosts, nbytes] uint8, contiguous: row h is for host h.
-        bucket: What is summed, within the host in its scratch.
+        collectives: Launches the messages; it must have two hops.
+        outgoing: [number of hosts, nbytes] uint8, contiguous: row h goes to host h.
+        bucket: Bucket whose gradients are summed, with its scratch.
     """
 
     def __init__(self, collectives: Collectives, outgoing: Tensor, bucket: Bucket) -> None:
@@ -103,9 +105,14 @@ class HostsReduction(Reduction):
     def launch_sums(
         self, tag: int, encode: Callable[[Tensor], object]
     ) -> tuple[Work, Callable[[], object]]:
-        """Starts summing; `encode` is called with the sums, [hosts, elements of a shard] fp32.
+        """Starts to sum within the host. Does not block. See `Collectives.launch_sums_of_host`.
 
-        It writes `outgoing`. Does not block. See `Collectives.launch_sums_of_host`.
+        Args:
+            tag: Tag of the messages, equal on all ranks.
+            encode: Called with the sums, [hosts, elements of a shard] fp32. Fills `outgoing`.
+
+        Returns:
+            The work, and a function that blocks until `encode` has run.
         """
 
         def encoded(sums: Tensor) -> Tensor:
@@ -117,24 +124,27 @@ class HostsReduction(Reduction):
 
 
 class CodedBucket(CompressedBucket):
-    """What encoding and decoding one bucket row by row needs, and leaves.
+    """One bucket that is encoded row by row, with what it keeps between steps.
 
     Args:
-        bucket: Its gradients, and its mean, are read and written.
-        options: With a codec.
-        compressor: What its tensors are configured for: that one, or another.
-        traffic: What moves its bytes, and whether it travels as it is all the same.
+        bucket: Bucket whose gradients and mean are read and mutated.
+        options: Options whose compressor is a codec.
+        compressor: Codec that the bucket's tensors are configured for, from `options.compressor` or
+            from one of its groups.
+        traffic: The collectives, and whether the plan leaves this bucket uncompressed.
 
     Attributes:
-        tag: Of the bucket's messages. No two buckets have the same, so it also seeds what the
-            compressor draws.
-        outgoing: [rows, bytes of a shard] uint8. In the reduce half row r is for rank r, or row h
-            for host h. In the gather half row r is what rank r has encoded of its shard. By then
-            what was sent has arrived.
-        nbytes: Of the whole bucket, encoded.
-        reduction: What brings it to the owners.
-        is_sent_back: Whether what is gathered is encoded.
-        most: Larger numbers are refused, since more than one further step would have to send them.
+        tag: Tag of the bucket's messages. It is unique over all optimizers' buckets, so that it
+            also seeds the random numbers of the codec.
+        outgoing: [rows, bytes of a shard] uint8: the encoded bytes. In the reduce half row r goes
+            to rank r (in two hops row h to host h). In the gather half, when those bytes have
+            arrived, row r is the shard of rank r, encoded there.
+        nbytes: Bytes of the whole bucket, encoded.
+        reduction: Sends `outgoing` to the owners in the reduce half.
+        is_sent_back: Whether the gather half is encoded, too.
+        most: Largest magnitude that may be sent without a loss scale; inf means no limit. Beyond it
+            the step is refused, because the residual of a clipped value would take more than one
+            further step to send.
     """
 
     compressor: Codec
@@ -146,21 +156,23 @@ class CodedBucket(CompressedBucket):
     ) -> None:
         assert isinstance(options.compressor, Codec)
         collectives = traffic.collectives
-        # What is never encoded loses nothing, but is to be stepped with the others' momentum.
+        # A bucket that is never encoded loses nothing, but the optimizer has no momentum, which the
+        # compressor brings for all buckets.
         has_momentum = compressor.is_identity and options.compressor.brings_momentum
         keeps = options.compressor if has_momentum else compressor
         device, numel = bucket.gradients.device, bucket.gradients.numel()
         world_size = collectives.world.size
         owner = Memory(0, device)
-        # In two hops a rank encodes the shards of those that have its place on their hosts.
+        # In two hops a rank encodes the shards of the ranks with its place on their hosts.
         self._together, shard = options.ranks_together(collectives), numel // world_size
         places = range(collectives.world.rank % self._together, world_size, self._together)
         encoded = [slice(place * shard, (place + 1) * shard) for place in places]
         worker = keeps.worker_memory(shard * len(places), device)
         if options.encodes_both and not bucket.role.lags:
-            # What differences of parameters have not brought is in the next ones.
+            # An owner of lagging parameters keeps no residual: what one difference of parameters
+            # has left out is part of the next difference.
             owner = compressor.owner_memory(shard, device)
-        # What a plan does not encode keeps what it has, as in a dense step.
+        # A bucket that the plan leaves uncompressed keeps its residual, as in a dense step.
         used = Fp32() if bucket.number in traffic.uncompressed else compressor
         parts = None if self._together == 1 else encoded
         super().__init__(bucket, used, worker, owner, world_size, parts)
@@ -172,7 +184,7 @@ class CodedBucket(CompressedBucket):
 
     @override
     def _make_room(self) -> None:
-        # Once for each codec, not for each step: nothing else changes what follows from it.
+        # Once for each codec, and not in each step, since nothing else changes these buffers.
         world_size, num_rows = self._world_size, self._world_size // self._together
         self.is_sent_back = self._encodes_both and not self.compressor.is_identity
         row_nbytes = self.compressor.wire_bytes(self.spec.padded_numel // world_size)
@@ -194,20 +206,25 @@ class CodedBucket(CompressedBucket):
     # --- the reduce half ------------------------------------------------------------------------
 
     def own_gradients(self, gradients: Tensor) -> Tensor:
-        """Mutates this rank's own, flat, and returns them: as they are added to others'."""
+        """Returns this rank's flat gradients, prepared for the sum over ranks. May mutate them."""
         if self._keeps_momentum:
-            # It would keep a nan.
+            # A nan in the padding would stay in the momentum for ever.
             gradients.index_fill_(0, self._padding, 0.0)
         return gradients
 
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
-        """Adds what was not sent of earlier ones to `rows`, of what is encoded; mutates them."""
+        """Adds the residual to `rows`, in place; `rows` is all that this rank encodes.
+
+        Args:
+            rows: [R, n] fp32, multiplied by the loss scale.
+            scale: Loss scale. None means 1.
+        """
         self.worker.compensate(rows, scale)
-        # Also where zeros were, since these leave residuals, too.
+        # The padding becomes 0 again: encoding its zeros may have left residuals, just added.
         rows.view(-1).index_fill_(0, self._worker_padding, 0.0)
 
     def encode_reduce(self, rows: Tensor, scale: Tensor | None) -> Sending:
-        """Encodes what `compensate` has left into `outgoing`."""
+        """Encodes `rows`, as `compensate` has left them, into `outgoing`. Does not block."""
         reduction, votes = self.reduction, self.compressor.votes
         outgoing = self.outgoing[: len(rows)]
         encoded = self._encode("reduce", rows, outgoing)
@@ -221,7 +238,7 @@ class CodedBucket(CompressedBucket):
         mean = self.bucket.mean
         sum_in_source_order(list(self._decode(reduction.wires, reduction.rows, encoded)), mean)
         if votes:
-            # Signs have neither the mean's 1/P nor the loss scale.
+            # Encoding to signs has dropped the factor 1/world_size and the loss scale.
             mean.mul_(1 / self._world_size)
             if scale is not None:
                 mean.mul_(scale)
@@ -231,27 +248,32 @@ class CodedBucket(CompressedBucket):
     def encode_gather(
         self, is_nan: Tensor | None, look: Callable[[Tensor, float], None]
     ) -> Sending:
-        """Encodes this rank's row of `outgoing`, of the mean or the lag; mutates the mean.
+        """Encodes this rank's shard of the mean into its row of `outgoing`.
+
+        If parameters are gathered, encodes the lag instead: the stepped shard minus the replica.
+        Mutates the mean, which is not needed any more once the shard has been stepped.
 
         Args:
-            is_nan: Whether all that is decoded becomes nan; many codecs cannot send it.
-            look: Told what is encoded, and `most`, where there is one.
+            is_nan: Bool tensor: whether all decoded values are made nan, because many codecs cannot
+                send nan. None means that they are not.
+            look: Called with the values that are encoded and `most`, if `most` is finite, to look
+                for larger values.
         """
-        # Once the shard has been stepped, nobody needs the mean.
         lags, mean = self.bucket.role.lags, self.bucket.mean
         mean = self.bucket.lag(mean) if lags else mean
         row = mean.view(1, -1).float()
         self.owner.compensate(row, None)
         if self.most < math.inf:
-            # Nothing can take this step back: the next one is refused, on all ranks.
+            # This step cannot be undone any more. The next step is refused, on all ranks.
             look(row, self.most)
         for part in self._own_unused:
             row[:, part].zero_()
         if lags:
-            # An update that is not finite shows on all ranks: codecs send nan, but inf not always.
+            # All ranks must see an update that is not finite. Codecs can send nan, but not always
+            # inf.
             largest = largest_of(row)
             if is_nan is not None:
-                # Of means that are nan an optimizer that steps by signs makes none.
+                # If means are nan, an optimizer that steps by signs makes a finite update.
                 largest.masked_fill_(is_nan, math.nan)
             row.add_(largest, alpha=0.0)
         row.view(-1).index_fill_(0, self._own_padding, 0.0)
@@ -259,7 +281,7 @@ class CodedBucket(CompressedBucket):
         encoded = self._encode("gather", row, own)
         self.owner.note_sent(row, own, encoded, None)
         self.owner.keep(self._own_unused)
-        # The step is being made, and nothing can take it back.
+        # Committed at once, since the step is being made and cannot be undone.
         self.owner.commit()
         wire = self.outgoing
         launch = partial(self._collectives.launch_all_gather, wire.view(-1), self.tag)
@@ -268,16 +290,16 @@ class CodedBucket(CompressedBucket):
     def _write(
         self, wire: Tensor, encoded: Encoded, unused: Sequence[slice], is_nan: Tensor | None
     ) -> None:
-        """Adds the differences that have arrived, or makes gradients of the means.
+        """Decodes the gather half: adds the differences to the parameters, or writes the mean.
 
-        Differences of what no rank has used are not added. What is left of them is sent once it is
-        used again.
+        A difference of a parameter that no rank has used is not added. It is part of the difference
+        that is sent when the parameter is used again.
         """
-        # In whatever context somebody reads a parameter.
+        # The thread that waits may be inside a context of the user's, such as autocast.
         with plain_mode(self.bucket.parameters.device.type):
             dtype = encoded.codec.wire_dtype if saves_calls(wire.device) else None
             if dtype is not None and self.bucket.role.lags and not unused:
-                # As they are: such codecs send nan, and zeros between parameters.
+                # The bytes are the differences: such codecs send nan, and 0 in the padding.
                 numel = self.bucket.parameters.numel() // len(wire)
                 self.bucket.follow(field(wire, dtype, 0, numel))
                 return
@@ -285,7 +307,7 @@ class CodedBucket(CompressedBucket):
             if is_nan is not None:
                 rows.masked_fill_(is_nan, math.nan)
             if self.bucket.role.lags:
-                # Codecs that send signs decode the zeros there to something else.
+                # Codecs that send signs decode the zeros of the padding to other values.
                 differences = rows.view(-1).index_fill_(0, self._padding, 0.0)
                 for part in unused:
                     differences[part].zero_()
@@ -294,7 +316,7 @@ class CodedBucket(CompressedBucket):
                 self.bucket.gradients.copy_(rows.view(-1))
 
     def flush(self) -> None:
-        """Adds to the mean, which is sent as it is, what earlier ones have left."""
+        """Adds the owner's residual to the mean, which is then gathered uncompressed."""
         if self.owner.names:
             row = self.bucket.mean.view(1, -1).float()
             self.owner.compensate(row, None)
@@ -304,7 +326,10 @@ class CodedBucket(CompressedBucket):
     # --- both -----------------------------------------------------------------------------------
 
     def _decode(self, wire: Tensor, part: slice, encoded: Encoded) -> Tensor:
-        """Some ranks' rows: in the gradients, or where these are not fp32 new ones."""
+        """Decodes `wire` into the rows `part` of the gradients, and returns these rows.
+
+        If gradients are not fp32, the decoded rows are new fp32 tensors.
+        """
         rows = self.bucket.gradients.view(self._world_size, -1)[part]
         if rows.dtype != torch.float32:
             rows = torch.empty_like(rows, dtype=torch.float32)
@@ -313,14 +338,15 @@ class CodedBucket(CompressedBucket):
 
     def _encode(self, half: str, rows: Tensor, wire: Tensor) -> Encoded:
         compressor = self.compressor
-        # Of steps that are made: several rounds of one add up at the same places.
+        # The gather half is encoded once a step, so that its count is the same in all rounds of a
+        # step: these then draw the same places, and their values add up.
         turn = self.counts["gather" if self.is_sent_back else "reduce"]
         self.counts[half] += 1
         seed = None
         if compressor.randomness == "turns":
             seed = self._seed_of(f"turns {self.tag}") + turn
         elif compressor.randomness != "none":
-            # Of the count, so that a resumed run goes on.
+            # Seeded by the count, which checkpoints keep, so that a resumed run draws the same.
             key = f"{half} {self.tag} {self.counts[half]}"
             is_private = compressor.randomness == "private"
             seed = self._seed_of(f"{key} {self._collectives.world.rank}" if is_private else key)

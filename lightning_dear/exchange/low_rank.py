@@ -2,18 +2,23 @@
 
     gradients + residual M -> P = M Q -> all-reduce                                     (backward)
     mean P -> orthonormal P -> Q = M^T P -> all-reduce                            (after backward)
-    mean = P Q^T, on every rank; residual = M - P Q^T of this rank's own Q
+    mean gradient = P Q^T, on every rank; residual = M - P Q^T, with this rank's own Q
 
-A bucket's P is sent when the bucket is full. After backward the Qs follow, each made while those
-before travel. All ranks keep one order: every P in reduce order, then every Q in it.
+A bucket's P is sent when the bucket is full. The Qs follow after backward; each Q is computed while
+the Qs before it travel. All ranks launch in the same order: every P in reduce order, then every Q
+in reduce order.
 
 Nothing in backward may wait for another rank, not even for a P. Backward can have collectives of
-its own (SyncBatchNorm's). A rank that waits in one fills no more buckets until all ranks are there;
-if another rank waits for the P of such a bucket, nobody moves again. Nor can a Q go out in backward
-without a wait, whenever its P turns out to be there: that is between other Ps on each rank, and
-all-reduces are matched by their order. A process group of their own would give the Qs an order on
-gloo, for as many connections again; NCCL wants one order over all groups, and its host runs too far
-ahead of the device to find a P there. So backward hides the way of the Ps, not that of the Qs.
+its own, such as those of SyncBatchNorm. A rank that waits in one of them fills no more buckets
+until all ranks are there. If another rank waits meanwhile for the P of such a bucket, both wait for
+ever.
+
+Nor can a Q be launched in backward as soon as its P has arrived, without a wait. On each rank that
+would be between other Ps, but all-reduces are matched by their order. A process group for the Qs
+would give them an order of their own on gloo, at the price of as many connections again. It would
+not help on NCCL, which needs one order over all groups, and whose host runs too far ahead of the
+device to find that a P has arrived. So backward hides the communication of the Ps, and not that of
+the Qs.
 """
 
 from __future__ import annotations
@@ -41,12 +46,12 @@ from lightning_dear.torch_modes import exact_products
 
 @dataclass(frozen=True)
 class Matrix:
-    """A tensor [n, m] that travels as P [n, r] and Q [m, r].
+    """A tensor, seen as a matrix M [n, m], that travels as P [n, r] and Q [m, r].
 
     Attributes:
-        where: Its elements in the bucket.
-        left: P; a view of the first message.
-        right: Q; a view of the second.
+        where: Slice of the bucket that holds the tensor's elements.
+        left: P, a view of the first message.
+        right: Q, a view of the second message.
     """
 
     where: slice
@@ -56,13 +61,13 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Messages:
-    """What one bucket sends.
+    """The two messages of one bucket, and the views of them.
 
     Attributes:
-        first: Flat fp32: every P, and what travels as it is.
-        second: Flat fp32: every Q; empty if nothing is factored.
-        matrices: Tensor number -> what is factored.
-        dense: (elements in the bucket, view of the first message) of what travels as it is.
+        first: Flat fp32: every P, and all tensors that are not factored.
+        second: Flat fp32: every Q. Empty if no tensor is factored.
+        matrices: Parameter index -> the matrix of a tensor that is factored.
+        dense: For each tensor that is not factored, (slice of the bucket, view of `first`).
     """
 
     first: Tensor
@@ -72,16 +77,17 @@ class Messages:
 
 
 class LowRankBucket(CompressedBucket):
-    """What one bucket sends in two messages, and what it leaves.
+    """One bucket that travels as low-rank factors, with what it keeps between steps.
 
     Args:
-        bucket: All-reduced, or of a single rank; its mean is read and written.
-        compressor: Says which tensors are matrices, and of which rank.
-        traffic: Of all tensors, and whether nothing is factored here all the same.
+        bucket: Bucket that is all-reduced, or of a single rank; its mean is read and mutated.
+        compressor: Says which tensors are factored, and gives the rank of their factors.
+        traffic: All tensors, and whether the plan leaves this bucket uncompressed.
 
     Attributes:
-        messages: Of the next reduction.
-        largest: Of larger numbers, the sums of squares of all ranks might overflow.
+        messages: Buffers of the next reduction.
+        largest: Largest magnitude that may be sent. With larger values, sums of squares over all
+            ranks might overflow. inf means that nothing is factored.
     """
 
     messages: Messages
@@ -90,9 +96,10 @@ class LowRankBucket(CompressedBucket):
         device, self._world_size = bucket.mean.device, traffic.collectives.world.size
         used = Fp32() if bucket.number in traffic.uncompressed else compressor
         worker = compressor.worker_memory(bucket.mean.numel(), device)
-        # Every rank has the whole mean: no owner encodes it, or has anything to keep of that.
+        # Every rank has the whole mean, so that no owner encodes it and keeps a residual of it.
         super().__init__(bucket, used, worker, Memory(0, device), self._world_size)
-        # Apart until the step is made: one that a loss scale leaves out must not change factors.
+        # New factors, kept apart until `commit`: a step that a loss scale skips must not change
+        # `factors`.
         self._pending: dict[int, Tensor] = {}
         self._flat = bucket.mean
         for piece in self.spec.slices:
@@ -115,9 +122,8 @@ class LowRankBucket(CompressedBucket):
     @override
     def _make_room(self) -> None:
         pieces = self.spec.slices
-        own = [
-            None if self.compressor.is_identity else self.factors.get(one.tensor) for one in pieces
-        ]
+        factors = {} if self.compressor.is_identity else self.factors
+        own = [factors.get(piece.tensor) for piece in pieces]
         firsts = [
             piece.numel if factor is None else piece.numel // len(factor) * factor.shape[1]
             for piece, factor in zip(pieces, own, strict=True)
@@ -141,19 +147,26 @@ class LowRankBucket(CompressedBucket):
     # --- one reduction --------------------------------------------------------------------------
 
     def compensated(self, scale: Tensor | None) -> Tensor:
-        """The bucket's gradients, flat, with what was not sent of earlier ones; kept for later."""
-        # Of 16-bit weights the mean is fp32 already. Of fp64 this copies: `decode` writes it back.
+        """Returns the bucket's gradients plus residual, flat fp32, for the encoding that follows.
+
+        May be a view of the bucket's mean, which is then mutated.
+        """
+        # The mean of 16-bit weights is fp32 already. `float` copies only an fp64 mean; `decode`
+        # writes the result back into that.
         self._flat = self.bucket.mean.float()
         self.worker.compensate(self._flat, scale)
         return self._flat.index_fill_(0, self._padding, 0.0)
 
     @exact_products()
     def encode_first(self) -> Messages:
-        """Writes the first message, P = M Q; returns both, for what is to come."""
+        """Writes the first message, P = M Q, and returns both messages' buffers.
+
+        `encode_second` and `decode` need these buffers, which `use` may replace meanwhile.
+        """
         messages = self.messages
         self.counts["reduce"] += 1
         for number, matrix in messages.matrices.items():
-            # A later round of the same step goes on from the factor of the round before.
+            # A later round of one step continues from the factor of the round before.
             factor = self._pending.get(number, self.factors[number])
             torch.mm(self._own(matrix), factor, out=matrix.left)
         for where, place in messages.dense:
@@ -162,12 +175,13 @@ class LowRankBucket(CompressedBucket):
 
     @exact_products()
     def encode_second(self, messages: Messages, scale: Tensor | None) -> None:
-        """Writes the second message, Q = M^T P of the mean's orthonormal P."""
+        """Writes the second message, Q = M^T P, with P made orthonormal from the mean P."""
         for matrix in messages.matrices.values():
             own, left, right = self._own(matrix), matrix.left, matrix.right
             left.copy_(orthonormal(left))
             torch.mm(own.t(), left, out=right)
-            # What this rank's own factors do not bring; less the mean's it would grow without end.
+            # The residual is what this rank's own P Q^T leaves of M. Subtracting the mean's P Q^T
+            # instead would make the residuals grow without bound.
             own.addmm_(left, right.t(), alpha=-1)
         for where, _ in messages.dense:
             self._flat[where].zero_()
@@ -175,10 +189,11 @@ class LowRankBucket(CompressedBucket):
 
     @exact_products()
     def decode(self, messages: Messages) -> None:
-        """Makes the bucket's mean of both messages, P Q^T."""
+        """Writes the mean gradient, P Q^T, into the bucket's mean."""
         for number, matrix in messages.matrices.items():
             torch.mm(matrix.left, matrix.right.t(), out=self._own(matrix))
-            # Only what its columns span counts, and no loss scale can make that overflow.
+            # The next step needs only the space that Q's columns span. Orthonormal columns keep
+            # a loss scale from making the factor overflow.
             self._pending[number] = orthonormal(matrix.right)
         for where, place in messages.dense:
             self._flat[where] = place
@@ -209,11 +224,11 @@ class LowRankBucket(CompressedBucket):
 
 
 class LowRankExchange(CompressedExchange):
-    """All-reduces the factors of every matrix, and what is no matrix as it is.
+    """All-reduces the two factors of each matrix, and all other tensors uncompressed.
 
     Args:
-        traffic: Of buckets that are all-reduced.
-        compressor: Says what is factored.
+        traffic: The buckets, which are all-reduced, and their collectives.
+        compressor: Says which tensors are factored.
     """
 
     def __init__(self, traffic: Traffic, compressor: PowerSGD) -> None:
@@ -221,35 +236,35 @@ class LowRankExchange(CompressedExchange):
         self.coded: Sequence[LowRankBucket] = [
             LowRankBucket(bucket, compressor, traffic) for bucket in traffic.flat.buckets
         ]
-        if self.collectives.world.rank == 0 and not any(one.factors for one in self.coded):
+        if self.collectives.world.rank == 0 and not any(low.factors for low in self.coded):
             warnings.warn(
-                "compressor='powersgd' compresses nothing: no weight is a matrix of which"
-                f" rank={compressor.rank} leaves 1/{compressor.min_saving:g} or less (min_saving)."
-                " Leave it out, or choose a smaller rank.",
+                "compressor='powersgd' compresses nothing. Choose a smaller rank, or leave it out."
+                f" With rank={compressor.rank} the factors of each weight have more than 1/"
+                f"{compressor.min_saving:g} of its elements (min_saving), so it is sent as it is.",
                 stacklevel=2,
             )
-        # What is to be done for the second messages of buckets whose first are on their way.
+        # For each bucket whose P is in flight, a function that waits for it and launches the Q.
         self._unsent: deque[Callable[[], None]] = deque()
         self._seconds: dict[int, Work] = {}
 
     @override
     def reduce_calls(self, bucket: Bucket) -> Sequence[str]:
-        # Without a matrix there is no second message.
+        # A bucket without a matrix has no second message.
         return ["all_reduce"] * (1 + bool(self.coded[bucket.number].messages.second.numel()))
 
     @override
     def expect_reduce(self, bucket: Bucket) -> None:
-        """An all-reduce has receives of its own."""
+        """Does nothing, since an all-reduce posts its own receives."""
 
     @override
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
         """Encodes the bucket's first message.
 
-        To be called for all buckets, in reduce order, before the first of them is waited for: that
-        wait sends the second messages of all.
+        Must be called for all buckets, in reduce order, before the first of them is waited for: the
+        first wait launches the second messages of all buckets.
         """
         low = self.coded[bucket.number]
-        # Factors of what is not finite may look finite.
+        # Looks before encoding, since the factors of inf or nan may be finite.
         self._look_for_inf(low.compensated(scale), low.largest)
         messages = low.encode_first()
         launch = partial(self._launch_first, low, messages, scale)
@@ -257,7 +272,7 @@ class LowRankExchange(CompressedExchange):
 
     def _launch_first(self, low: LowRankBucket, messages: Messages, scale: Tensor | None) -> Work:
         first = self._all_reduce(low.bucket, messages.first)
-        # Not in backward, where nothing may wait for another rank: see above.
+        # After backward, in which nothing may wait for another rank: see the top of this file.
         self._unsent.append(partial(self._launch_second, first, low, messages, scale))
         return Work(partial(self._arrive, low))
 
@@ -271,14 +286,14 @@ class LowRankExchange(CompressedExchange):
     def _arrive(self, low: LowRankBucket) -> None:
         while self._unsent:
             self._unsent[0]()
-            # Only now: a wait that has failed must fail again.
+            # Removed only after the call, so that a wait that has failed fails again.
             self._unsent.popleft()
         self._seconds[low.number].wait()
         del self._seconds[low.number]
 
     def _all_reduce(self, bucket: Bucket, message: Tensor) -> Work:
         if not message.numel():
-            # No matrix in this bucket, on any rank.
+            # The bucket has no matrix, on no rank.
             return Work.done()
         return self.collectives.launch_all_reduce(message, self.tag_of(bucket))
 
@@ -287,4 +302,4 @@ class LowRankExchange(CompressedExchange):
     def compression_ratio(self) -> float:
         dense = sum(low.bucket.mean.nbytes for low in self.coded)
         messages = [low.messages for low in self.coded]
-        return dense / sum(one.first.nbytes + one.second.nbytes for one in messages)
+        return dense / sum(message.first.nbytes + message.second.nbytes for message in messages)

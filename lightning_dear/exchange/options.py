@@ -1,4 +1,4 @@
-"""What travels in each half, and in what form."""
+"""Options of the exchange: what each half carries, and how it is compressed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from lightning_dear.compression.groups import Groups, check_groups, codec_for
 from lightning_dear.planning.plan import BucketPlan
 
 GATHERS = ("parameters", "gradients")
-"""Names of what an all-gather may carry."""
+"""Names of what the gather half may carry."""
 
 
 @dataclass(frozen=True)
 class ExchangeOptions(Setting):
-    """Options of the strategies, for the engine: a `Setting`, and what is used beside it.
+    """The strategy's options of the exchange: those of `Setting`, and the compressors.
 
     Attributes:
-        compressor: What encodes the halves that it names; None: both travel as they are.
-        groups: Other codecs for some tensors.
+        compressor: Compressor of the halves that it names (see `Compressor.halves`). None means no
+            compression.
+        groups: (pattern, codec) pairs: other codecs for the parameters whose names match.
 
     Raises:
-        ValueError: For unknown names, and options that exclude each other.
+        ValueError: If `gather` is unknown, or if options exclude each other.
     """
 
     compressor: Compressor | None = None
@@ -37,87 +38,92 @@ class ExchangeOptions(Setting):
         if self.gather not in GATHERS:
             raise ValueError(f"Unknown gather {self.gather!r}; valid names: {', '.join(GATHERS)}.")
         check_groups(self.groups, self.compressor)
-        # What cannot be used beside what is the compressors' own matter.
+        # Each compressor knows which of the other options it cannot be used with.
         for compressor in (self.compressor, *(compressor for _, compressor in self.groups)):
             if compressor is not None:
                 compressor.check_with(self)
         if not (self.decouple or self.is_of_gradients):
             raise ValueError(
                 "decouple=False all-reduces whole gradients, which gather='parameters' has no use"
-                " for; set gather='gradients' with it."
+                " for: set gather='gradients' with it."
             )
 
     @cached_property
     def all_reduces(self) -> bool:
-        """Whether every rank gets whole means during backward, and nothing is gathered."""
+        """Whether every rank gets whole means during backward, so that nothing is gathered."""
         return not self.decouple or (self.compressor is not None and self.compressor.all_reduces)
 
     @cached_property
     def encodes_both(self) -> bool:
-        """Whether what is gathered is encoded, too."""
+        """Whether the gather half is compressed, too."""
         return self.compressor is not None and self.compressor.halves == "both"
 
     @cached_property
     def encodes_differences(self) -> bool:
-        """Whether what is gathered is how far replicas are behind their owners, encoded."""
+        """Whether the gather half sends the encoded difference of shard and replica."""
         return not self.is_of_gradients and self.encodes_both
 
     def codec_of(self, name: str, num_dimensions: int) -> Codec | None:
-        """What encodes the tensor of this name, row by row; None: nothing does."""
+        """Returns the codec of the tensor with this name.
+
+        None means that it is not encoded row by row.
+        """
         if not isinstance(self.compressor, Codec):
             return None
         return codec_for(self.groups, self.compressor, name, num_dimensions)
 
     def check(self, collectives: Collectives, num_optimizers: int) -> None:
-        """Refuses what cannot be done with these collectives and optimizers.
+        """Refuses options that these collectives or that many optimizers do not allow.
 
         Raises:
-            ValueError: Saying what to leave out.
+            ValueError: If a compressor needs gloo, or if several optimizers would all-reduce.
         """
         compressor = self.compressor
         looks_up_counts = isinstance(compressor, SparseAllReduce) and not compressor.is_static
         if compressor is not None and looks_up_counts and not collectives.has_variable_lengths:
             raise ValueError(
-                f"compressor={compressor.name!r} works so with gloo only: how many numbers travel"
-                " depends on the gradients, which with NCCL the host would have to wait for. Use"
-                " process_group_backend='gloo' on CPUs, or OkTopk(mode='static')."
+                f"compressor={compressor.name!r} works only with gloo. Use"
+                " process_group_backend='gloo' on CPUs, or compressor=OkTopk(mode='static'): how"
+                " many numbers travel depends on the gradients, which with NCCL the host would"
+                " have to wait for."
             )
-        # Two optimizers' backwards fill their buckets in an order of each rank's own.
+        # Each rank's backward fills the buckets of two optimizers in an order of its own.
         if self.all_reduces and num_optimizers > 1:
-            what = (
-                "decouple=False"
-                if self.compressor is None
-                else f"compressor={self.compressor.name!r}"
-            )
+            name = None if self.compressor is None else self.compressor.name
+            what = "decouple=False" if name is None else f"compressor={name!r}"
             raise ValueError(
-                f"{what} works with one optimizer, and there are {num_optimizers}: two optimizers'"
-                " all-reduces could start in another order on other ranks. Leave it out."
+                f"{what} works with one optimizer, and there are {num_optimizers}. Leave it out, or"
+                " use one optimizer: ranks could start the all-reduces of two in different orders."
             )
 
     @cached_property
     def is_scattered(self) -> bool:
-        """Whether of a whole mean gradient each rank has what lies in its region."""
+        """Whether each rank has only the sums of its own region when the reduce half has ended."""
         return self.compressor is not None and self.compressor.is_scattered
 
     def ranks_together(self, collectives: Collectives) -> int:
-        """How many ranks of a host encode their sum, each a part.
+        """Returns the number of ranks that sum on their host and each encode a part of that sum.
 
-        1, each its own gradients: in one hop; if gradients are not encoded; if a codec votes, or
-        does not encode row by row.
+        1 means that each rank encodes its own gradients. That is so in one hop, if gradients are
+        not encoded, if a codec votes, or if the compressor does not encode row by row.
         """
         is_summed = collectives.hops == 2 and self.encodes_row_by_row
         return collectives.world.ranks_a_host if is_summed else 1
 
     @cached_property
     def encodes_row_by_row(self) -> bool:
-        """Whether every codec does, and none votes: so a host's sum can be encoded."""
+        """Whether every compressor encodes row by row and none votes, so that sums can be encoded.
+
+        Votes of a host's sum would not be votes of its ranks.
+        """
         codecs = [self.compressor, *(compressor for _, compressor in self.groups)]
-        return all(isinstance(one, Codec) and not one.votes for one in codecs)
+        return all(isinstance(codec, Codec) and not codec.votes for codec in codecs)
 
     def role_of(self, plan: BucketPlan, number: int, dtype: torch.dtype) -> Role:
-        """What ranks do with the plan's bucket `number`, whose parameters are of `dtype`."""
+        """Returns the role of bucket `number` of the plan, whose parameters have `dtype`."""
         if self.is_scattered:
-            # Whole tensors are stepped, which 16 bits are too few for: there are no masters.
+            # SCATTERED has no masters. Gathered gradients are stepped as whole tensors, for which
+            # 16-bit parameters are refused.
             return Role.SCATTERED
         has_masters = dtype in LOW_PRECISION
         if self.all_reduces or number in plan.all_reduced:
@@ -130,30 +136,33 @@ class ExchangeOptions(Setting):
 
 
 def default_gather(compressor: Compressor | None, groups: Groups = ()) -> str:
-    """What travels back if nobody says: parameters, unless a codec cannot send differences."""
+    """Returns what the gather half carries if the user does not say.
+
+    That is "parameters", unless a codec cannot send differences of parameters.
+    """
     codecs = [] if compressor is None else [compressor, *(other for _, other in groups)]
-    send_differences = all(one.halves == "reduce" or one.lag == "small" for one in codecs)
+    send_differences = all(codec.halves == "reduce" or codec.lag == "small" for codec in codecs)
     return "parameters" if send_differences else "gradients"
 
 
 def why_not_all_reduce(options: ExchangeOptions, *, is_one_optimizer: bool) -> str | None:
-    """Why buckets that a plan all-reduces must not be; None if they may.
+    """Returns why no bucket of a plan may be all-reduced. None means that it may.
 
     Args:
-        options: What travels, and how.
-        is_one_optimizer: Whether nobody else all-reduces in the same process groups.
+        options: Options of the exchange.
+        is_one_optimizer: Whether no other optimizer uses the same process groups.
     """
     if options.compressor is not None and options.all_reduces:
-        return (
-            f"with {options.compressor.name} nothing travels there but what it makes of gradients"
-        )
+        name = options.compressor.name
+        return f"{name} sends every bucket in a form of its own. Leave it out to use such a plan"
     if options.compressor is not None:
-        return f"{options.compressor.name} encodes each part for its owner alone"
+        name = options.compressor.name
+        return f"{name} encodes each part for its owner alone. Leave it out to use such a plan"
     if options.is_of_gradients:
         return (
-            "gather='gradients' steps every bucket on every rank, and all-reduces all of them with"
-            " decouple=False, or none"
+            "gather='gradients' steps every bucket on every rank, and all-reduces all of them (set"
+            " decouple=False for that) or none"
         )
     if not is_one_optimizer:
-        return "two optimizers' all-reduces could start in another order on other ranks"
+        return "ranks would start two optimizers' all-reduces in another order. Use one optimizer"
     return None

@@ -1,4 +1,7 @@
-"""Planning is pure: a profile of the model in, a `BucketPlan` out; no tensors, no processes."""
+"""Planners: functions of tensor sizes and measured times that return a `BucketPlan`.
+
+Planning is pure: it touches no tensors and communicates with no other process.
+"""
 
 from typing import Any
 
@@ -49,13 +52,19 @@ _PLANNERS: tuple[type[Any], ...] = (
     *(BayesianFusion, MergeCompFusion, MergeCompHeuristicFusion, AutoFusion),
 )
 FUSIONS: dict[str, type[Any]] = {planner.name: planner for planner in _PLANNERS}
+"""Name, as the option `fusion` takes it -> class of the planner."""
 
 
 def resolve_fusion(fusion: str | FusionPlanner, bucket_cap_mb: float | None) -> FusionPlanner:
-    """Returns the planner that a user's `fusion` and `bucket_cap_mb` (MiB) mean.
+    """Returns the planner that the user's options `fusion` and `bucket_cap_mb` stand for.
+
+    Args:
+        fusion: Name in `FUSIONS`, or a planner.
+        bucket_cap_mb: Cap of a bucket in MiB, for fusion="threshold" alone. None means the
+            planner's default.
 
     Raises:
-        ValueError: For an unknown name, or a cap given to a planner that has none.
+        ValueError: If the name is unknown, or if a cap is given with any other planner.
         TypeError: If `fusion` is neither a name nor a planner.
     """
     if isinstance(fusion, str):
@@ -74,8 +83,8 @@ def resolve_fusion(fusion: str | FusionPlanner, bucket_cap_mb: float | None) -> 
     if bucket_cap_mb is not None:
         name = repr(fusion) if isinstance(fusion, str) else type(fusion).__name__
         raise ValueError(
-            f"bucket_cap_mb={bucket_cap_mb} has no effect with fusion={name}; leave it"
-            " out, or set it there: fusion=ThresholdFusion(bucket_cap_mb=...), under Hydra"
+            f"bucket_cap_mb={bucket_cap_mb} has no effect with fusion={name}. Leave it out, or set"
+            " it in the planner: fusion=ThresholdFusion(bucket_cap_mb=...), under Hydra"
             " fusion.bucket_cap_mb=..."
         )
     return FUSIONS[fusion]() if isinstance(fusion, str) else fusion

@@ -1,4 +1,7 @@
-"""Fixed-rule planners: one bucket a tensor, one bucket in all, or buckets up to a threshold."""
+"""Planners with fixed rules, which need no measured times.
+
+They make one bucket for each tensor, one bucket for all tensors, or buckets of at most some size.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -12,27 +15,34 @@ from lightning_dear.planning.plan import BucketPlan, Part, Specs, TensorSpec
 MIB = 1 << 20
 
 _CAPS_PER_OCTAVE = 4
+"""Caps that `ThresholdFusion.plans_of_caps` tries between a cap and twice that cap."""
 
 T = TypeVar("T")
 
 
 class FusionPlanner(Protocol):
-    """Turns tensors into buckets."""
+    """Interface of planners, which decide which tensors share a bucket."""
 
     def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
-        """Assigns every element of every tensor to exactly one bucket; pure."""
+        """Returns a plan in which every element of every tensor lies in exactly one bucket. Pure.
+
+        Args:
+            tensors: All tensors of one optimizer, with the orders of the recorded step.
+            world_size: Number of ranks.
+        """
 
 
 class ThresholdFusion:
-    """Fuses tensors in first-use order into buckets of at most `bucket_cap_mb`.
+    """Fuses tensors, in the order in which forward first reads them, into buckets up to a cap.
 
-    The bucket nearest the input is smaller: it is the last to be reduced and the first to be read,
-    so nothing hides its time. A tensor over the cap is cut into equal parts.
+    The bucket nearest the model's input is smaller: backward completes it last and forward reads it
+    first, so that no computation hides its communication. A tensor larger than the cap is cut into
+    equal slices.
 
     Args:
-        bucket_cap_mb: Cap of a bucket, MiB; None: `default_cap_mb` of the number of ranks.
-        first_bucket_cap_mb: Cap of the bucket nearest the input, MiB; more than `bucket_cap_mb`
-            counts as that much.
+        bucket_cap_mb: Most MiB of a bucket. None means `default_cap_mb(world_size)`.
+        first_bucket_cap_mb: Most MiB of the bucket nearest the input. A value above `bucket_cap_mb`
+            means `bucket_cap_mb`.
 
     Raises:
         ValueError: If a cap is not positive.
@@ -51,12 +61,15 @@ class ThresholdFusion:
                 raise ValueError(f"{option} must be > 0 MiB, got {value!r}.")
 
     def caps_mb(self, world_size: int) -> tuple[float, float]:
-        """Returns the caps of the bucket nearest the input and of the others, MiB."""
+        """Returns (cap of the bucket nearest the input, cap of all other buckets), both in MiB."""
         cap_mb = default_cap_mb(world_size) if self.bucket_cap_mb is None else self.bucket_cap_mb
         return min(self.first_bucket_cap_mb, cap_mb), cap_mb
 
     def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
-        """See `FusionPlanner`. One rank has nothing to overlap: there the caps do not apply."""
+        """Returns the plan: see `FusionPlanner`.
+
+        The caps do not apply at world size 1, where there is no communication to overlap.
+        """
         first_mb, cap_mb = self.caps_mb(world_size)
         name = f"threshold({cap_mb:g} MiB, first {first_mb:g} MiB)"
         caps = (first_mb * MIB, cap_mb * MIB) if world_size > 1 else ()
@@ -65,10 +78,17 @@ class ThresholdFusion:
     def plans_of_caps(
         self, tensors: Specs, world_size: int, least_mb: float, most_mb: float
     ) -> dict[float, BucketPlan]:
-        """Returns caps from `least_mb` to `most_mb`, evenly on a log scale, with their plans.
+        """Returns cap in MiB -> plan, for caps spaced evenly on a log scale.
 
-        The bucket nearest the input keeps its cap. Of caps that make the same buckets only the
-        smallest is there, and of those that make more than possible none, but for the largest.
+        The cap of the bucket nearest the input does not change. If several caps make the same
+        buckets, only the smallest of these caps is returned. A cap that makes more than
+        `MAX_BUCKETS` buckets is left out, except for `most_mb`.
+
+        Args:
+            tensors: All tensors of one optimizer.
+            world_size: Number of ranks.
+            least_mb: Smallest cap, MiB.
+            most_mb: Largest cap, MiB.
         """
         num_steps = max(round(_CAPS_PER_OCTAVE * math.log2(most_mb / least_mb)), 1)
         first_mb, _ = self.caps_mb(world_size)
@@ -84,10 +104,10 @@ class ThresholdFusion:
 
 
 def default_cap_mb(world_size: int) -> float:
-    """Returns 4 MiB for each rank, from 8 to 25 MiB.
+    """Returns the default cap of a bucket in MiB: 4 for each rank, but at least 8 and at most 25.
 
-    A bucket is cut into a message for every rank, whose overhead is the same however small it is;
-    25 MiB is what DistributedDataParallel takes.
+    The cap grows with the world size because a bucket is cut into one message for each rank, and
+    each message costs the same time however small it is. 25 MiB is DistributedDataParallel's cap.
     """
     return min(max(4.0 * world_size, 8.0), 25.0)
 
@@ -98,27 +118,37 @@ class NoFusion:
     name = "none"
 
     def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
-        """See `FusionPlanner`."""
+        """Returns the plan: see `FusionPlanner`."""
         return fuse_groups(self.name, tensors, world_size, [[tensor.index] for tensor in tensors])
 
 
 class SingleFusion:
-    """Makes one bucket for everything: no overlap at all, the fewest messages."""
+    """Makes one bucket for each family: the fewest messages, but nothing overlaps.
+
+    Tensors without a gradient in the recorded step share another bucket for each family.
+    """
 
     name = "single"
 
     def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
-        """See `FusionPlanner`."""
+        """Returns the plan: see `FusionPlanner`."""
         return _fuse(self.name, tensors, world_size)
 
 
 def fuse_groups(
     name: str, tensors: Specs, world_size: int, groups: Iterable[Iterable[int]]
 ) -> BucketPlan:
-    """Makes a bucket for each of `groups` (tensor indices of one family); cuts no tensor.
+    """Returns a plan with one bucket for each of `groups`. No tensor is cut. Pure.
 
-    Tensors that no group names come last, one bucket a family; those are for tensors without a
-    gradient, which may wait for the end of backward, and nothing else should wait with them.
+    Tensors that no group names, usually tensors without a gradient in the recorded step, get one
+    more bucket for each family. Such a bucket may be launched only when backward has ended, and no
+    tensor that got its gradient earlier should wait for that.
+
+    Args:
+        name: Name of the plan.
+        tensors: All tensors of one optimizer.
+        world_size: Number of ranks.
+        groups: Indices of the tensors of each bucket; all tensors of a group have the same family.
     """
     by_index = {tensor.index: tensor for tensor in tensors}
     members = [[by_index.pop(index) for index in group] for group in groups]
@@ -139,10 +169,17 @@ def _fuse(
     first_cap_bytes: float = float("inf"),
     cap_bytes: float = float("inf"),
 ) -> BucketPlan:
-    """Greedy fusion in first-use order; see `ThresholdFusion`.
+    """Returns the plan of greedy fusion in first-use order; see `ThresholdFusion`.
 
-    Tensors without a gradient in the recorded step get buckets of their own: they may wait for the
-    end of backward, and nothing else should wait with them.
+    Tensors without a gradient in the recorded step share no bucket with other tensors: their bucket
+    may be launched only when backward has ended, and other gradients should not wait for that.
+
+    Args:
+        name: Name of the plan.
+        tensors: All tensors of one optimizer.
+        world_size: Number of ranks.
+        first_cap_bytes: Most bytes of the bucket nearest the input.
+        cap_bytes: Most bytes of all other buckets.
     """
     groups: dict[tuple[str, bool], list[TensorSpec]] = {}
     for tensor in sorted(tensors, key=use_key):
@@ -170,8 +207,15 @@ def _fuse(
 def _plan_of(
     name: str, tensors: Specs, world_size: int, parts: Iterable[Sequence[Part]]
 ) -> BucketPlan:
-    """A plan with a bucket for each of `parts`, in the order in which forward reads them."""
-    # Sorting keeps the order of the parts of one tensor.
+    """Returns a plan with a bucket for each of `parts`, in the order in which forward reads them.
+
+    Args:
+        name: Name of the plan.
+        tensors: All tensors of one optimizer.
+        world_size: Number of ranks.
+        parts: Contents of each bucket.
+    """
+    # sorted() is stable, so that several parts of one tensor stay in their order.
     in_use_order = sorted(parts, key=lambda bucket: use_key(bucket[0][0]))
     buckets = tuple(layout.bucket_of(bucket, world_size) for bucket in in_use_order)
     return BucketPlan(name, world_size, buckets, layout.reduce_order(buckets, tensors))
@@ -180,9 +224,13 @@ def _plan_of(
 def runs_of(
     items: Iterable[T], nbytes: Callable[[T], float], least: float, first_least: float | None = None
 ) -> list[list[T]]:
-    """Returns consecutive items together, up to the one with which they have `least` bytes.
+    """Cuts `items` into runs of consecutive items; a run ends once it has `least` bytes or more.
 
-    The first run has `first_least`, if that is given.
+    Args:
+        items: Items in their order.
+        nbytes: Returns the size of an item in bytes.
+        least: Bytes with which a run is complete; the last run may have fewer.
+        first_least: The same for the first run. None means `least`.
     """
     runs: list[list[T]] = []
     filled = 0.0
@@ -197,19 +245,21 @@ def runs_of(
 
 
 def use_key(tensor: TensorSpec) -> tuple[bool, float, int]:
-    """Sorts tensors as forward first reads them; those without a gradient last."""
+    """Returns the sort key of first-use order; tensors without a gradient come last."""
     first_use = float("inf") if tensor.first_use is None else tensor.first_use
     return not tensor.is_used, first_use, tensor.index
 
 
 def _cuts(numel: int, first_cap: float, cap: float, unit: int) -> list[tuple[int, int]]:
-    """Ranges that cover a tensor: whole if it fits, else a first part and equal parts after it.
+    """Returns ranges [start, stop) that cover a tensor of `numel` elements.
 
-    Every cut is at a multiple of `unit`, so that no padding separates the parts.
+    The tensor stays whole if it fits into `first_cap`. Otherwise the first range has at most
+    `first_cap` elements, and the others are of equal size, at most `cap`. Every cut is at a
+    multiple of `unit`, so that no padding separates the slices of the tensor.
     """
     if numel <= max(first_cap, unit):
         return [(0, numel)]
-    # A cap below one unit still has to make progress.
+    # At least one unit, or a cap below one unit would make empty ranges.
     first = max(int(first_cap) // unit, 1) * unit
     num_parts = -(-(numel - first) // max(int(cap) // unit * unit, unit))
     size = layout.aligned(-(-(numel - first) // num_parts), unit)

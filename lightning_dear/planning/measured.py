@@ -1,4 +1,7 @@
-"""What planners are told of a training: its times, what the link costs, and what a codec does."""
+"""What planners get to know of a training: times of a step, costs of the link and of the codec.
+
+P is the number of ranks. A time in seconds that depends linearly on a size is alpha + beta x size.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ class ModelTimes:
     """Holds the seconds of one step without any communication.
 
     Attributes:
-        forward_s: Length of the forward.
-        backward_s: Length of the backward.
-        first_use_s: Tensor index -> seconds from the forward's beginning to its first read. A
-            tensor that is missing is not read in forward.
-        ready_s: Tensor index -> seconds from the backward's beginning to its gradient. A tensor
-            that is missing got no gradient and is sent when backward has ended.
-        step_s: Optimizer step on this rank's shards, all buckets together.
-        late_step_s: Optimizer step of whole buckets, all together, each where forward first reads
-            it; for gather="gradients".
+        forward_s: Seconds of the forward.
+        backward_s: Seconds of the backward.
+        first_use_s: Tensor index -> seconds from the beginning of forward to the tensor's first
+            read. A tensor that is missing here is not read in forward.
+        ready_s: Tensor index -> seconds from the beginning of backward to the tensor's gradient. A
+            tensor that is missing here got no gradient and is sent when backward has ended.
+        step_s: Seconds of the optimizer step on this rank's shards of all buckets.
+        late_step_s: Seconds of the optimizer step on all buckets as wholes, in sum; each bucket is
+            stepped where forward first reads it. For gather="gradients"; 0 otherwise.
         allows_early: Whether buckets may be stepped and gathered before backward has ended.
         allows_all_reduce: Whether buckets may be all-reduced.
         allows_cuts: Whether a tensor may be cut between two buckets.
@@ -39,30 +42,37 @@ class ModelTimes:
     allows_cuts: bool = True
 
     def ready_of(self, bucket: BucketSpec) -> float:
-        """Returns when the last gradient of `bucket` is there, seconds since backward began."""
+        """Returns the seconds from the beginning of backward to the last gradient of `bucket`."""
         return max(self.ready_s.get(piece.tensor, self.backward_s) for piece in bucket.slices)
 
     def first_use_of(self, bucket: BucketSpec) -> float:
-        """Returns when forward first reads `bucket`, seconds since it began; at most its length."""
+        """Returns the seconds from the beginning of forward to the first read of `bucket`.
+
+        A bucket that forward does not read counts as read at the end of forward.
+        """
         return min(self.first_use_s.get(piece.tensor, self.forward_s) for piece in bucket.slices)
 
 
 def combined_times(
     times: Sequence[ModelTimes], combine: Callable[[Sequence[float]], float]
 ) -> ModelTimes:
-    """Returns several steps of one rank as one (`median`), or several ranks (`max`).
+    """Combines the times of several steps of a rank, or of several ranks, into one `ModelTimes`.
 
-    Each figure for itself, tensor by tensor where there is one for each tensor. The maximum, since
-    a bucket is exchanged when the last rank has it.
+    Each time is combined by itself; times of tensors are combined tensor by tensor. What is not
+    allowed in one of `times` is not allowed in the result.
+
+    Args:
+        times: Times to combine; at least one.
+        combine: Returns one time for several: `median` for the steps of one rank, and `max` for
+            ranks, since a bucket can be exchanged only when the last rank has filled it.
     """
 
     def combined(rows: Sequence[Any]) -> Any:
         if isinstance(rows[0], bool):
-            # Only what every step and every rank allows is allowed.
             return all(rows)
         if not isinstance(rows[0], Mapping):
             return combine(rows)
-        # Ranks may have read, or got gradients for, different tensors.
+        # Not every rank may have read, or got a gradient for, the same tensors.
         indices = sorted({index for row in rows for index in row})
         return {index: combine([row[index] for row in rows if index in row]) for index in indices}
 
@@ -71,13 +81,13 @@ def combined_times(
 
 @dataclass(frozen=True)
 class LinkCost:
-    """Holds the cost of one exchange on a rank's link, the same in both directions.
+    """Holds the cost of one collective on a rank's link, which is the same in both directions.
 
     Attributes:
-        alpha_s: Seconds that an exchange takes however small it is.
+        alpha_s: Seconds that a collective takes however small it is.
         beta_s: Seconds for each byte that the rank sends: 1 / rate.
-        all_reduce: Cost of the backend's all-reduce, which sends twice the bytes of one half; None:
-            that of a reduce-scatter and an all-gather.
+        all_reduce: Cost of the backend's all-reduce, which sends twice the bytes of one half. None
+            means that an all-reduce costs a reduce-scatter plus an all-gather.
     """
 
     alpha_s: float
@@ -85,34 +95,37 @@ class LinkCost:
     all_reduce: LinkCost | None = None
 
     def reduce_scatter_s(self, nbytes: float, world_size: int) -> float:
-        """Returns seconds for `nbytes`: alpha + beta x nbytes x (P-1)/P; 0 at one rank."""
+        """Returns the seconds to reduce-scatter `nbytes`: alpha + beta x nbytes x (P-1)/P.
+
+        Returns 0 at world size 1.
+        """
         if world_size == 1:
             return 0.0
         return self.alpha_s + self.beta_s * sent_bytes(nbytes, world_size)
 
     all_gather_s = reduce_scatter_s
-    """The same: it sends what a reduce-scatter sends."""
+    """Seconds to all-gather `nbytes`: as to reduce-scatter them, since a rank sends as much."""
 
     def all_reduce_s(self, nbytes: float, world_size: int) -> float:
-        """Returns seconds for `nbytes`, as measured, or as both halves; 0 at one rank."""
-        # Nothing was measured: as two halves, so two starts.
+        """Returns the seconds to all-reduce `nbytes`: see `all_reduce`. 0 at world size 1."""
+        # Two halves cost the start of a collective twice.
         cost = self.all_reduce or LinkCost(2 * self.alpha_s, self.beta_s)
         return cost.reduce_scatter_s(2 * nbytes, world_size)
 
 
 def sent_bytes(nbytes: float, world_size: int) -> float:
-    """Returns what each rank sends to reduce-scatter, or to all-gather, `nbytes`."""
+    """Returns the bytes that each rank sends to reduce-scatter, or to all-gather, `nbytes`."""
     return nbytes * (world_size - 1) / world_size
 
 
 @dataclass(frozen=True)
 class Train:
-    """Holds a measurement of exchanges that were under way at once.
+    """Holds a measurement of a train: several collectives that were under way at once.
 
     Attributes:
-        count: How many.
-        sent_bytes: By a rank, in each.
-        seconds: Until all had ended.
+        count: Number of collectives.
+        sent_bytes: Bytes that a rank sent in each of them.
+        seconds: Seconds from the first launch until all had ended.
     """
 
     count: int
@@ -121,19 +134,20 @@ class Train:
 
 
 def fitted(*, many: Train, few: Train, small: Train, long: Train) -> LinkCost:
-    """Returns what four trains say; never below zero.
+    """Returns the alpha and beta that follow from four measured trains. Neither is below 0.
 
-    Every train also takes some time once: until its first message is under way, and until the last
-    rank has its last one. A difference between two trains leaves that out, though only roughly; in
-    a long train it weighs little.
+    Every train also takes a fixed time: until its first message is under way, and until the last
+    rank has received the last message. The difference of two trains cancels most of that time, and
+    in a long train the rest weighs little.
 
     Args:
-        many: Sends in all what `few` sends, so that it takes longer by its starts alone.
-        few: Fewer and larger exchanges; for alpha only.
-        small: Sends least in all.
-        long: Sends most in all.
+        many: Train that sends as many bytes in sum as `few`, in more collectives. It takes longer
+            only because it starts more collectives, which tells alpha.
+        few: Train of fewer and larger collectives; used for alpha only.
+        small: Train that sends the fewest bytes in sum. It tells beta, together with `long`.
+        long: Train that sends the most bytes in sum.
     """
-    # Noise may make more starts look cheaper than few.
+    # Noise may make the train with more starts the faster one, and so the difference negative.
     alpha_s = max((many.seconds - few.seconds) / (many.count - few.count), 0.0)
     starts_s = alpha_s * (long.count - small.count)
     more_bytes = long.count * long.sent_bytes - small.count * small.sent_bytes
@@ -142,9 +156,15 @@ def fitted(*, many: Train, few: Train, small: Train, long: Train) -> LinkCost:
 
 
 Way = Literal["half", "to_owners", "both_halves", "all_gather", "all_reduce"]
-"""How the first half of what is encoded travels: to owners, summed on its way; to owners as it is;
-so, and from them to everybody; all of it to everybody; or in one all-reduce. Planners know of the
-first alone, simulations of all.
+"""How the encoded gradients of a bucket reach the ranks.
+
+half: In a reduce-scatter, to the owners of shards.
+to_owners: In an all-to-all, to the owners of shards, which sum the rows that arrive.
+both_halves: As with to_owners; the owners then send the sums to all ranks, still in backward.
+all_gather: The encoded gradients of each rank are sent to all ranks, which sum them.
+all_reduce: In one all-reduce.
+
+Planners only know "half"; the simulator knows all of them.
 """
 
 
@@ -156,23 +176,30 @@ class Linear:
     beta: float = 0.0
 
     def of(self, numel: float) -> float:
-        """Returns its value for so many elements."""
+        """Returns the value for `numel` elements."""
         return self.alpha + self.beta * numel
 
 
 @dataclass(frozen=True)
 class BucketCost:
-    """Holds what one bucket costs in a step, beside its turns on the link.
+    """Holds the costs of one bucket in a step: seconds of the host or device, and message sizes.
+
+    The seconds in which the bucket's messages occupy the link follow from the sizes; see
+    `LinkCost`.
 
     Attributes:
-        encode_s: In backward, when its last gradient is there: encoding it, starting its messages.
-        sum_s: After backward, when all ranks' bytes are there: decoding and summing them.
-        publish_s: In the step, after this rank's shard is stepped: the same of that.
-        decode_s: In forward, at the first read.
-        reduce_bytes: Size of what travels in the reduce half, as if all of it were sent.
-        gather_bytes: The same of the gather half.
-        way: See `Way`.
-        reduce_starts: See `CodecCost`.
+        encode_s: Seconds to encode the bucket and to start its messages. Spent in backward, once
+            the bucket's last gradient is there.
+        sum_s: Seconds to decode and sum the bytes of all ranks. Spent after backward, once these
+            have arrived.
+        publish_s: Seconds to encode this rank's shard and to start its messages. Spent in the
+            optimizer step, once the shard has been stepped.
+        decode_s: Seconds to decode what was gathered. Spent in forward, at the bucket's first read.
+        reduce_bytes: Size of the bucket in the reduce half, with the shards of all ranks; a rank
+            sends (P-1)/P of it.
+        gather_bytes: The same in the gather half.
+        way: How the encoded gradients travel: see `Way`.
+        reduce_starts: Same as the attribute of `CodecCost`.
     """
 
     encode_s: float
@@ -187,24 +214,28 @@ class BucketCost:
 
 @dataclass(frozen=True)
 class CodecCost:
-    """Holds what a codec costs; without arguments numbers travel as they are, for nothing.
+    """Holds what a codec costs, as functions of a number of elements.
 
-    A half that is not encoded has no size here, and no costs but for starting its messages.
+    Without arguments it stands for no codec: values travel uncompressed, and nothing is spent on
+    them. In a half that is not encoded, only starting messages costs something.
 
     Attributes:
-        encode: Seconds to encode a bucket, what is kept of it included, and to start its messages;
-            of its elements.
-        decode_sum: Seconds to decode all ranks' parts of this rank's shard and to sum them, or to
-            decode their sum (with summing, where the host does that); of the bucket's elements.
-        encode_shard: Seconds to encode the owner's shard, and to start its messages; of the shard's
-            elements.
-        decode: Seconds to decode what was gathered; of the bucket's elements.
-        reduce_bytes: Of a shard that is encoded for its owner; of the shard's elements. None: as
-            many as it has.
-        gather_bytes: Of a shard that its owner has encoded; the same.
-        way: See `Way`.
-        reduce_starts: Messages, one after the other, with which the first half begins; None: as
-            many as any half of the network. Planners take it that there are as many.
+        encode: Elements of a bucket -> seconds to encode it, to update the residual, and to start
+            its messages.
+        decode_sum: Elements of a bucket -> seconds to decode what all ranks have sent for this
+            rank's shard and to sum it. If encoded rows are summed on their way, seconds to decode
+            the sum, and to sum if the host does that.
+        encode_shard: Elements of a shard -> seconds for its owner to encode it and to start its
+            messages.
+        decode: Elements of a bucket -> seconds to decode what was gathered.
+        reduce_bytes: Elements of a shard -> bytes of the gradients that are encoded for its owner.
+            None means that they travel uncompressed.
+        gather_bytes: Elements of a shard -> bytes of what its owner has encoded. None means that it
+            travels uncompressed.
+        way: How the encoded gradients travel: see `Way`.
+        reduce_starts: How often the reduce half pays for the start of a message: number of messages
+            that are sent one after the other. None means as often as any half in this network.
+            Planners always assume None.
     """
 
     encode: Linear = Linear()
@@ -217,8 +248,14 @@ class CodecCost:
     reduce_starts: float | None = None
 
     def of(self, numel: float, itemsize: int, world_size: int) -> BucketCost:
-        """Returns costs of a bucket of `numel` elements, padding included, by `itemsize` bytes."""
-        # Each rank encodes a shard for every rank, and publishes its own.
+        """Returns the costs of a bucket.
+
+        Args:
+            numel: Elements of the bucket, padding included.
+            itemsize: Bytes of an uncompressed element.
+            world_size: Number of ranks.
+        """
+        # A rank encodes one row for each rank in the reduce half, and its shard in the gather half.
         shard = numel / world_size
 
         def size(wire: Linear | None) -> float:
@@ -238,17 +275,20 @@ class CodecCost:
 
 @dataclass(frozen=True)
 class CodecCosts:
-    """Holds costs of the buckets that are compressed, and of those that are not.
+    """Holds the costs of compressed buckets and of uncompressed ones in one training.
 
     Attributes:
-        compressed: By the training's codec; without one, nothing.
-        uncompressed: What travelling as they are costs among buckets that are compressed.
-        may_mix: Whether a plan may leave buckets uncompressed. Not where there is no codec, nor
-            where what comes back is no gradient, such as a vote.
-        may_plan: Whether planners may try other buckets with it. Not with sparse all-reduces.
-        unseen_s: Seconds of a step that no cost shows, such as ranks that wait for each other;
-            negative where steps are shorter than all costs say. The same for every plan.
-        fitted_to: The plan whose measured step all these add up to, if there is one.
+        compressed: Costs of a bucket that the training's codec compresses. The default stands for a
+            training without a codec.
+        uncompressed: Costs of a bucket that a plan leaves uncompressed although there is a codec.
+        may_mix: Whether a plan may leave buckets uncompressed. False without a codec, and with
+            codecs that do not bring back gradients, such as voting ones.
+        may_plan: Whether planners may try other buckets with this codec. False for sparse
+            all-reduces.
+        unseen_s: Seconds of a step that none of the costs explains, such as ranks that wait for
+            each other; added to the prediction of every plan. Negative if the measured steps were
+            shorter than predicted.
+        fitted_to: Plan whose measured step gave `unseen_s`. None means that no step was measured.
     """
 
     compressed: CodecCost = CodecCost()
@@ -260,7 +300,7 @@ class CodecCosts:
 
     @property
     def are_none(self) -> bool:
-        """Tells whether there is no codec."""
+        """Tells whether the training has no codec."""
         return self.compressed == CodecCost()
 
     def of(self, plan: BucketPlan, number: int) -> CodecCost:
@@ -268,7 +308,7 @@ class CodecCosts:
         return self.uncompressed if number in plan.uncompressed else self.compressed
 
     def of_all(self, plan: BucketPlan) -> list[BucketCost]:
-        """Returns what each bucket of `plan` costs, padding included."""
+        """Returns the costs of each bucket of `plan`, in the order of bucket numbers."""
         return [
             self.of(plan, number).of(bucket.padded_numel, bucket.itemsize, plan.world_size)
             for number, bucket in enumerate(plan.buckets)
@@ -276,3 +316,4 @@ class CodecCosts:
 
 
 NO_CODEC = CodecCosts()
+"""Costs of a training without a codec."""

@@ -1,4 +1,4 @@
-"""What a plan is: which elements of which tensor lie where in which bucket, and in which order."""
+"""Plans: which elements of which tensor lie in which bucket, and the orders of the buckets."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 FORMAT_VERSION = 1
-"""What `BucketPlan.to_dict` writes and `from_dict` reads."""
+"""Version of the format that `BucketPlan.to_dict` writes and `from_dict` reads."""
 
 _FIELDS = {"name", "world_size", "tensors", "buckets", "reduce_order", "early"}
 _ORDERS = ("reduce_order", "early", "all_reduced", "uncompressed")
 
 MAX_BUCKETS = 1 << 12
-"""Most buckets of an optimizer; keeps the numbers of several optimizers' buckets apart."""
+"""Most buckets of one optimizer. Message tags of two optimizers are at least this far apart."""
 
 ALIGNMENT = 64
-"""Tensors start, and shards are cut, at multiples of this many elements: torch's fused CPU kernels
-give other bits for an element that moves from the vectorised part of a tensor to its tail."""
+"""Tensors start, and shards are cut, at multiples of this many elements. torch's fused CPU kernels
+compute the tail of a tensor by other instructions than its vectorised part, so that an element that
+moved from one to the other would get other bits."""
 
 
 def aligned(numel: int, multiple: int = ALIGNMENT) -> int:
@@ -32,16 +33,19 @@ def aligned(numel: int, multiple: int = ALIGNMENT) -> int:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Describes one parameter as the planner sees it.
+    """Describes one parameter for planners.
 
     Attributes:
-        index: Its number in the engine's list of parameters.
-        name: Its qualified name in the module.
-        numel: Elements.
-        itemsize: Bytes an element.
-        family: Tensors of different families (dtype, device) never share a bucket.
-        first_use: Position among the first reads of the recorded forward; None if never read.
-        ready: Position among the gradients of the recorded backward; None if it got none.
+        index: Index of the parameter in the engine's list of parameters.
+        name: Qualified name of the parameter in the module.
+        numel: Number of elements.
+        itemsize: Bytes of an element.
+        family: Key made of dtype, device and codec. Tensors of different families never share a
+            bucket.
+        first_use: Position among the first reads of the recorded forward. None means that the
+            forward did not read it.
+        ready: Position among the gradients of the recorded backward. None means that it got no
+            gradient.
     """
 
     index: int
@@ -54,21 +58,29 @@ class TensorSpec:
 
     @property
     def is_used(self) -> bool:
-        """Tells whether the recorded step produced a gradient for it."""
+        """Tells whether the recorded step produced a gradient for the parameter."""
         return self.ready is not None
 
     @property
     def nbytes(self) -> int:
-        """Returns the size, bytes."""
+        """Returns the size of the parameter in bytes."""
         return self.numel * self.itemsize
 
 
 Specs = Sequence[TensorSpec]
+"""All tensors of one optimizer, as planners get them."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Places elements [start, stop) of tensor `tensor`, in storage order, at `offset`."""
+    """Describes the part of one tensor that lies in a bucket.
+
+    Attributes:
+        tensor: Index of the tensor.
+        start: First element of the part, in the order in which the tensor's elements are stored.
+        stop: First element after the part.
+        offset: Element of the bucket at which the part begins.
+    """
 
     tensor: int
     start: int
@@ -86,10 +98,10 @@ class BucketSpec:
     """Describes one bucket: slices in first-use order, padded so that all shards are equal.
 
     Attributes:
-        family: That of all its tensors.
-        slices: What lies in it.
-        padded_numel: Elements including padding; a multiple of ALIGNMENT x world_size.
-        itemsize: Bytes an element.
+        family: Family that all of its tensors have.
+        slices: Parts of tensors that lie in the bucket, in the order of their offsets.
+        padded_numel: Number of elements, padding included; a multiple of ALIGNMENT x world_size.
+        itemsize: Bytes of an element.
     """
 
     family: str
@@ -99,8 +111,8 @@ class BucketSpec:
 
     @property
     def numel(self) -> int:
-        """Returns the number of elements that belong to tensors."""
-        return sum(piece.numel for piece in self.slices)
+        """Returns the number of elements without padding."""
+        return sum(part.numel for part in self.slices)
 
     @property
     def nbytes(self) -> int:
@@ -109,56 +121,60 @@ class BucketSpec:
 
     @property
     def stepped_bytes(self) -> int:
-        """Returns the size in bytes without the padding, which no optimizer steps.
+        """Returns the size in bytes without padding, which no optimizer steps.
 
-        So shards take as long to step with every plan, and each tensor its share of that.
+        Planners share the time of the optimizer step among buckets by this size, so that a tensor
+        costs the same in every plan.
         """
         return self.numel * self.itemsize
 
 
 Part = tuple[TensorSpec, int, int]
-"""A tensor, and the elements [start, stop) of it that lie in a bucket."""
+"""A tensor, and the range [start, stop) of its elements that lies in a bucket."""
 
 
-def bucket_of(parts: Sequence[Part], world_size: int) -> BucketSpec:
-    """Returns a bucket that holds `parts`, one after the other, in this order.
+def bucket_of(ranges: Sequence[Part], world_size: int) -> BucketSpec:
+    """Returns a bucket that holds `ranges` one after the other, each aligned.
 
     Raises:
-        ValueError: If they are of several families.
+        ValueError: If the tensors are of several families.
     """
-    families = {tensor.family for tensor, _, _ in parts}
+    families = {tensor.family for tensor, _, _ in ranges}
     if len(families) != 1:
-        names = ", ".join(tensor.name for tensor, _, _ in parts[:2])
+        names = ", ".join(tensor.name for tensor, _, _ in ranges[:2])
         raise ValueError(
-            f"The plan puts {names} in one bucket; here they differ in type or compressor."
+            f"The plan puts {names} in one bucket, but here they differ in dtype, device or"
+            " compressor. Make it again."
         )
     slices, filled = [], 0
-    for tensor, start, stop in parts:
+    for tensor, start, stop in ranges:
         slices.append(Slice(tensor.index, start, stop, filled))
         filled += aligned(stop - start)
-    # Every rank's shard begins at a multiple of ALIGNMENT, too.
+    # A multiple of ALIGNMENT for each rank, so that every shard begins at one.
     padded_numel = aligned(filled, ALIGNMENT * world_size)
-    return BucketSpec(families.pop(), tuple(slices), padded_numel, parts[0][0].itemsize)
+    return BucketSpec(families.pop(), tuple(slices), padded_numel, ranges[0][0].itemsize)
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Holds buckets in first-use order (of stepping and gathering) and their reduce order.
+    """Says which tensors share a bucket, and in which orders buckets are reduced and gathered.
 
-    Within a family, buckets follow each other in one flat buffer, so that a tensor split between
-    two buckets stays contiguous.
+    A bucket's number is its index in `buckets`. Buckets are stepped and gathered in the order of
+    their numbers. Buckets of one family follow each other in one flat buffer, so that a tensor that
+    is split between two buckets stays contiguous.
 
     Attributes:
-        name: For people: which planner, with which options.
-        world_size: Ranks it was made for.
-        buckets: In the order in which the next forward first reads them.
-        reduce_order: Bucket numbers in the order in which backward completes them.
+        name: Description for people: the planner and its options.
+        world_size: Number of ranks that the plan was made for.
+        buckets: Buckets in the order in which forward first reads them.
+        reduce_order: Bucket numbers in the order in which backward completes the buckets.
         early: Numbers of the buckets that may be stepped and gathered while backward still runs, in
             the order in which they are to be gathered.
-        all_reduced: Numbers of the buckets that are all-reduced during backward, stepped whole by
-            every rank and never gathered; rising, none of them early. At one rank it means nothing.
-        uncompressed: Numbers of the buckets that travel as they are although there is a compressor;
-            rising.
+        all_reduced: Numbers, ascending, of the buckets that are all-reduced during backward,
+            stepped whole by every rank and never gathered. None of them is early. At one rank they
+            are treated as all others.
+        uncompressed: Numbers, ascending, of the buckets that travel uncompressed although there is
+            a compressor.
     """
 
     name: str
@@ -171,7 +187,7 @@ class BucketPlan:
 
     @cached_property
     def gather_order(self) -> tuple[int, ...]:
-        """Returns numbers of the buckets that are gathered: early ones, then in first-use order."""
+        """Returns the numbers of gathered buckets: early ones first, then in first-use order."""
         others = frozenset((*self.early, *self.all_reduced))
         return *self.early, *(n for n in range(len(self.buckets)) if n not in others)
 
@@ -182,7 +198,7 @@ class BucketPlan:
 
     @property
     def fill(self) -> float:
-        """Returns the share of the buckets that is not padding, 0..1."""
+        """Returns the share of all buckets' elements that is not padding, 0..1."""
         return sum(bucket.numel for bucket in self.buckets) / max(self.padded_numel, 1)
 
     @property
@@ -192,18 +208,22 @@ class BucketPlan:
         return numel / max(sum(bucket.numel for bucket in self.buckets), 1)
 
     def has_buckets_of(self, other: BucketPlan) -> bool:
-        """Tells whether both plans differ in their names alone."""
+        """Tells whether the two plans are equal except for their names."""
         return self == replace(other, name=self.name)
 
     def to_dict(self, tensors: Specs) -> dict[str, Any]:
-        """Returns the plan as JSON can hold it, with the names and sizes of its `tensors`."""
+        """Returns the plan in a form that JSON can hold, with the names and sizes of `tensors`.
+
+        Args:
+            tensors: Tensors that the plan was made for.
+        """
         return {
             "version": FORMAT_VERSION,
             "name": self.name,
             "world_size": self.world_size,
             "tensors": [[t.index, t.name, t.numel, t.itemsize] for t in tensors],
             "buckets": [
-                [[piece.tensor, piece.start, piece.stop] for piece in bucket.slices]
+                [[part.tensor, part.start, part.stop] for part in bucket.slices]
                 for bucket in self.buckets
             ],
             **{order: list(getattr(self, order)) for order in _ORDERS},
@@ -211,30 +231,35 @@ class BucketPlan:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], tensors: Specs, world_size: int) -> BucketPlan:
-        """Returns the plan of `to_dict`, over `tensors`, which are found by name.
+        """Returns the plan that `to_dict` has written, for `tensors`, which are matched by name.
+
+        Args:
+            data: What `to_dict` has returned.
+            tensors: Tensors of the present training.
+            world_size: Number of ranks of the present training.
 
         Raises:
-            ValueError: If it is no plan, or one for other tensors (the message names the first that
-                differs) or for another number of ranks.
+            ValueError: If `data` is not a plan, or a plan for other tensors (the message names the
+                first that differs) or for another number of ranks.
         """
         if not isinstance(data, dict) or data.get("version") != FORMAT_VERSION:
-            raise ValueError(f"This is no plan of format version {FORMAT_VERSION}; make it again.")
+            raise ValueError(f"This is no plan of format version {FORMAT_VERSION}. Make it again.")
         if missing := _FIELDS - data.keys():
-            raise ValueError(f"The plan lacks {', '.join(sorted(missing))}; make it again.")
+            raise ValueError(f"The plan lacks {', '.join(sorted(missing))}. Make it again.")
         if data["world_size"] != world_size:
             raise ValueError(
-                f"The plan was made for {data['world_size']} ranks, not for {world_size};"
-                " make it again."
+                f"The plan was made for {data['world_size']} ranks, and there are {world_size}."
+                " Make it again."
             )
         matched = _matched(data["tensors"], tensors)
         if unknown := {part[0] for parts in data["buckets"] for part in parts} - matched.keys():
-            raise ValueError(f"The plan does not say which tensor number {min(unknown)} is.")
-        # Numbers may have changed since the plan was made; names have not.
+            raise ValueError(f"A bucket holds the unknown tensor {min(unknown)}. Make it again.")
+        # Tensors are matched by name, since indices may have changed since the plan was made.
         buckets = tuple(
             bucket_of([(matched[index], *span) for index, *span in parts], world_size)
             for parts in data["buckets"]
         )
-        # Plans of before there were all-reduced and uncompressed buckets have none.
+        # Plans of earlier versions have neither all-reduced nor uncompressed buckets.
         orders = (tuple(data.get(order, ())) for order in _ORDERS)
         plan = cls(data["name"], world_size, buckets, *orders)
         check_plan(plan, tensors)
@@ -244,77 +269,76 @@ class BucketPlan:
 def check_plan(plan: BucketPlan, tensors: Specs) -> None:
     """Refuses a plan that does not hold every element of `tensors` exactly once, in order.
 
-    A tensor that is cut must go on at the beginning of its family's next bucket.
+    A tensor that is cut must go on at the beginning of the next bucket of its family.
 
     Raises:
-        ValueError: Naming the tensor or the order that is wrong.
+        ValueError: If the plan is wrong; the message names the tensor or the order.
     """
     reached = {tensor.index: 0 for tensor in tensors}
     filled_by: dict[str, int | None] = {}
     families = {tensor.index: tensor.family for tensor in tensors}
     for bucket in plan.buckets:
-        if {families[piece.tensor] for piece in bucket.slices} != {bucket.family}:
-            raise ValueError("The plan puts tensors that differ in type or compressor together.")
-        for number, piece in enumerate(bucket.slices):
-            continues = number == 0 and filled_by.get(bucket.family) == piece.tensor
-            is_next = piece.start == reached[piece.tensor] < piece.stop
-            if not is_next or (piece.start > 0 and not continues):
-                raise ValueError(
-                    f"The plan does not hold tensor {piece.tensor} once, in order, unbroken."
-                )
-            reached[piece.tensor] = piece.stop
+        if {families[part.tensor] for part in bucket.slices} != {bucket.family}:
+            raise ValueError("The plan mixes dtypes or compressors in a bucket. Make it again.")
+        for number, part in enumerate(bucket.slices):
+            continues = number == 0 and filled_by.get(bucket.family) == part.tensor
+            is_next = part.start == reached[part.tensor] < part.stop
+            if not is_next or (part.start > 0 and not continues):
+                broken = f"does not hold tensor {part.tensor} once, in order, unbroken"
+                raise ValueError(f"The plan {broken}. Make it again.")
+            reached[part.tensor] = part.stop
         last = bucket.slices[-1]
-        # Padding would come between the two parts of a tensor that is cut here.
+        # Padding at the end of this bucket would separate the parts of a tensor that is cut here.
         is_full = last.offset + last.numel == bucket.padded_numel
         filled_by[bucket.family] = last.tensor if is_full else None
     for tensor in tensors:
         if reached[tensor.index] != tensor.numel:
-            raise ValueError(f"The plan does not hold all of {tensor.name}.")
+            raise ValueError(f"The plan does not hold all of {tensor.name}. Make it again.")
     numbers = list(range(len(plan.buckets)))
     if sorted(plan.reduce_order) != numbers:
-        raise ValueError("The plan's reduce_order does not name every bucket once.")
+        raise ValueError("The plan's reduce_order does not name every bucket once. Make it again.")
     if len(set(plan.early)) < len(plan.early) or not set(plan.early) <= set(plan.reduce_order[:-1]):
-        raise ValueError("The plan's early buckets must differ and not be reduced last.")
+        raise ValueError("Early buckets must differ and not be reduced last: correct the plan.")
     for kind in ("all_reduced", "uncompressed"):
         named = getattr(plan, kind)
         if list(named) != sorted(set(named)) or not set(named) <= set(numbers):
-            raise ValueError(f"The plan's {kind} must name some of its buckets, once and in order.")
+            raise ValueError(f"The plan's {kind} must be bucket numbers, once and in order.")
     if not set(plan.all_reduced).isdisjoint(plan.early):
-        raise ValueError("The plan's all-reduced buckets cannot be early: nothing is gathered.")
+        raise ValueError("The plan's all-reduced buckets cannot be early. Leave them out of early.")
 
 
 def _matched(saved: Sequence[Any], tensors: Specs) -> dict[int, TensorSpec]:
-    """Saved index -> the tensor of that name."""
+    """Returns saved index -> the tensor of the same name; refuses a plan for other tensors."""
     names = {tensor.name: tensor for tensor in tensors}
     matched = {}
     for index, name, numel, itemsize in saved:
         if name not in names:
-            raise ValueError(f"The plan is for another model: {name} is not in this one.")
+            raise ValueError(f"The plan is for another model: {name} is not here. Make it again.")
         tensor = names.pop(name)
         if (tensor.numel, tensor.itemsize) != (numel, itemsize):
             raise ValueError(
                 f"The plan is for another model: there {name} has {numel} elements of {itemsize}"
-                f" bytes, here {tensor.numel} of {tensor.itemsize}."
+                f" bytes, here {tensor.numel} of {tensor.itemsize}. Make it again."
             )
         matched[index] = tensor
     if names:
-        raise ValueError(f"The plan is for another model: it does not know {next(iter(names))}.")
+        raise ValueError(f"The plan lacks {next(iter(names))} of this model. Make it again.")
     return matched
 
 
 def reduce_order(buckets: Sequence[BucketSpec], tensors: Specs) -> tuple[int, ...]:
-    """Returns bucket numbers by the time their last gradient came; those without go last."""
+    """Returns bucket numbers by the time of the last gradient; buckets that lack one go last."""
     ready = {tensor.index: tensor.ready for tensor in tensors}
 
     def last_gradient(number: int) -> tuple[float, int]:
-        times = [ready[piece.tensor] for piece in buckets[number].slices]
+        times = [ready[part.tensor] for part in buckets[number].slices]
         return max(float("inf") if time is None else time for time in times), -number
 
     return tuple(sorted(range(len(buckets)), key=last_gradient))
 
 
 def distinct(plans: Iterable[BucketPlan]) -> list[BucketPlan]:
-    """Returns the plans without those that differ from an earlier one in name alone."""
+    """Returns the plans without those that differ from an earlier one only in their names."""
     kept: dict[BucketPlan, BucketPlan] = {}
     for plan in plans:
         kept.setdefault(replace(plan, name=""), plan)
@@ -322,59 +346,59 @@ def distinct(plans: Iterable[BucketPlan]) -> list[BucketPlan]:
 
 
 def with_whole_tensors(plan: BucketPlan, tensors: Specs) -> BucketPlan:
-    """Returns `plan`, but with a bucket for every tensor that it cuts. Pure.
+    """Returns `plan` with a bucket of its own for every tensor that `plan` cuts. Pure.
 
-    For optimizers that need to see tensors whole. What else was in its buckets stays together,
-    before it or after it; no bucket is early, or all-reduced. A bucket is uncompressed if that
-    bucket was in which all it holds began.
+    For optimizers that must see whole tensors. The tensors before a cut one in its bucket stay
+    together, and so do the tensors after it. No bucket is early or all-reduced. A new bucket is
+    uncompressed if the bucket in which its tensors began was.
 
     Args:
-        plan: Over `tensors`.
-        tensors: For their sizes and the order of their gradients.
+        plan: Plan over `tensors`; not changed.
+        tensors: Tensors with their sizes and the order of their gradients.
     """
-    num_parts = Counter(piece.tensor for bucket in plan.buckets for piece in bucket.slices)
+    num_parts = Counter(part.tensor for bucket in plan.buckets for part in bucket.slices)
     if max(num_parts.values(), default=1) == 1:
         return replace(plan, early=(), all_reduced=())
     by_index = {tensor.index: tensor for tensor in tensors}
 
-    def cut_tensor(piece: Slice) -> int | None:
-        return piece.tensor if num_parts[piece.tensor] > 1 else None
+    def cut_tensor(part: Slice) -> int | None:
+        return part.tensor if num_parts[part.tensor] > 1 else None
 
     buckets: list[BucketSpec] = []
     uncompressed: list[int] = []
     for number, bucket in enumerate(plan.buckets):
-        # A run of tensors that lie in this bucket alone, or a part of one that is cut.
+        # Each run is a part of one cut tensor, or several tensors that lie in this bucket alone.
         for _, run in groupby(bucket.slices, cut_tensor):
-            # Where a cut tensor begins, all of it goes; its later parts leave nothing behind.
-            members = [by_index[piece.tensor] for piece in run if piece.start == 0]
+            # The whole cut tensor goes where its first part was; later parts are left out.
+            members = [by_index[part.tensor] for part in run if part.start == 0]
             if not members:
                 continue
             if number in plan.uncompressed:
                 uncompressed.append(len(buckets))
-            parts = [(tensor, 0, tensor.numel) for tensor in members]
-            buckets.append(bucket_of(parts, plan.world_size))
+            ranges = [(tensor, 0, tensor.numel) for tensor in members]
+            buckets.append(bucket_of(ranges, plan.world_size))
     name, order = f"{plan.name}, no tensor cut", reduce_order(buckets, tensors)
     return BucketPlan(name, plan.world_size, tuple(buckets), order, (), (), tuple(uncompressed))
 
 
 def save_plan(path: str | Path, plan: BucketPlan, tensors: Specs) -> None:
-    """Writes `plan`, which is over `tensors`, as JSON that `FixedPlan` reads."""
+    """Writes `plan`, over `tensors`, as a JSON file that `FixedPlan` reads. Local."""
     Path(path).write_text(json.dumps(plan.to_dict(tensors)) + "\n")
 
 
 class FixedPlan:
-    """Uses a plan that was made before, for the same model on as many ranks.
+    """Planner that uses a plan made before, for the same model and the same number of ranks.
 
     Args:
-        path_or_plan: File of `save_plan`, read when training has recorded its first step, on every
-            rank; or the plan itself.
+        path_or_plan: File written by `save_plan`, or the plan itself. Every rank reads the file
+            when training has recorded its first step.
     """
 
     def __init__(self, path_or_plan: str | Path | BucketPlan) -> None:
         self.path_or_plan = path_or_plan
 
     def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
-        """See `FusionPlanner`.
+        """Returns the plan, matched to `tensors`: see `FusionPlanner`.
 
         Raises:
             ValueError: If the plan is for another model or another number of ranks.

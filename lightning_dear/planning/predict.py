@@ -1,7 +1,8 @@
-"""Predicts the steady-state step of a plan: what is on the link when, and who waits for it.
+"""Predicts how long a step with a plan takes once training has settled, and when the link is used.
 
-Each rank has one link, used by one exchange at a time, the same in all ranks. Seconds count from
-the beginning of backward, as a step does here: backward, optimizer step, next forward.
+The model: all ranks do the same at the same time, and each has one link, which carries one
+collective at a time. A step is a backward, the optimizer step and the next forward; seconds count
+from the beginning of backward.
 """
 
 from dataclasses import dataclass
@@ -15,11 +16,11 @@ from lightning_dear.planning.plan import BucketPlan, Specs
 
 @dataclass(frozen=True)
 class Prediction:
-    """Says what a plan's step is expected to take.
+    """Holds the predicted step of a plan.
 
     Attributes:
-        step_s: From one backward to the next.
-        spans: The link's timeline.
+        step_s: Seconds from the beginning of one backward to that of the next.
+        spans: Collectives that the link carries, each with its beginning and end, in order.
     """
 
     step_s: float
@@ -28,14 +29,14 @@ class Prediction:
 
 @dataclass(frozen=True)
 class StepModel:
-    """Knows a training's steps, and tells what they take with a plan; pure.
+    """Predicts the step of a training for any plan. Pure.
 
     Attributes:
-        tensors: What plans are made of.
+        tensors: All tensors of the optimizer, over which plans are made.
         world_size: Number of ranks.
-        times: Of a step without communication, nor a codec.
-        link: What exchanges cost.
-        codecs: What encoding costs.
+        times: Times of a step without communication and without a codec.
+        link: Costs of collectives.
+        codecs: Costs of encoding and decoding.
     """
 
     tensors: Specs
@@ -45,22 +46,22 @@ class StepModel:
     codecs: CodecCosts = NO_CODEC
 
     def step_s(self, plan: BucketPlan) -> float:
-        """Returns the predicted step, seconds."""
+        """Returns the predicted seconds of a step with `plan`."""
         return self.predict(plan).step_s
 
     def predict(self, plan: BucketPlan) -> Prediction:
-        """See the function `predict`."""
+        """Returns the predicted step with `plan`; see the function `predict`."""
         step, run = _MeasuredStep(plan, self), steps.Run()
         run.do(0, step.backward())
         run.do(0, step.reduced())
         run.do(0, step.stepped())
-        # Of the next step: it reads what this one has gathered.
+        # The number of the next step, as this forward waits for the gathers of the step before it.
         run.do(1, step.forward())
         return Prediction(run.clock_s + self.codecs.unseen_s, tuple(run.link.spans))
 
 
 class _MeasuredStep(steps.PlannedStep):
-    """A step whose costs were measured in training."""
+    """Operations of a step of a plan, with costs that were measured in training."""
 
     def __init__(self, plan: BucketPlan, model: StepModel) -> None:
         times = model.times
@@ -91,20 +92,30 @@ def predict(
     link: LinkCost,
     codecs: CodecCosts = NO_CODEC,
 ) -> Prediction:
-    """Predicts the steady-state step of `plan`. Padding is encoded, sent and decoded too.
+    """Predicts the step of `plan` once training has settled. Pure.
 
-    Backward: reduce-scatters and all-reduces in reduce order, each launched when its last gradient
-    is there, and early gathers in their order, each launched when its bucket is reduced; the link
-    takes what was launched first. Then the step, bucket by bucket, each other all-gather when its
-    bucket is stepped (the steps of early buckets are counted here too); last those buckets that are
-    all-reduced, of which a rank steps all instead of its share. Then forward, which stands still at
-    a bucket's first read until it is there.
+    The predicted step consists of:
 
-    A codec takes turns with what else is computed: buckets are encoded before their launch, which
-    delays all later gradients; after backward they are decoded and summed one after the other, in
-    reduce order; a stepped shard is encoded before its gather, and what was gathered is decoded at
-    the first read, which delays all later ones, as do steps that are made there. Codecs are not
-    for plans with early or all-reduced buckets. What a codec's costs do not show is added to the
-    step.
+    1. Backward. Reduce-scatters and all-reduces are launched in reduce order, each once the
+       bucket's last gradient is there. Early gathers are launched in the plan's order, each once
+       its bucket is reduced. The link carries collectives in the order of their launches.
+    2. The optimizer step, bucket by bucket. A bucket's all-gather is launched once the bucket is
+       stepped. The time to step early buckets is counted here, too. All-reduced buckets come last:
+       a rank steps all of their elements, not only 1/world_size.
+    3. The next forward, which waits at the first read of a bucket until it is gathered.
+
+    A codec computes in turn with the model. A bucket is encoded before its launch, which delays all
+    later gradients. After backward, buckets are decoded and summed one after the other, in reduce
+    order. A stepped shard is encoded before its gather. What was gathered is decoded at the
+    bucket's first read, which delays all later reads; so does the optimizer step of buckets that
+    are stepped there. Plans with early or all-reduced buckets have no codec.
+    `CodecCosts.unseen_s` is added to the step. Padding is encoded, sent and decoded, too.
+
+    Args:
+        plan: Plan whose step is predicted.
+        tensors: All tensors that the plan holds.
+        times: Times of a step without communication and without a codec.
+        link: Costs of collectives.
+        codecs: Costs of encoding and decoding.
     """
     return StepModel(tensors, plan.world_size, times, link, codecs).predict(plan)

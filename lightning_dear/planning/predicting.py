@@ -1,11 +1,13 @@
-"""Planners that decide by predictions: MG-WFBP's rule, MergeComp's search, and its problem solved.
+"""Planners that choose the plan with the shortest predicted step, from measured times.
 
-MG-WFBP (Shi et al., arXiv 1811.11141) merges tensors that would only wait for each other.
+MG-WFBP (Shi et al., arXiv 1811.11141) merges a tensor into the next one of backward if sending it
+earlier, by itself, would gain nothing.
 
-MergeComp (Wang et al., arXiv 2103.15195) measures steps; here they are predicted. With two groups
-the step is taken to have one minimum over where to cut, so that a binary search finds it in
-O(log N); y groups take O(N^(y-2) log N), and y grows until one more group gains too little. An
-exact programme finds those that make the shortest step.
+MergeComp (Wang et al., arXiv 2103.15195) cuts the N tensors into y groups of neighbours. The paper
+measures steps; here they are predicted. For two groups the step is assumed to have a single minimum
+over the place of the cut, so that a binary search finds it in O(log N). The search takes
+O(N^(y-2) log N) for y groups, and y grows until one more group gains too little. `MergeCompFusion`
+solves the same problem exactly, by the dynamic programme of `planning/programme.py`.
 """
 
 from bisect import bisect_left
@@ -25,40 +27,43 @@ _MAX_GROUPS = 3
 _MIN_GAIN = 0.01
 
 _SHARES = (1, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
-"""Shares of all bytes that a bucket may hold."""
+"""Largest buckets that are tried, as shares of the bytes of all tensors."""
 
 _MIN_STEP_GAIN = 2e-3
-"""Share of the step that more buckets must gain: each costs the host work, which no link shows."""
+"""A plan with more buckets must have a step that is shorter by this share: each bucket costs the
+host work that predictions without a codec do not count."""
 
 _ROUNDING = 1e-12
-"""Share of the step by which equally long ones may differ."""
+"""Steps that differ by this share or less are equally long; rounding alone may cause that."""
 
 _SLACK = 1.05
-"""How much longer than a known step one may be for the programme: `predict` knows other families,
-and in which order forward really reads."""
+"""The programme keeps groupings whose step is up to this many times that of a known grouping. Its
+own prediction is not exact: only `predict` counts the other families, and the order in which
+forward really reads."""
 
 _NUM_NEAREST = 2
-"""Measured plans that tell how far another one's prediction is off."""
+"""Number of measured plans that tell by how much the prediction of another plan is wrong."""
 
 _Group = tuple[list[int], bool]
-"""Tensors of a bucket, and whether it is left uncompressed."""
+"""Indices of the tensors of a bucket, and whether the bucket is left uncompressed."""
 
 
 class MGWFBPFusion(PredictingPlanner):
-    """Merges a tensor into the next one of backward where that saves a start and delays nothing.
+    """Puts a tensor into the bucket of the one before it in backward, if waiting costs less.
 
-    Needs measured times: until then it trains with `ThresholdFusion`'s buckets. Its plan is used
-    without being measured against others. No tensor is cut. Tensors of different families are
-    planned apart, each as if it had the link to itself.
+    Waiting for the tensor must cost less than the start of another collective; see `merged`.
+    Training begins with `ThresholdFusion`'s buckets, until times have been measured. The plan is
+    then used without measuring it against others. No tensor is cut. Each family is planned by
+    itself, as if it had the link to itself.
     """
 
     name = "mgwfbp"
 
     @override
     def best_plan(self, model: StepModel) -> BucketPlan:
-        """Returns the rule's plan, with the costs of a reduce-scatter in the link's.
+        """Returns the plan that the MG-WFBP rule makes with the costs of reduce-scatters.
 
-        The rule knows nothing of codecs, so that the strategy refuses it with a compressor.
+        The rule does not consider codecs, so that the strategy refuses it with a compressor.
         """
         times, link = model.times, model.link
         per_byte_s = link.beta_s * (model.world_size - 1) / model.world_size
@@ -73,24 +78,28 @@ class MGWFBPFusion(PredictingPlanner):
 def merged(
     sizes: Sequence[float], ready_s: Sequence[float], alpha_s: float, beta_s: float
 ) -> list[list[int]]:
-    """Returns the groups that the MG-WFBP rule makes; arguments and groups in backward order.
+    """Returns the groups of tensors that the MG-WFBP rule makes.
 
-    With `t = alpha + beta x size` and a group `l` that would begin at `c` (when the link is free
-    and its last gradient is there), the next tensor, ready at `r`, joins the group if it is ready
-    before the group has been sent, `r < c + t`, and either the group has not begun by then,
-    `c > r`, or waiting for it costs less than a start, `r - c < alpha`. As alpha is between 0 and
-    t, this comes to `r - c < alpha`.
+    A group takes `t = alpha + beta x size` to send. It could be sent from the time `c` on, when the
+    link is free and the group's last gradient is there. The next tensor, whose gradient comes at
+    `r`, joins the group if its gradient comes before the group has been sent, `r < c + t`, and if
+    one of two things holds: the group is not yet being sent, `c > r`, or waiting for the tensor
+    costs less than the start of another collective, `r - c < alpha`. As alpha is between 0 and t,
+    all of this is the same as `r - c < alpha`.
 
     Args:
-        sizes: Bytes of each tensor.
-        ready_s: When each gradient is there; not decreasing.
-        alpha_s: Start of an exchange, seconds.
-        beta_s: Seconds for a byte of a tensor.
+        sizes: Bytes of each tensor, in the order of backward.
+        ready_s: Time at which each gradient is there, in the same order; not decreasing.
+        alpha_s: Seconds for the start of a collective.
+        beta_s: Seconds for each byte of a tensor.
+
+    Returns:
+        For each group, the places of its tensors in `sizes`; in the order of backward.
     """
     groups: list[list[int]] = []
     free_s = begin_s = end_s = size = 0.0
     for number, (nbytes, at_s) in enumerate(zip(sizes, ready_s, strict=True)):
-        # The whole rule: both its conditions come to this, as alpha is at most t.
+        # The whole rule: both of its conditions reduce to this one, since alpha is at most t.
         if groups and at_s - begin_s < alpha_s:
             groups[-1].append(number)
             size += nbytes
@@ -103,18 +112,20 @@ def merged(
 
 
 class MergeCompHeuristicFusion(PredictingPlanner):
-    """Makes a few groups of neighbours, by MergeComp's search for cuts; all are compressed.
+    """Makes a few groups of neighbours by MergeComp's own search; all buckets are compressed.
 
-    For comparing: with the default options `MergeCompFusion` never predicts a longer step. Needs
-    measured times: until then it trains with `ThresholdFusion`'s buckets. Its plan is used without
-    being measured against others. No tensor is cut. Tensors of different families are planned
-    apart, each as if it had the link to itself.
+    Meant for comparisons: with the default options, `MergeCompFusion` never predicts a longer step.
+    Training begins with `ThresholdFusion`'s buckets, until times have been measured. The plan is
+    then used without measuring it against others. No tensor is cut. Each family is planned by
+    itself, as if it had the link to itself.
 
     Args:
-        max_groups: Most groups; each one more multiplies the time to plan by the number of tensors.
-        min_gain: Share of the step, 0..1, that one more group must gain for a further one.
-        max_pieces: Smallest neighbours are joined beforehand until there are at most so many
+        max_groups: Most groups. Each further group multiplies the time to plan by the number of
             tensors.
+        min_gain: Share of the step, 0..1, that one more group must gain. If it gains less, the
+            search ends.
+        max_pieces: Most pieces that are planned. If there are more tensors, the smallest neighbours
+            are joined into pieces beforehand.
 
     Raises:
         ValueError: If `max_groups` is below 2, `min_gain` is not 0..1, or `max_pieces` is below 1.
@@ -138,7 +149,7 @@ class MergeCompHeuristicFusion(PredictingPlanner):
 
     @override
     def best_plan(self, model: StepModel) -> BucketPlan:
-        """Returns the plan that the search finds, without early gathers."""
+        """Returns the plan that MergeComp's search finds; it has no early gathers."""
         groups: list[list[int]] = []
         for course in programme.courses_of(model, self.max_pieces):
             cuts = best_cuts(course, self.max_groups, self.min_gain)
@@ -149,12 +160,14 @@ class MergeCompHeuristicFusion(PredictingPlanner):
 def best_cuts(
     course: programme.Course, max_groups: int = _MAX_GROUPS, min_gain: float = _MIN_GAIN
 ) -> list[int]:
-    """Returns where the search's groups end, as numbers of pieces; the last is all of them.
+    """Returns the cuts that MergeComp's search finds: for each group, how many pieces end with it.
+
+    The last cut is the number of all pieces.
 
     Args:
-        course: Whose pieces are grouped.
-        max_groups: See `MergeCompHeuristicFusion`.
-        min_gain: The same.
+        course: Pieces to group, and the step that groups lead to.
+        max_groups: Most groups.
+        min_gain: Share of the step, 0..1, that one more group must gain.
     """
     size = len(course.pieces)
     best_s, best = course.step_s([size]), [size]
@@ -167,7 +180,13 @@ def best_cuts(
 
 
 def _search(course: programme.Course, before: list[int], count: int) -> tuple[float, list[int]]:
-    """Step and cuts of the best way found to go on after the cuts `before` with so many groups."""
+    """Returns (seconds of a step, cuts) of the best grouping found that begins with some cuts.
+
+    Args:
+        course: Pieces to group, and the step that groups lead to.
+        before: Cuts with which the grouping begins.
+        count: Number of groups after these cuts.
+    """
     begin, size = (before or [0])[-1], len(course.pieces)
     if count > 2:
         firsts = range(begin + 1, size - count + 2)
@@ -177,7 +196,8 @@ def _search(course: programme.Course, before: list[int], count: int) -> tuple[fl
         cuts = [*before, cut, size]
         return course.step_s(cuts), cuts
 
-    # As if the step had one minimum over the cut: the first cut after which it falls no more.
+    # The search assumes that the step has a single minimum over the cut. The minimum is then the
+    # first cut from which the step does not fall to the next one.
     cuts = range(begin + 1, size - 1)
     return at(begin + 1 + bisect_left(cuts, True, key=lambda cut: at(cut)[0] <= at(cut + 1)[0]))
 
@@ -185,22 +205,23 @@ def _search(course: programme.Course, before: list[int], count: int) -> tuple[fl
 class MergeCompFusion(PredictingPlanner):
     """Finds the buckets with the shortest predicted step, by an exact dynamic programme.
 
-    What MergeComp (arXiv 2103.15195) searches for with measured steps. Needs measured times: until
-    then it trains with `ThresholdFusion`'s buckets. No fixed rule, nor MergeComp's own search, is
-    predicted to be faster, and its plan is used without being measured against others.
+    MergeComp (arXiv 2103.15195) searches for the same buckets, but with measured steps. Training
+    begins with `ThresholdFusion`'s buckets, until times have been measured. The predicted step is
+    never longer than that of a fixed rule or of MergeComp's own search. Without a compressor, the
+    plan is used without measuring it against others.
 
-    With a compressor it also says which buckets travel as they are, from what encoding and decoding
-    cost. Those share the host with messages, which no prediction sees to the last percent: so
-    simpler plans are measured against it, and it stays unless one of them is faster: that of
-    MergeComp's own search, one bucket for all, and, where buckets may be left uncompressed,
-    `ThresholdFusion`'s without any compression.
+    With a compressor, the plan also leaves those buckets uncompressed for which encoding and
+    decoding cost more than they save. Encoding and messages compete for the host, which predictions
+    do not cover exactly. So the plan is measured against simpler ones, and used unless one of them
+    is faster: the plan of MergeComp's own search, one bucket for all tensors, and, if buckets may
+    be left uncompressed, `ThresholdFusion`'s buckets without any compression.
 
-    The programme cuts no tensor. Tensors of different families are planned one after the other,
-    each beside the plans of the others.
+    No tensor is cut by the programme. Families are planned one after the other; the prediction for
+    a family includes the buckets of all others.
 
     Args:
-        max_pieces: Smallest neighbours are joined beforehand until there are at most so many
-            tensors; the time to plan grows with the square of it.
+        max_pieces: Most pieces that are planned. If there are more tensors, the smallest neighbours
+            are joined into pieces beforehand. The time to plan grows with the square of it.
 
     Raises:
         ValueError: If `max_pieces` is below 1.
@@ -216,13 +237,14 @@ class MergeCompFusion(PredictingPlanner):
 
     @override
     def best_plan(self, model: StepModel) -> BucketPlan:
-        """Returns the plan predicted fastest, of all unbeaten groupings and of simpler plans.
+        """Returns the plan with the shortest predicted step.
 
-        Of several as fast that with the fewest buckets. Without a codec, early gathers are
-        chosen for each, and a plan counts as fast that is nearly so.
+        Candidates are all groupings that the programme keeps, and the plans of fixed rules. Of
+        plans that are equally fast the one with the fewest buckets is returned. Without a codec,
+        early gathers are chosen for each candidate, and steps that differ by 0.2 % count as equal.
 
-        The programme knows nothing of early gathers, which small buckets suit better: so it is run
-        again with groups of at most 1/8 to 1/64 of all bytes. The times are those without encoding.
+        The programme does not count early gathers, for which smaller buckets are better. So without
+        a codec it is run again with groups of at most 1/8 to 1/64 of all bytes.
         """
         courses = programme.courses_of(model, self.max_pieces)
         chosen: list[list[_Group]] = [
@@ -236,14 +258,14 @@ class MergeCompFusion(PredictingPlanner):
                 members = programme.members_of(course.pieces, grouping.cuts)
                 chosen[family] = list(zip(members, grouping.uncompressed, strict=True))
                 plans.setdefault(_plan_of(chosen, model), chosen[family])
-            # None, if what is kept of thousands of ways takes longer than the known step.
+            # `plans` is empty if all groupings that the programme kept are slower than known_s.
             chosen[family] = plans[_fastest(plans, model)] if plans else before
         best = _fastest([_plan_of(chosen, model), *_simple_plans(model)], model)
         return replace(best, name=self.name)
 
     @override
     def search_for(self, model: StepModel) -> PlanSearch:
-        """Searches as inherited; with a codec, what is measured decides."""
+        """Returns the search. Without a codec it is over at once; with one, it measures plans."""
         if model.codecs.are_none:
             return super().search_for(model)
         best, *others = distinct([self.best_plan(model), *_simpler_plans(model)])
@@ -251,7 +273,7 @@ class MergeCompFusion(PredictingPlanner):
 
 
 def _allows_early(model: StepModel) -> bool:
-    # No codec is there for early buckets, in training or in `predict`.
+    # Neither training nor `predict` supports early buckets with a codec.
     return model.times.allows_early and model.codecs.are_none
 
 
@@ -259,7 +281,8 @@ def _groupings(course: programme.Course, *, allows_early: bool) -> list[programm
     if not allows_early:
         known_s = _SLACK * course.step_s(best_cuts(course))
         return programme.best_groupings(course, known_s=known_s)
-    # Early gathers may make the best of what would take longer without them.
+    # A grouping that is slow without early gathers may be the fastest with them, so that no bound
+    # for the step is given.
     most_bytes = [share * course.total[-1] for share in _SHARES]
     return [grouping for most in most_bytes for grouping in programme.best_groupings(course, most)]
 
@@ -267,7 +290,7 @@ def _groupings(course: programme.Course, *, allows_early: bool) -> list[programm
 def _plan_of(chosen: Sequence[Sequence[_Group]], model: StepModel) -> BucketPlan:
     groups = [group for family in chosen for group in family]
     plan = fusion.fuse_groups("", model.tensors, model.world_size, [group for group, _ in groups])
-    # Buckets are in another order than groups; any of its tensors tells which one it is.
+    # Buckets come in another order than groups; the first tensor of a bucket tells its group.
     left = {index for group, is_left in groups if is_left for index in group}
     first_tensors = [bucket.slices[0].tensor for bucket in plan.buckets]
     uncompressed = (number for number, first in enumerate(first_tensors) if first in left)
@@ -275,7 +298,7 @@ def _plan_of(chosen: Sequence[Sequence[_Group]], model: StepModel) -> BucketPlan
 
 
 def _simpler_plans(model: StepModel) -> list[BucketPlan]:
-    """What MergeComp's own search finds, one bucket for all, and what needs no compressor."""
+    """Returns the plans that the programme's plan is measured against if there is a codec."""
     plans = [MergeCompHeuristicFusion().best_plan(model), _plan_by(fusion.SingleFusion(), model)]
     if model.codecs.may_mix:
         threshold = _uncompressed(_plan_by(fusion.ThresholdFusion(), model))
@@ -284,7 +307,7 @@ def _simpler_plans(model: StepModel) -> list[BucketPlan]:
 
 
 def _simple_plans(model: StepModel) -> list[BucketPlan]:
-    """What fixed rules make, compressed and not, and what MergeComp's own search finds."""
+    """Returns the plans of fixed rules, compressed and uncompressed, and of MergeComp's search."""
     rules = fusion.SingleFusion(), fusion.NoFusion(), fusion.ThresholdFusion()
     plans = [_plan_by(rule, model) for rule in rules]
     if model.codecs.may_mix:
@@ -306,7 +329,7 @@ def _with_early(plan: BucketPlan, model: StepModel) -> BucketPlan:
 
 def _fastest(plans: Iterable[BucketPlan], model: StepModel) -> BucketPlan:
     steps_s = {plan: model.step_s(plan) for plan in plans}
-    # With a codec, what a bucket costs the host has been measured.
+    # With a codec, the costs of each bucket on the host have been measured, and are predicted.
     slack = _MIN_STEP_GAIN if model.codecs.are_none else _ROUNDING
     enough_s = (1 + slack) * min(steps_s.values())
     good = [plan for plan, step_s in steps_s.items() if step_s <= enough_s]
@@ -319,19 +342,21 @@ def _uncompressed(plan: BucketPlan) -> BucketPlan:
 
 @dataclass(eq=False)
 class MergeCompSearch(Contest):
-    """See `PlanSearch`: the programme's plan, which is the incumbent, against simpler ones.
+    """Contest of the programme's plan, which is the incumbent, against simpler plans.
 
     Attributes:
-        fitted_to: A plan that takes what `step_s` says, if one was measured before.
+        fitted_to: Plan whose step was measured before the search, and for which `step_s` returns
+            exactly what was measured. None means that no plan was measured.
     """
 
     fitted_to: BucketPlan | None = None
 
     def expected_s(self, plan: BucketPlan) -> float:
-        """Returns the step of `plan`, seconds, as far as others tell, not its own measurements.
+        """Returns the expected seconds of a step with `plan`, without its own measurements.
 
-        Its prediction, and what the two other measured plans with the nearest predictions took
-        beyond theirs, on average: several buckets take more beyond theirs than a single one.
+        To the prediction the mean error of other predictions is added: measured minus predicted
+        seconds of the two other measured plans whose predictions are nearest. Only near ones count,
+        since plans with several buckets have larger errors than plans with one.
         """
         predicted_s = self.step_s(plan)
         measured = [other for other in self.plans if self.count(other)]
@@ -346,7 +371,7 @@ class MergeCompSearch(Contest):
     @property
     @override
     def reason(self) -> str:
-        """See `PlanSearch`; a plan's predicted step, then the measured ones, fastest first."""
+        """Returns the line for people: predicted and measured step, then those of other plans."""
         best = self.best
         which = "" if best is self.incumbent else f" of {best.name}"
         predicted = f"predicted {1e3 * self.expected_s(best):.3g} ms/step"

@@ -1,15 +1,16 @@
-"""The exact dynamic programme that MergeComp's heuristic approximates, for both halves of a step.
+"""Dynamic programme that finds the groups of tensors with the shortest predicted step.
 
-Tensors in the order of their gradients are cut into groups of neighbours, each compressed or, where
-it may be, left as it is. What a group adds to a step rises with what was before it, so that of all
-ways to group the first i tensors only those need to be kept that no other one beats in every
+MergeComp's search (see `planning/predicting.py`) is a heuristic for the same problem. Tensors, in
+the order of their gradients, are cut into groups of neighbours, and each group becomes a bucket. It
+is compressed or, if the plan may do so, left uncompressed. A way is one choice of groups for the
+first i tensors. Its figures are the eight quantities below. A later group takes no less time if a
+figure is larger. So a way can be dropped if another way for the same tensors is no worse in every
 figure.
 
-A step is a function of its groups, one after the other in the order of gradients. Group y holds
-what lies between two cuts of that order. Its gradients are complete at ready_y, and forward first
-reads one of them at use_y. Encoding it takes e, its reduce-scatter r, decoding and summing it s,
-stepping it and encoding the shard p, its all-gather g, decoding it (and stepping it, where it is
-stepped whole) d. Then
+Quantities of group y: its gradients are complete at ready_y, and forward first reads one of its
+tensors at use_y. Seconds are spent on each group in this order: e to encode it, r for its
+reduce-scatter, s to decode and sum it, p to step and encode this rank's shard, g for its
+all-gather, d to decode it (and to step it, if every rank steps whole buckets). Then
 
     E_y = E_(y-1) + e                              encodings so far, which delay gradients
     f_y = max(f_(y-1), ready_y + E_y) + r          the link is free after its reduce-scatter
@@ -20,15 +21,16 @@ stepped whole) d. Then
 
     step = max(backward + sum e + sum s, h_N) + max(sum p + sum d, c_N) + forward
 
-as gathers run, and forward reads, in the opposite order: what is added last is read first. That is
-exact if forward does read in that order. Each line rises with what it is made of.
+since gathers and the reads of forward come in the opposite order: the group that is added last is
+read first. This is exact if forward reads tensors in that order. No line falls if one of its terms
+grows.
 
-A group costs what `predict` says its bucket costs. It is encoded and sent with its padding: each
-tensor rounded up to `ALIGNMENT` elements, their sum to `ALIGNMENT` x number of ranks. That depends
-on where the group begins and ends, and on nothing before it: so of two ways to the same place, one
-that is behind in no figure stays so, whatever comes next. And groups that are rounded up one by one
-are never less than all of them rounded up at once, which is what `Course.least_s` counts for what
-is left. Only the optimizer's steps are for tensors alone: it does not step padding.
+A group costs what `predict` says that its bucket costs. It is encoded and sent with its padding:
+each tensor is rounded up to `ALIGNMENT` elements, and their sum to `ALIGNMENT` x world size. The
+padding depends only on where the group begins and ends, not on earlier groups. So a way that is no
+worse in any figure stays no worse, whatever groups follow. Groups that are rounded up one by one
+are never smaller than all of them rounded up at once, as `Course.least_s` counts the pieces that
+are not grouped yet. Only the optimizer step is counted without padding, which it does not touch.
 """
 
 from __future__ import annotations
@@ -44,26 +46,33 @@ from lightning_dear.planning.plan import ALIGNMENT, Specs, TensorSpec, aligned
 from lightning_dear.planning.predict import StepModel
 
 Rows = np.ndarray
-"""[number of ways, 8] seconds; the columns are `FREE` to `DECODED`."""
+"""Figures of ways: [number of ways, 8] seconds, with columns `FREE` to `DECODED`."""
 
 FREE, SUMMED, LATE, CLOCK, BEHIND, ENCODED, PASSED, DECODED = range(8)
-"""f; h; l; c; sum e + sum s; E; sum p + sum d; D."""
+"""Columns of `Rows`. In the symbols of the module's docstring they are, in this order: f, h, l, c,
+sum e + sum s, E, sum p + sum d, D."""
 
 MAX_WAYS = 256
-"""Kept for each number of pieces, where there are more than `NUM_EXACT`."""
+"""Most ways that are kept for each number of pieces, if there are more than `NUM_EXACT` pieces."""
 
 NUM_EXACT = 12
-"""Pieces of which all ways are kept that none beats."""
+"""With at most this many pieces all ways that no other way beats are kept: the result is exact."""
 
 _MAX_CANDIDATES = 4096
-"""Compared with each other for each number of pieces, where not all are kept."""
+"""Most ways that are compared with each other for each number of pieces, if not all are kept."""
 
 GroupCost = tuple[Linear, ...]
-"""e, r, s, p, g and d of the module's words, of a group's bytes, padding included."""
+"""Bytes of a group, padding included -> e, r, s, p, g and d of the module's docstring."""
 
 
 def _group_cost(codec: CodecCost, itemsize: int, model: StepModel) -> GroupCost:
-    """What `codec` and the link cost."""
+    """Returns the cost of a group that `codec` encodes, in seconds.
+
+    Args:
+        codec: Costs of encoding and decoding.
+        itemsize: Bytes of an uncompressed element.
+        model: Training for which the group is planned.
+    """
     link, world_size = model.link, model.world_size
 
     def line(linear: Linear, num_shards: int = 1) -> Linear:
@@ -82,27 +91,28 @@ def _group_cost(codec: CodecCost, itemsize: int, model: StepModel) -> GroupCost:
 
 
 def backward_order(tensors: Specs, times: ModelTimes) -> list[list[TensorSpec]]:
-    """Returns tensors in the order of their gradients, family by family; largest first."""
+    """Returns the tensors of each family in the order of their gradients; largest family first."""
     families: dict[str, list[TensorSpec]] = {}
     for tensor in tensors:
         if tensor.is_used:
             families.setdefault(tensor.family, []).append(tensor)
     for family in families.values():
-        # Measured times may be equal; then the recorded order decides.
+        # If measured times are equal, the recorded order of gradients decides.
         family.sort(key=lambda t: (times.ready_s.get(t.index, times.backward_s), t.ready, -t.index))
     return sorted(families.values(), key=lambda family: -sum(t.nbytes for t in family))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Holds tensors that stay together, neighbours in the order of gradients.
+    """Describes tensors that no cut separates: neighbours in the order of gradients.
 
     Attributes:
-        indices: The tensors' numbers.
-        nbytes: Size of all.
-        aligned_bytes: The same as they lie in a bucket, each rounded up to whole `ALIGNMENT`s.
-        ready_s: When the last gradient is there.
-        first_use_s: When forward first reads one of them.
+        indices: Indices of the tensors.
+        nbytes: Size of all of them in bytes.
+        aligned_bytes: Size in a bucket, where each is rounded up to a multiple of `ALIGNMENT`
+            elements.
+        ready_s: Seconds from the beginning of backward to the last of their gradients.
+        first_use_s: Seconds from the beginning of forward to the first read of one of them.
     """
 
     indices: tuple[int, ...]
@@ -113,13 +123,14 @@ class Piece:
 
 
 def pre_merged(tensors: Specs, most: int) -> list[list[TensorSpec]]:
-    """Returns at most so many runs of neighbours, joined while smaller than a size.
+    """Returns `tensors` as at most `most` runs of neighbours, of which the smallest are joined.
 
-    The size is 1 KiB, doubled until few enough are left; so the runs joined are the smallest.
+    Neighbours are joined if one of the two is smaller than a limit. The limit is 1 KiB, doubled
+    until there are few enough runs.
     """
     runs, size = [[tensor] for tensor in tensors], 1 << 10
     while len(runs) > most:
-        # Begun anew each time, so that the outcome depends on the last size alone.
+        # From single tensors on again, so that the runs depend on the last limit alone.
         runs, filled = [], 0
         for tensor in tensors:
             if runs and min(filled, tensor.nbytes) < size:
@@ -135,7 +146,7 @@ def pre_merged(tensors: Specs, most: int) -> list[list[TensorSpec]]:
 def families_of_pieces(
     tensors: Specs, times: ModelTimes, max_pieces: int
 ) -> list[tuple[int, list[Piece]]]:
-    """Returns of each family the bytes an element, and pieces in gradient order."""
+    """Returns (bytes of an element, pieces in the order of gradients) of each family."""
 
     def piece_of(run: Sequence[TensorSpec]) -> Piece:
         return Piece(
@@ -154,18 +165,18 @@ def families_of_pieces(
 
 @dataclass(eq=False)
 class Course:
-    """Computes the step of `pieces`, group by group.
+    """Computes the figures of ways to group `pieces`, group by group, and the step they lead to.
 
     Attributes:
-        pieces: In the order of their gradients.
-        costs: What a group costs, for each way to encode it: the codec's, then, if there may be
-            any, that of uncompressed ones.
-        times: For the lengths of forward and backward.
-        unit_bytes: A bucket's size is a multiple of this.
-        per_byte_s: What the optimizer's step takes for each byte that is no padding: on top of p,
-            and, where groups are stepped whole, on top of d.
-        total: Bytes of the first so many pieces, without padding.
-        start: `Rows` of the one way to group no pieces.
+        pieces: Pieces of one family, in the order of their gradients.
+        costs: Costs of a group for each kind of encoding. The first kind is the codec's. The
+            second, if plans may leave buckets uncompressed, is no encoding.
+        times: Times of a step; only the lengths of forward and backward are used.
+        unit_bytes: The size of a bucket is a multiple of this.
+        per_byte_s: Seconds of the optimizer step for each byte without padding: (part of p, part
+            of d). The second is not 0 if every rank steps whole buckets.
+        total: total[i] is the number of bytes of the first i pieces, without padding.
+        start: `Rows` with which grouping begins: a single way, of no pieces.
     """
 
     pieces: Sequence[Piece]
@@ -175,7 +186,7 @@ class Course:
     per_byte_s: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
-        # What no group can be cheaper than, however it is encoded.
+        # A lower bound for the cost of a group of any kind.
         self._least = tuple(
             Linear(min(line.alpha for line in ways), min(line.beta for line in ways))
             for ways in zip(*self.costs, strict=True)
@@ -183,12 +194,12 @@ class Course:
         self.total = [0, *accumulate(piece.nbytes for piece in self.pieces)]
         self._aligned = [0, *accumulate(piece.aligned_bytes for piece in self.pieces)]
         self._ready_s = list(accumulate((piece.ready_s for piece in self.pieces), max))
-        # Nothing is late before the first group, not even by nothing: forward may be early.
+        # Not 0, since the delay D - use + g is negative for a group that forward reads late enough.
         self.start = np.zeros((1, 8))
         self.start[0, [LATE, CLOCK]] = -np.inf
 
     def _cost_s(self, cost: GroupCost, begin: int, end: int) -> tuple[float, ...]:
-        """e, r, s, p, g and d of the bucket that the pieces from `begin` to `end` would make."""
+        """Returns e, r, s, p, g and d of the bucket of the pieces [begin, end)."""
         padded = aligned(self._aligned[end] - self._aligned[begin], self.unit_bytes)
         nbytes = self.total[end] - self.total[begin]
         e, r, s, p, g, d = [line.of(padded) for line in cost]
@@ -197,18 +208,19 @@ class Course:
         return e, r, s, p + step_s * nbytes, g, d + late_step_s * nbytes
 
     def extended(self, rows: Rows, begin: int, end: int, first_use_s: float, kind: int) -> Rows:
-        """Returns ways up to piece `begin`, with a group up to `end`, encoded by `kind`.
+        """Returns the figures of ways to which one more group is added.
 
         Args:
-            rows: Not mutated.
+            rows: Figures of ways to group the first `begin` pieces; not mutated.
             begin: Number of pieces before the group.
-            end: Number of pieces with it.
-            first_use_s: When forward first reads one of the group.
-            kind: Number of the way among `costs`.
+            end: Number of pieces up to the end of the group.
+            first_use_s: Seconds from the beginning of forward to its first read of the group.
+            kind: Kind of encoding: index in `costs`.
         """
         costs_s = self._cost_s(self.costs[kind], begin, end)
         encode_s, reduce_s, sum_s, publish_s, gather_s, decode_s = costs_s
-        # The four sums; the others are maxima, each made of what stands in the lines above it.
+        # The last four columns are sums. The others are maxima, which depend on these sums and on
+        # each other in the order below.
         after = rows + (0, 0, 0, 0, encode_s + sum_s, encode_s, publish_s + decode_s, decode_s)
         launched_s = self._ready_s[end - 1] + after[:, ENCODED]
         after[:, FREE] = np.maximum(rows[:, FREE], launched_s) + reduce_s
@@ -219,7 +231,14 @@ class Course:
         return after
 
     def level(self, rows: Rows, end: int) -> None:
-        """Takes from `rows`, in place, what is no advantage: the next group waits in any case."""
+        """Raises figures that are too small to matter to what the next group waits for anyway.
+
+        That makes more ways equal, so that more of them can be dropped.
+
+        Args:
+            rows: Figures of ways to group the first `end` pieces; mutated.
+            end: Number of pieces that are grouped.
+        """
         if end == len(self.pieces):
             return
         for column, least_s in (
@@ -231,7 +250,14 @@ class Course:
             np.maximum(rows[:, column], least_s, out=rows[:, column])
 
     def least_s(self, rows: Rows, end: int) -> Rows:
-        """Returns the shortest step each way could still lead to; the step's length at the end."""
+        """Returns a lower bound in seconds for the step that each way can lead to.
+
+        If all pieces are grouped, it is the step itself.
+
+        Args:
+            rows: Figures of ways to group the first `end` pieces; not mutated.
+            end: Number of pieces that are grouped.
+        """
         size = len(self.pieces)
         left = self._cost_s(self._least, end, size) if end < size else (0.0,) * 6
         encode_s, reduce_s, sum_s, publish_s, gather_s, decode_s = left
@@ -246,7 +272,11 @@ class Course:
         return reduced_s + passed_s + self.times.forward_s
 
     def step_s(self, cuts: Sequence[int]) -> float:
-        """Returns the step's length with groups that end after so many pieces each; compressed."""
+        """Returns the seconds of a step with compressed groups.
+
+        Args:
+            cuts: For each group, the number of pieces up to its end.
+        """
         rows, begin = self.start, 0
         for end in cuts:
             first_use_s = min(piece.first_use_s for piece in self.pieces[begin:end])
@@ -255,7 +285,13 @@ class Course:
 
 
 def course_of(pieces: Sequence[Piece], itemsize: int, model: StepModel) -> Course:
-    """Returns the `Course` of one family, which has the link and the step to itself."""
+    """Returns the `Course` of one family, as if the model had no other families.
+
+    Args:
+        pieces: Pieces of the family, in the order of their gradients.
+        itemsize: Bytes of an element.
+        model: Training that is planned for.
+    """
     nbytes = max(sum(piece.nbytes for piece in pieces), 1)
     steps_s = model.times.step_s / nbytes, model.times.late_step_s / nbytes
     codecs = model.codecs
@@ -265,13 +301,18 @@ def course_of(pieces: Sequence[Piece], itemsize: int, model: StepModel) -> Cours
 
 
 def courses_of(model: StepModel, max_pieces: int) -> list[Course]:
-    """Returns a `Course` for each family, of at most `max_pieces` pieces; largest first."""
+    """Returns a `Course` with at most `max_pieces` pieces for each family; largest family first."""
     families = families_of_pieces(model.tensors, model.times, max_pieces)
     return [course_of(pieces, itemsize, model) for itemsize, pieces in families]
 
 
 def members_of(pieces: Sequence[Piece], cuts: Iterable[int]) -> list[list[int]]:
-    """Returns the tensors' numbers, group by group; `cuts` counts the pieces up to each end."""
+    """Returns the tensor indices of each group.
+
+    Args:
+        pieces: Pieces that are grouped.
+        cuts: For each group, the number of pieces up to its end.
+    """
     return [
         [index for piece in pieces[begin:end] for index in piece.indices]
         for begin, end in pairwise([0, *cuts])
@@ -280,12 +321,12 @@ def members_of(pieces: Sequence[Piece], cuts: Iterable[int]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Grouping:
-    """Describes one way to cut the pieces.
+    """Describes one way to group all pieces.
 
     Attributes:
-        cuts: Where groups end, as numbers of pieces.
-        uncompressed: For each group, whether it is left as it is.
-        step_s: What the course of the step says it takes.
+        cuts: For each group, the number of pieces up to its end.
+        uncompressed: For each group, whether it is left uncompressed.
+        step_s: Seconds of a step, as `Course` computes them.
     """
 
     cuts: tuple[int, ...]
@@ -295,13 +336,13 @@ class Grouping:
 
 @dataclass(frozen=True)
 class _Ways:
-    """Ways to group the first so many pieces, a row each.
+    """Holds ways to group the first i pieces, each in a row of both arrays.
 
     Attributes:
-        rows: See `Rows`.
-        origins: [number of ways, 4] how the way came about: how many pieces are before its last
-            group, the number of the way for those, how the group is encoded, and of how many groups
-            it is in all.
+        rows: Figures of the ways: see `Rows`.
+        origins: [number of ways, 4] integers that tell how a way was made: number of pieces before
+            its last group, row of the way for these pieces, kind of encoding of the last group, and
+            number of groups.
     """
 
     rows: Rows
@@ -314,23 +355,25 @@ class _Ways:
 def best_groupings(
     course: Course, max_bytes: float = float("inf"), known_s: float = float("inf")
 ) -> list[Grouping]:
-    """Returns all groupings of the pieces that no other beats in every figure, best first.
+    """Returns all groupings of the pieces that no other beats in every figure, fastest first.
 
-    O(N^2) times the number of ways kept for each number of pieces. It is exact for `NUM_EXACT`
-    pieces. Of more, at most `MAX_WAYS` are kept for each, those whose steps could still become the
-    shortest; without a codec there are seldom so many, with one the best may be lost by a percent.
+    Takes O(N^2) times the number of ways that are kept for each number of pieces. The result is
+    exact for up to `NUM_EXACT` pieces. With more pieces, the at most `MAX_WAYS` ways with the
+    smallest lower bounds are kept for each number of pieces. Without a codec there are seldom more.
+    With one, the best grouping may be dropped, and the fastest one left be about 1 % slower.
 
     Args:
-        course: Its pieces may be grouped.
+        course: Pieces to group, and their costs.
         max_bytes: Most bytes of a group with more than one piece.
-        known_s: A step that can be had: what must take longer is left out.
+        known_s: Seconds of a step that some known grouping takes. Ways that cannot lead to a
+            shorter or equal step are left out.
     """
     keeps_all = len(course.pieces) <= NUM_EXACT
     kept = [_Ways(course.start, np.zeros((1, 4), dtype=int))]
     for end in range(1, len(course.pieces) + 1):
         ways = _extended(course, kept, end, max_bytes)
         least_s = course.least_s(ways.rows, end)
-        # A shade more, so that rounding does not leave out the known one itself.
+        # A little more than `known_s`, so that rounding does not drop the known grouping itself.
         ways = ways.taken(np.flatnonzero(least_s <= known_s * (1 + 1e-12)))
         course.level(ways.rows, end)
         least_s = course.least_s(ways.rows, end)
@@ -340,11 +383,18 @@ def best_groupings(
 
 
 def _extended(course: Course, kept: list[_Ways], end: int, max_bytes: float) -> _Ways:
-    """Every way kept for fewer pieces, with one more group that ends after `end` pieces."""
+    """Returns all ways to group `end` pieces that extend a kept way by one group.
+
+    Args:
+        course: Pieces to group, and their costs.
+        kept: kept[i] holds the ways kept for the first i pieces, for all i < end.
+        end: Number of pieces to group.
+        max_bytes: Most bytes of a group with more than one piece.
+    """
     longer: list[tuple[Rows, Rows]] = []
     first_use_s = float("inf")
     for begin in range(end - 1, -1, -1):
-        # A single piece is a group, however large it is.
+        # The limit does not apply to a single piece, which cannot be cut.
         if course.total[end] - course.total[begin] > max_bytes and begin < end - 1:
             break
         first_use_s = min(first_use_s, course.pieces[begin].first_use_s)
@@ -357,11 +407,17 @@ def _extended(course: Course, kept: list[_Ways], end: int, max_bytes: float) -> 
 
 
 def _unbeaten(ways: _Ways, least_s: Rows, *, keeps_all: bool) -> Rows:
-    """Numbers of the ways that no other beats, the most promising first; all, or `MAX_WAYS`."""
-    # Of equal ones those with fewer groups.
+    """Returns the rows of the ways that no other way beats, smallest lower bound first.
+
+    Args:
+        ways: Ways to group the same pieces.
+        least_s: Lower bound of the step of each way, seconds.
+        keeps_all: Whether all of them are returned, or at most `MAX_WAYS`.
+    """
+    # With equal bounds, the way with fewer groups comes first.
     order = np.lexsort((ways.origins[:, 3], least_s))[: None if keeps_all else _MAX_CANDIDATES]
     rows = ways.rows[order]
-    # A figure that is the same in all of them decides nothing, and costs time.
+    # A figure that all ways share cannot tell them apart, and comparing it takes time.
     rows = rows[:, np.ptp(rows, axis=0) > 0] if len(rows) else rows
     kept: list[int] = []
     while len(order) and (keeps_all or len(kept) < MAX_WAYS):
@@ -373,7 +429,13 @@ def _unbeaten(ways: _Ways, least_s: Rows, *, keeps_all: bool) -> Rows:
 
 
 def _traced(kept: list[_Ways], number: int, step_s: float) -> Grouping:
-    """The grouping that way `number` for all pieces is, followed back to its first group."""
+    """Returns the grouping of a way, by following its origins back to the first group.
+
+    Args:
+        kept: kept[i] holds the ways kept for the first i pieces.
+        number: Row of the way in the last of `kept`, which holds ways for all pieces.
+        step_s: Seconds of its step.
+    """
     cuts: list[int] = []
     kinds: list[bool] = []
     end = len(kept) - 1

@@ -1,12 +1,12 @@
-"""Chooses which buckets of a plan are gathered in backward, and which are all-reduced.
+"""Chooses which buckets of a plan are gathered early, in backward, and which are all-reduced.
 
-Early gathers use the time in which backward leaves the link idle.
+Early gathers use the time in which the link would be idle during backward.
 
-A bucket that is all-reduced is stepped whole by every rank, and never gathered: it sends everything
-in backward, in one exchange instead of two. That pays where backward leaves the link idle and early
-gathers are not allowed, where starts are what costs, and where the backend's all-reduce is cheaper
-than both our halves. The price: its optimizer state is whole on every rank, and so is the work of
-stepping it.
+An all-reduced bucket is stepped whole by every rank and never gathered: all of its communication is
+in backward, in one collective instead of two. That gains time in three cases: the link is idle
+during backward and early gathers are not allowed; the start of a collective is what costs most; the
+backend's all-reduce is cheaper than the two halves of this package. The price is that every rank
+has the whole optimizer state of the bucket, and steps the whole bucket.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,29 +20,34 @@ from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.step import ALL_GATHER
 
 _MIN_EARLY_GAIN = 1e-3
-"""Share of the step below which an early gather is not worth its second buffer."""
+"""Early gathers are left out if the step is longer without them by this share or less, since early
+buckets need a second buffer."""
 
 _MIN_WHOLE_GAIN = 1e-2
-"""Share of the step that must be gained for more state."""
+"""Buckets are all-reduced only if the step gets shorter by this share, since they need more
+optimizer state."""
 
 _MAX_TRIALS = 24
-"""Steps predicted for one order of buckets; of longer ones not every beginning is tried."""
+"""Most steps that are predicted for one order of buckets. For more buckets than that, not every
+beginning of the order is tried."""
 
 _DDP_CAPS_BYTES = 1 * MIB, 25 * MIB
+"""DistributedDataParallel's caps: of its first bucket, and of all others."""
 
 
 def choose_early(plan: BucketPlan, tensors: Specs, times: ModelTimes, link: LinkCost) -> BucketPlan:
-    """Returns `plan` with `early` set: gathers while backward leaves the link idle.
+    """Returns `plan` with `early` set: buckets to gather while the link would be idle in backward.
 
-    Whenever the link would stand still before the next reduce-scatter, of the buckets reduced so
-    far the one is chosen that forward needs first of those whose gather delays the last
-    reduce-scatter by nothing (others may move). No sooner: where the link has a little time left
-    throughout backward, early buckets from all over the model help most, because forward then finds
-    one among every few, and compute catches up with the gathers of the others. (This decides which;
-    each is launched as soon as it is reduced.)
-    Neither the last bucket to be reduced nor one that is all-reduced is ever early. Of this list
-    the shortest beginning is kept that `predict` finds (nearly) as good as any; none if it gains
-    nothing, or is not allowed.
+    First, a list of buckets is made by going through the reduce-scatters of the predicted backward;
+    see `fitting`. Then the shortest beginning of the list is kept for which `predict` finds a step
+    (nearly) as short as for any other beginning. It is empty if early gathers gain nothing, or if
+    `times` do not allow them. Pure.
+
+    Args:
+        plan: Plan over `tensors`; its early buckets are chosen anew.
+        tensors: All tensors of the plan.
+        times: Times of a step without communication.
+        link: Costs of collectives.
     """
     plan = replace(plan, early=())
     model = StepModel(tensors, plan.world_size, times, link)
@@ -54,28 +59,38 @@ def choose_early(plan: BucketPlan, tensors: Specs, times: ModelTimes, link: Link
 
 
 def _beginnings(numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """The first few of `numbers`, more and more of them up to all."""
+    """Returns beginnings of `numbers`, each longer than the one before; the last is all of it."""
     size = -(-len(numbers) // _MAX_TRIALS) or 1
     return [tuple(numbers[:count]) for count in (*range(size, len(numbers), size), len(numbers))]
 
 
 def fitting(plan: BucketPlan, model: StepModel) -> tuple[int, ...]:
-    """Returns gathers that fit between the reduce-scatters of a plan; see `choose_early`."""
-    gather_s = [model.link.all_gather_s(one.nbytes, plan.world_size) for one in plan.buckets]
+    """Returns the buckets whose gathers fit between the reduce-scatters of a plan, in order.
+
+    Whenever the link would be idle before the next reduce-scatter, one of the buckets that are
+    reduced by then is chosen: the one that forward reads first, of all whose gathers do not delay
+    the last reduce-scatter (they may delay others). No bucket is chosen before the link is idle: if
+    the link is idle for short times throughout backward, early buckets then come from all parts of
+    the model, and forward can compute with them while the gathers of other buckets catch up.
+
+    The last bucket to be reduced and all-reduced buckets are never chosen. In training each chosen
+    bucket is gathered as soon as it is reduced, not at the time computed here.
+    """
+    gather_s = [model.link.all_gather_s(b.nbytes, plan.world_size) for b in plan.buckets]
     spans = [span for span in model.predict(plan).spans if span.lane != ALL_GATHER]
     chosen: list[int] = []
     reduced: set[int] = set()
     free_s = launched_s = 0.0
-    # When each of them may begin at the latest so that the last one is in time.
+    # Latest time at which each reduce-scatter may begin without delaying the last one.
     earlier_s = [span.begin_s - span.end_s for span in spans[-2::-1]]
     limits_s = list(accumulate(earlier_s, initial=spans[-1].begin_s))[::-1]
     for span, limit_s in zip(spans, limits_s, strict=True):
         launched_s = max(launched_s, model.times.ready_of(plan.buckets[span.bucket]))
         while free_s < launched_s:
-            fits = [one for one in reduced if free_s + gather_s[one] <= limit_s]
+            fits = [number for number in reduced if free_s + gather_s[number] <= limit_s]
             if not fits:
                 break
-            # Buckets are numbered in the order in which forward needs them.
+            # Buckets are numbered in the order in which forward first reads them.
             first = min(fits)
             chosen.append(first)
             reduced.remove(first)
@@ -89,20 +104,24 @@ def fitting(plan: BucketPlan, model: StepModel) -> tuple[int, ...]:
 def choose_all_reduce(
     plan: BucketPlan, tensors: Specs, times: ModelTimes, link: LinkCost, max_share: float
 ) -> BucketPlan:
-    """Returns `plan` with `all_reduced` set to what `predict` says makes the step shortest.
+    """Returns `plan` with `all_reduced` set to the buckets that make the predicted step shortest.
 
-    Tried are the beginnings of three orders: the first to be reduced first, which moves gathers
-    from forward into backward; the last first, for which the step and forward wait; the smallest
-    first, which saves the most starts. Of choices that are (nearly) as good as any, the one with
-    the least elements is kept; none if none gains anything, or is allowed. Early buckets are
-    chosen anew if that is better still.
+    The beginnings of three orders of buckets are tried:
+
+    - in reduce order, which moves communication from forward into backward;
+    - in the opposite order, since the optimizer step and forward wait for the last buckets;
+    - by size, smallest first, which saves the most starts of collectives for its elements.
+
+    Of choices whose steps are (nearly) as short as any, the one with the fewest elements is kept.
+    It is empty if no choice makes the step 1 % shorter, or if `times` do not allow all-reduces.
+    Early buckets are chosen anew if that makes the step shorter still. Pure.
 
     Args:
-        plan: Over `tensors`; its early buckets stay early unless they are all-reduced.
-        tensors: What it is made of.
-        times: Of a step with sharded buckets.
-        link: What exchanges cost.
-        max_share: Most of all elements that may be all-reduced, 0..1.
+        plan: Plan over `tensors`; its early buckets stay early unless they are all-reduced.
+        tensors: All tensors of the plan.
+        times: Times of a step with sharded buckets, without communication.
+        link: Costs of collectives.
+        max_share: Largest share of all elements that may be all-reduced, 0..1.
     """
     plan = replace(plan, all_reduced=())
     if plan.world_size == 1 or not times.allows_all_reduce:
@@ -127,15 +146,21 @@ def choose_all_reduce(
     best = _with(plan, min(good, key=lambda chosen: sum(numel[number] for number in chosen)))
     if not (best.all_reduced and plan.early):
         return best
-    # Another choice of early gathers may have become better, or none to be needed.
+    # With all-reduced buckets other early gathers may be better, or none at all.
     return min(best, choose_early(best, tensors, times, link), key=step_s)
 
 
 def _affordable(order: Iterable[int], numel: Sequence[int], budget: float) -> list[int]:
-    """What is within the budget, of the first ones first."""
+    """Returns the buckets of `order` that fit into a budget of elements, each taken if it fits.
+
+    Args:
+        order: Bucket numbers, in the order in which they are considered.
+        numel: Elements of each bucket, by its number.
+        budget: Most elements in sum.
+    """
     chosen, used = [], 0
     for number in order:
-        # A smaller one later on may still fit.
+        # A bucket that does not fit is skipped, since a smaller one after it may fit.
         if used + numel[number] <= budget:
             chosen.append(number)
             used += numel[number]
@@ -148,10 +173,15 @@ def _with(plan: BucketPlan, chosen: tuple[int, ...]) -> BucketPlan:
 
 
 def everything_all_reduced(tensors: Specs, world_size: int, divisor: int = 1) -> BucketPlan:
-    """Returns DDP's exchange: buckets of 25 MiB in gradient order, the first of 1 MiB.
+    """Returns a plan with DDP's buckets, all of them all-reduced.
 
-    A bucket is closed by the tensor with which it reaches its cap; no tensor is cut. Both caps are
-    divided by `divisor`.
+    DDP fills buckets in the order of gradients: the first up to 1 MiB, and all others up to 25 MiB.
+    The tensor with which a bucket reaches its cap is the last one in it. No tensor is cut.
+
+    Args:
+        tensors: All tensors of one optimizer.
+        world_size: Number of ranks.
+        divisor: Number by which both caps are divided.
     """
     used = sorted((t for t in tensors if t.is_used), key=lambda t: (t.family, t.ready or 0))
     first_bytes, cap_bytes = (cap / divisor for cap in _DDP_CAPS_BYTES)

@@ -1,8 +1,9 @@
-"""A step as every rank runs it: computing, messages that are handed over, and waits.
+"""Simulates steps: lists of operations that every rank does, and a clock that runs them.
 
-Planners and the simulator make such steps of plans, and both run them here: so a prediction is the
-simulated step. Ranks are alike, so that one clock stands for all; they share one link, which
-carries one message at a time.
+An operation computes, launches a collective, or waits for one. Planners and the simulator both make
+such lists from plans and run them here, so that a prediction and a simulation of a plan agree. All
+ranks do the same at the same time, so that one clock stands for all of them. The link carries one
+collective at a time. In this module a message is a collective.
 """
 
 import heapq
@@ -14,20 +15,22 @@ from lightning_dear.planning.measured import BucketCost, ModelTimes
 from lightning_dear.planning.plan import BucketPlan
 
 FORWARD, BACKWARD, STEP, CODEC = "forward", "backward", "step", "codec"
-"""Kinds of computing."""
+"""Kinds of `Compute` operations."""
 
 REDUCE_SCATTER, ALL_GATHER, ALL_REDUCE = "reduce_scatter", "all_gather", "all_reduce"
-"""Kinds of messages."""
+"""Kinds of `Message`s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Keeps the rank busy for `seconds`.
+    """Operation that keeps the rank busy for `seconds`.
 
     Attributes:
-        kind: What it is.
-        seconds: How long it takes.
-        at_s: In a `Phase`: how much of its computing is done then. None: what interrupts it.
+        kind: Kind of computing, such as `FORWARD`.
+        seconds: Seconds that it takes.
+        at_s: Seconds of the `Phase`'s own computing that are done when this operation ends. None
+            means that the operation does not belong to the phase's own computing, but delays it,
+            or that there is no phase.
     """
 
     kind: str
@@ -37,10 +40,11 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Marks where forward or backward `begins`, or ends.
+    """Operation that marks the beginning (`begins`) or the end of a phase: a forward or a backward.
 
-    In between the clock is the phase's beginning, what of it is done, and its delays. Adding up all
-    the pieces instead would round, and plans that are equally good would no longer be equal.
+    Within a phase, the clock is computed as beginning + own computing done so far + delays. Adding
+    up all operations one by one would round differently for each plan, and plans that are equally
+    good would get different predictions.
     """
 
     begins: bool
@@ -48,15 +52,17 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Describes a collective of all ranks, which the link carries once all launched it.
+    """Describes a collective of all ranks, which the link carries after its launch.
 
     Attributes:
-        kind: What it is, for people and for what is counted as exposed.
-        number: Which of its kind; a bucket's, say.
-        seconds: For which it keeps the link busy.
-        nbytes: What a rank sends for it.
-        priority: Of those that could begin, the lowest goes first, then the one that could first.
-        after: Begins no earlier than this one, of the same step, ends.
+        kind: Kind of collective, such as `REDUCE_SCATTER`; waits for it are counted by kind.
+        number: Number among the collectives of its kind in a step, usually the bucket number.
+        seconds: Seconds for which it occupies the link.
+        nbytes: Bytes that a rank sends.
+        priority: Of several collectives that may begin, the link carries the one with the lowest
+            priority number first; with equal ones, the one that could begin first.
+        after: Key of a collective of the same step that has to end before this one may begin. None
+            means that it may begin at once.
     """
 
     kind: str
@@ -68,24 +74,24 @@ class Message:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Returns by what it is waited for."""
+        """Returns (kind, number), by which `Wait` names the collective."""
         return self.kind, self.number
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Hands a message over; takes no time."""
+    """Operation that launches a collective; takes no time."""
 
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Stands still until a message has ended.
+    """Operation that waits until a collective has ended.
 
     Attributes:
-        key: Of the message.
-        from_last_step: Whether the step before launched it; there is none to wait for in the first.
+        key: Key of the collective.
+        from_last_step: Whether the step before launched it. If so, the first step does not wait.
     """
 
     key: tuple[str, int]
@@ -97,11 +103,11 @@ Op = Compute | Phase | Launch | Wait
 
 @dataclass(frozen=True)
 class Program:
-    """Describes a step of each rank: forward, backward, optimizer step, however mixed.
+    """Describes a step of each rank: operations of forward, backward and optimizer step.
 
     Attributes:
-        name: For people.
-        ops: In the order in which every rank gets to them.
+        name: Name of the program, for people.
+        ops: Operations in the order in which every rank does them.
     """
 
     name: str
@@ -109,25 +115,25 @@ class Program:
 
     @property
     def messages(self) -> list[Message]:
-        """Returns what it sends, in the order of its launches."""
+        """Returns the collectives of a step, in the order of their launches."""
         return [op.message for op in self.ops if isinstance(op, Launch)]
 
     @property
     def sent_bytes(self) -> float:
-        """Returns what a rank sends in a step."""
+        """Returns the bytes that a rank sends in a step."""
         return sum(message.nbytes for message in self.messages)
 
 
 def interleaved(
     kind: str, length_s: float, events: Iterable[tuple[float, Sequence[Op]]]
 ) -> list[Op]:
-    """Returns computing of `length_s` in all, with operations in between at their times.
+    """Returns a phase: computing that is interrupted by other operations at given times.
 
     Args:
-        kind: Of the computing.
-        length_s: Seconds of it.
-        events: Seconds of computing before the operations, and the operations; in any order. Later
-            than the end counts as at the end.
+        kind: Kind of the computing.
+        length_s: Seconds of computing in sum.
+        events: Pairs (seconds of computing before the operations, operations), in any order. A time
+            after the end of the computing means its end.
     """
     ops: list[Op] = [Phase(begins=True)]
     reached_s = 0.0
@@ -145,14 +151,14 @@ def interleaved(
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Describes a message on the link: its kind and number, and from when to when.
+    """Describes a collective that the link has carried.
 
     Attributes:
         step: Number of the step that launched it.
-        lane: Its kind.
-        bucket: Its number.
-        begin_s: Seconds since the first step began.
-        end_s: The same.
+        lane: Kind of the collective.
+        bucket: Number of the collective among those of its kind, usually the bucket number.
+        begin_s: Seconds from the beginning of the first step until the link began to carry it.
+        end_s: Seconds from the beginning of the first step until it ended.
     """
 
     step: int
@@ -164,7 +170,15 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Says what a rank did, or stood still for (`is_wait`), from `begin_s` to `end_s`."""
+    """Describes a time span in which a rank computed, or waited for a collective.
+
+    Attributes:
+        step: Number of the step.
+        kind: Kind of computing, or of the collective that the rank waited for.
+        begin_s: Beginning, in seconds since the first step began.
+        end_s: End, in seconds since the first step began.
+        is_wait: Whether the rank waited.
+    """
 
     step: int
     kind: str
@@ -174,17 +188,17 @@ class Busy:
 
 
 _Key = tuple[int, tuple[str, int]]
-"""Number of the step, and the message's key."""
+"""(step number, key of the collective)."""
 
 
 class LinkQueue:
-    """Carries messages in the order of their priorities and of the times when they could begin.
+    """Simulates the link: carries collectives by priority, then by the time they could begin.
 
-    What is launched later cannot change what has begun, so that the timeline is made no further
-    than somebody needs to know it.
+    The timeline is computed only up to the collective whose end is asked for. A later launch could
+    not change that part of it, since a collective that has begun is not interrupted.
 
     Attributes:
-        spans: What has been carried, in order.
+        spans: Collectives carried so far, in order.
     """
 
     def __init__(self) -> None:
@@ -192,13 +206,14 @@ class LinkQueue:
         self._free_s = 0.0
         self._count = 0
         self._ends_s: dict[_Key, float] = {}
-        # By the time when they may begin; and those whose time has come, by priority.
+        # `_coming` is ordered by the time at which a collective may begin. Once that time has come,
+        # it moves to `_waiting`, which is ordered by priority.
         self._coming: list[tuple[float, int, int, Message]] = []
         self._waiting: list[tuple[int, float, int, int, Message]] = []
         self._followers: dict[_Key, list[tuple[float, int, int, Message]]] = {}
 
     def launch(self, step: int, message: Message, ready_s: float) -> None:
-        """Takes a message that the ranks have launched at `ready_s`."""
+        """Notes that the ranks have launched `message` at the time `ready_s`."""
         self._count += 1
         if message.after is not None:
             before = (step, message.after)
@@ -210,14 +225,20 @@ class LinkQueue:
         heapq.heappush(self._coming, (ready_s, self._count, step, message))
 
     def end_s(self, step: int, key: tuple[str, int]) -> float:
-        """Returns when a message ends, seconds; all that could begin before must be launched.
+        """Returns the time at which a collective ends, in seconds since the first step began.
+
+        All collectives that could begin before it must have been launched.
+
+        Args:
+            step: Number of the step that launched it.
+            key: Key of the collective.
 
         Raises:
             KeyError: If it was never launched.
         """
         while (step, key) not in self._ends_s:
             if not self._waiting and not self._coming:
-                raise KeyError(f"{key[0]} {key[1]} of step {step} was never launched")
+                raise KeyError(f"{key[0]} {key[1]} of step {step} was never launched.")
             self._carry_next()
         return self._ends_s[step, key]
 
@@ -238,24 +259,25 @@ class LinkQueue:
 
 
 class Run:
-    """Steps as they are run, one after the other.
+    """Runs the operations of steps, one step after the other.
 
     Attributes:
-        clock_s: Seconds since the first began.
-        link: Carries what they launch.
-        busy: What a rank has done, and waited for.
+        clock_s: Seconds since the first step began.
+        link: Link that carries the collectives.
+        busy: Time spans of computing and of waits so far.
     """
 
     def __init__(self) -> None:
         self.clock_s = 0.0
         self.link = LinkQueue()
         self.busy: list[Busy] = []
-        # Of the phase: its beginning, when it would be here without delays, and those.
+        # Beginning of the phase (None between phases), the time at which the rank would be here
+        # without delays, and the sum of the delays in the phase.
         self._begin_s: float | None = None
         self._due_s = self._delay_s = 0.0
 
     def do(self, step: int, ops: Iterable[Op]) -> None:
-        """Runs operations of the step with number `step`."""
+        """Runs operations, which belong to the step with number `step`."""
         for op in ops:
             if isinstance(op, Compute):
                 self._compute(step, op)
@@ -292,15 +314,16 @@ class Run:
 
 @dataclass(eq=False)
 class PlannedStep(ABC):
-    """Does with a plan what a rank of ours does; subclasses know what exchanges cost.
+    """Makes the operations of a step from a plan; subclasses say what collectives cost.
 
     Attributes:
-        plan: Its buckets.
-        times: When each is due.
-        costs: What encoding costs, bucket by bucket.
-        step_s: Seconds in which a rank steps its shards of all buckets, once gradients are there.
-        late_step_s: Seconds in which it steps all of them whole, each where forward first reads it.
-        stepped_bytes: What is stepped of each bucket: all but padding.
+        plan: Plan of the step.
+        times: Times at which gradients come and tensors are read.
+        costs: Costs of encoding and decoding of each bucket, in the order of bucket numbers.
+        step_s: Seconds in which a rank steps its shards of all buckets, after backward.
+        late_step_s: Seconds in which a rank steps all buckets as wholes, each where forward first
+            reads it. 0 unless every rank steps whole buckets.
+        stepped_bytes: Bytes of each bucket that are stepped: all except padding.
     """
 
     plan: BucketPlan
@@ -316,21 +339,24 @@ class PlannedStep(ABC):
 
     @abstractmethod
     def reduce(self, number: int) -> Message:
-        """Returns a bucket's reduce-scatter, or its all-reduce."""
+        """Returns the reduce-scatter of bucket `number`, or its all-reduce."""
 
     @abstractmethod
     def gather(self, number: int) -> Message:
-        """Returns a bucket's all-gather."""
+        """Returns the all-gather of bucket `number`."""
 
     def forward(self) -> list[Op]:
-        """Stands still at a bucket's first read until it is there; decodes, and steps, it there."""
+        """Returns the operations of forward. At its first read, each bucket is waited for.
+
+        It is then decoded and, if every rank steps whole buckets, stepped.
+        """
         gathered = [n for n in range(len(self.plan.buckets)) if n not in self.plan.all_reduced]
         uses = sorted((self.times.first_use_of(self.plan.buckets[n]), n) for n in gathered)
         events = [(at_s, self.before_use(number)) for at_s, number in uses]
         return interleaved(FORWARD, self.times.forward_s, events)
 
     def before_use(self, number: int) -> list[Op]:
-        """Returns what comes before the first read of a bucket."""
+        """Returns the operations before the first read of bucket `number`."""
         return [
             Wait((ALL_GATHER, number), from_last_step=True),
             *computed(CODEC, self.costs[number].decode_s),
@@ -338,9 +364,10 @@ class PlannedStep(ABC):
         ]
 
     def backward(self) -> list[Op]:
-        """Encodes and launches each bucket when its last gradient is there, in reduce order.
+        """Returns backward: each bucket is encoded and launched once its last gradient is there.
 
-        Early gathers are launched with what they come after.
+        Buckets are launched in reduce order. An early gather is launched together with the
+        reduce-scatter after which it may begin.
         """
         ready_s, events = 0.0, []
         followers = self._early_after()
@@ -354,11 +381,15 @@ class PlannedStep(ABC):
         return interleaved(BACKWARD, self.times.backward_s, events)
 
     def launched_s(self, ready_s: float) -> float:
-        """Returns when a bucket is launched that is complete at `ready_s`."""
+        """Returns the time at which a bucket is launched whose gradients are there at `ready_s`."""
         return ready_s
 
     def _early_after(self) -> dict[int, list[int]]:
-        """Bucket whose reduce-scatter ends last -> early gathers that then may begin, in order."""
+        """Returns bucket number -> early gathers that may begin after its reduce-scatter, in order.
+
+        A gather must not overtake an earlier one of the plan's `early`. So it waits for the last
+        reduce-scatter among those of its own bucket and of all early buckets before it.
+        """
         order = {number: place for place, number in enumerate(self.plan.reduce_order)}
         followers: dict[int, list[int]] = {}
         last = None
@@ -368,7 +399,7 @@ class PlannedStep(ABC):
         return followers
 
     def reduced(self) -> list[Op]:
-        """Decodes and sums what has arrived, one bucket after the other."""
+        """Returns the operations that wait for, decode and sum each bucket, in reduce order."""
         ops: list[Op] = []
         for number in self.plan.reduce_order:
             is_whole = number in self.plan.all_reduced
@@ -377,10 +408,10 @@ class PlannedStep(ABC):
         return ops
 
     def stepped(self) -> list[Op]:
-        """Steps each bucket's shard and launches its gather.
+        """Returns the operations that step each bucket's shard and launch its gather.
 
-        Buckets that are all-reduced come last, as no other rank waits for them; every rank steps
-        the whole of them.
+        All-reduced buckets come last, since no other rank waits for them. Every rank steps all of
+        their elements.
         """
         ops: list[Op] = []
         for number in range(len(self.plan.buckets)):
@@ -395,5 +426,5 @@ class PlannedStep(ABC):
 
 
 def computed(kind: str, seconds: float) -> list[Op]:
-    """Returns computing, if it takes any time."""
+    """Returns a `Compute` operation, or nothing if it takes no time."""
     return [Compute(kind, seconds)] if seconds else []

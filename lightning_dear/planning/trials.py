@@ -1,10 +1,11 @@
-"""Planners that try plans on real steps, and keep the fastest.
+"""Planners that measure plans on real training steps and keep the fastest.
 
-`AutoFusion` measures what is predicted to be best. `BayesianFusion` looks at no prediction: it
-searches for the bucket cap as DeAR tunes it (arXiv 2302.12445), with its faults cured. The cap is
-searched on a logarithmic scale. Step times are normalised before the Gaussian process sees them, so
-that expected improvement means the same for steps of 5 ms and of 5 s. A cap is only suggested if
-its plan has not been measured, and what is used in the end was measured.
+`AutoFusion` measures the plans that are predicted to be fastest. `BayesianFusion` uses no
+predictions. It searches for the bucket cap with a Gaussian process, as DeAR (arXiv 2302.12445)
+does, but with three differences. The cap is searched on a logarithmic scale. Step times are
+normalised before the Gaussian process gets them, so that expected improvement means the same for
+steps of 5 ms and of 5 s. Only caps whose plans have not been measured yet are suggested, and the
+plan that is used in the end has been measured.
 """
 
 import math
@@ -24,41 +25,50 @@ from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.predicting import MergeCompFusion
 
 _CAP_RANGE = (1 / 32, 32.0)
-"""Caps that are tried, as shares of the fixed buckets': 0.25 to 256 MiB at two ranks."""
+"""Smallest and largest cap that is tried, as multiples of the fixed buckets' cap. At two ranks that
+is 0.25 to 256 MiB."""
 
 _MIN_GAIN = 5e-3
-"""Share of the step by which predictions must differ."""
+"""Predicted steps that differ by less than this share count as equal."""
 
 _MIN_CAP_RATIO = 2.0
+"""Caps that are measured differ from each other by this factor or more."""
+
 _MAX_SINGLE_RATIO = 1.3
+"""A single bucket is measured if its predicted step is at most this many times the best one."""
+
 _MAX_DDP_RATIO = 1.2
+"""DDP's buckets are measured if their predicted step is at most this many times the best one."""
+
 _DDP_DIVISORS = (1, 4, 16)
-"""What DDP's caps are divided by, as they leave small models one bucket or two."""
+"""Divisors of DDP's caps that are tried: with the full caps, small models have only one or two
+buckets."""
 
 
 class AutoFusion(ThresholdFusion, search.StepModelPlanner):
-    """Predicts plans from the measured times, measures the best on real steps, keeps the fastest.
+    """Predicts plans from measured times, measures the best on real steps, and keeps the fastest.
 
-    Against each other stand `ThresholdFusion`'s buckets (always), those of `MergeCompFusion`, the
-    caps with the shortest predicted steps, and one bucket for all if it is predicted to be not far
-    behind. If all-reducing some buckets is predicted to be better than any of these, that is
-    measured too. The fixed buckets and the two best others are measured twice, apart in time, so
-    that a passing disturbance does not decide; the fixed ones stay unless another plan's mean is
-    lower.
+    `ThresholdFusion`'s buckets (the fixed buckets) are always measured. They are compared with the
+    plan of `MergeCompFusion`, with the caps that have the shortest predicted steps, and with one
+    bucket for all tensors if its predicted step is not much longer. If all-reducing some buckets is
+    predicted to be faster than all of these, that is measured, too. The fixed buckets and the two
+    best other plans are measured twice, apart in time, so that a passing disturbance does not
+    decide. The fixed buckets are used unless the mean of another plan is lower.
 
     Args:
-        num_steps: Optimizer steps that all of it may take, the recorded and profiled ones included.
-        bucket_cap_mb: Cap of the fixed buckets, MiB; see `ThresholdFusion`. Other caps are looked
-            for between a 32nd and 32 times as much.
+        num_steps: Most optimizer steps that the search may take, with the recorded step and the
+            profiled ones.
+        bucket_cap_mb: Cap of the fixed buckets, MiB. None means `ThresholdFusion`'s default. Other
+            caps are tried from 1/32 of it to 32 times as much.
         first_bucket_cap_mb: Cap of the fixed bucket nearest the input, MiB.
-        all_reduced_share: Most of all elements, 0..1, that may be all-reduced instead of sharded:
-            their optimizer state is then whole on every rank. 0 forbids it; at 1, everything
-            all-reduced in DDP's buckets (or, for small models, smaller ones) is measured as well if
-            it is predicted to be not far behind.
+        all_reduced_share: Largest share of all elements, 0..1, that may be all-reduced instead of
+            sharded. Their optimizer state is whole on every rank. 0 forbids it. With 1, a plan that
+            all-reduces everything is measured, too, if its predicted step is not much longer; its
+            buckets have DDP's caps, or smaller ones for small models.
 
     Raises:
-        ValueError: If the steps are too few to compare two plans, a cap is not positive, or the
-            share is not 0..1.
+        ValueError: If `num_steps` is too small to compare two plans, a cap is not positive, or
+            `all_reduced_share` is not 0..1.
     """
 
     name = "auto"
@@ -76,14 +86,14 @@ class AutoFusion(ThresholdFusion, search.StepModelPlanner):
             raise ValueError(f"num_steps must be >= {least}, got {num_steps}.")
         if not 0 <= all_reduced_share <= 1:
             raise ValueError(f"all_reduced_share must be 0..1, got {all_reduced_share}.")
-        # The order of attributes is that in which plans found before name their planner's options.
+        # Found plans are kept under a key that lists the options in this order of assignments.
         self.num_steps = num_steps
         super().__init__(bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=first_bucket_cap_mb)
         self.all_reduced_share = all_reduced_share
 
     @override
     def search_for(self, model: StepModel) -> search.PlanSearch:
-        """See `SearchingPlanner`; `plan` makes what is to be beaten."""
+        """Returns the search, in which other plans are compared with the one of `plan`."""
         tensors, world_size = model.tensors, model.world_size
         fixed = self.plan(tensors, world_size)
         _, cap_mb = self.caps_mb(world_size)
@@ -94,14 +104,22 @@ class AutoFusion(ThresholdFusion, search.StepModelPlanner):
             pairs = _all_reducing([fixed, *candidates[:3]], model, self.all_reduced_share)
             candidates = [*candidates[:1], *pairs, *candidates[1:]]
         num_trials = (self.num_steps - search.STEPS_BEFORE_SEARCH) // search.STEPS_PER_TRIAL
-        # All are measured once, the fixed plan among them, and some once more.
+        # Every plan is measured once, with the fixed one, and NUM_REPEATED plans once more.
         num_candidates = max(num_trials - 1 - search.NUM_REPEATED, 1)
         _, *candidates = distinct([fixed, *candidates])
         return AutoSearch(fixed, candidates[:num_candidates], model.step_s)
 
 
 def _all_reducing(plans: Sequence[BucketPlan], model: StepModel, share: float) -> list[BucketPlan]:
-    """What to try with at most this share all-reduced, each followed by the same without."""
+    """Returns plans with all-reduced buckets that are worth measuring; best first.
+
+    The plan that is predicted to be fastest is followed by the same plan without all-reduces.
+
+    Args:
+        plans: Plans of which some buckets may be all-reduced.
+        model: Training that is planned for.
+        share: Largest share of all elements that may be all-reduced, 0..1.
+    """
     tensors, step_s = model.tensors, model.step_s
     chosen: list[BucketPlan] = []
     known = model.times, model.link, share
@@ -121,15 +139,21 @@ def _all_reducing(plans: Sequence[BucketPlan], model: StepModel, share: float) -
 def _candidates(
     fixed: BucketPlan, others: Mapping[float, BucketPlan], model: StepModel
 ) -> list[BucketPlan]:
-    """What to try against `fixed`, the most promising first; perhaps some of it twice."""
+    """Returns plans to compare with `fixed`, the most promising first; some may occur twice.
+
+    Args:
+        fixed: Plan of the fixed buckets.
+        others: Cap in MiB -> plan, of other caps.
+        model: Training that is planned for.
+    """
     tensors, known, step_s = model.tensors, (model.times, model.link), model.step_s
     programme = MergeCompFusion().best_plan(model)
     by_cap = {cap_mb: refine.choose_early(plan, tensors, *known) for cap_mb, plan in others.items()}
     steps_s = {cap_mb: step_s(plan) for cap_mb, plan in by_cap.items()}
     best_s = min(steps_s.values())
-    # Of equally good ones those with fewer messages.
+    # Of equally good caps the largest comes first, which has the fewest messages.
     order = sorted(by_cap, key=lambda cap_mb: (_gains_lost(steps_s[cap_mb], best_s), -cap_mb))
-    # Neighbouring caps make much the same buckets: measuring both would teach little.
+    # Neighbouring caps make almost the same buckets, so that measuring both would tell little.
     apart: list[float] = []
     for cap_mb in order:
         if all(max(cap_mb, cap) >= _MIN_CAP_RATIO * min(cap_mb, cap) for cap in apart):
@@ -144,17 +168,17 @@ def _candidates(
 def _gains_lost(step_s: float, best_s: float) -> int:
     if step_s <= best_s:
         return 0
-    # Where the best takes no time, whatever takes any is worse than all that does not.
+    # If the best predicted step takes 0 s, a step that takes longer is worse by any measure.
     return int((step_s / best_s - 1) / _MIN_GAIN) if best_s else sys.maxsize
 
 
 class AutoSearch(search.Contest):
-    """See `PlanSearch`: candidates against the fixed plan, which is the incumbent."""
+    """Contest of `AutoFusion`: candidates against the fixed plan, which is the incumbent."""
 
     @property
     @override
     def reason(self) -> str:
-        """See `PlanSearch`."""
+        """Returns one line for people that says what `best` is, and why."""
         best, fixed, fixed_ms = self.best, self.incumbent, 1e3 * self.mean_s(self.incumbent)
         what = f"auto: {search.described(best)}"
         if not self.num_measured:
@@ -169,20 +193,20 @@ class AutoSearch(search.Contest):
 class BayesianFusion(ThresholdFusion, search.StepModelPlanner):
     """Tries a few caps for `ThresholdFusion` on real steps; a Gaussian process chooses them.
 
-    It starts with `ThresholdFusion`'s own buckets, which are measured first. It needs no times.
+    `ThresholdFusion`'s own buckets are measured first. No measured times are used.
 
     Args:
-        num_trials: Plans to measure, the first one included.
+        num_trials: Number of plans to measure, the first one included.
         min_cap_mb: Smallest cap, MiB.
         max_cap_mb: Largest cap, MiB.
-        bucket_cap_mb: The cap to start with, MiB; None: `ThresholdFusion`'s own.
+        bucket_cap_mb: Cap of the first plan, MiB. None means `ThresholdFusion`'s default.
         first_bucket_cap_mb: Cap of the bucket nearest the input, MiB; see `ThresholdFusion`.
-        seed: For the Gaussian process's random numbers.
+        seed: Seed of the Gaussian process's random numbers.
 
     Raises:
-        ValueError: If there are fewer than two trials, the caps are not 0 < min < max, or one to
-            start with is not positive.
-        ModuleNotFoundError: If scikit-learn is missing, which the extra `apps` brings.
+        ValueError: If `num_trials` is below 2, if not 0 < `min_cap_mb` < `max_cap_mb`, or if a cap
+            of the first plan is not positive.
+        ModuleNotFoundError: If scikit-learn is missing; the extra `apps` installs it.
     """
 
     name = "bayesian"
@@ -209,17 +233,18 @@ class BayesianFusion(ThresholdFusion, search.StepModelPlanner):
         self.min_cap_mb = min_cap_mb
         self.max_cap_mb = max_cap_mb
         self.seed = seed
-        # The order of attributes is that in which plans found before name their planner's options.
+        # Found plans are kept under a key that lists the options in this order of assignments.
         super().__init__(bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=first_bucket_cap_mb)
 
     @override
     def search_for(self, model: StepModel) -> search.PlanSearch:
-        """See `SearchingPlanner`; times and costs are not looked at."""
+        """Returns the search; the times and costs of `model` are not used."""
         known = model.tensors, model.world_size
         _, cap_mb = self.caps_mb(model.world_size)
         plans = self.plans_of_caps(*known, self.min_cap_mb, self.max_cap_mb)
         start = self.plan(*known)
-        # The start takes the turn of a cap that makes its buckets, so that none is measured twice.
+        # If a cap makes the same buckets as the first plan, that plan takes its place, so that the
+        # same buckets are not measured twice.
         equal = (cap for cap, plan in plans.items() if plan.has_buckets_of(start))
         plans[next(equal, cap_mb)] = start
         return BayesianSearch(plans, start, self.num_trials, self.seed)
@@ -227,13 +252,13 @@ class BayesianFusion(ThresholdFusion, search.StepModelPlanner):
 
 @dataclass(eq=False)
 class BayesianSearch:
-    """See `PlanSearch`. Deterministic: the same measurements bring the same suggestions.
+    """A `PlanSearch` over caps. Deterministic: equal measurements lead to equal suggestions.
 
     Attributes:
-        plans: Cap in MiB -> plan; all distinct.
-        start: That of them which is measured first; it is there to go back to.
-        num_trials: Plans to measure, `start` included.
-        seed: For the Gaussian process's random numbers.
+        plans: Cap in MiB -> plan; all plans are distinct.
+        start: Plan that is measured first; one of `plans`. It is used until a plan is measured.
+        num_trials: Number of plans to measure, `start` included.
+        seed: Seed of the Gaussian process's random numbers.
     """
 
     plans: dict[float, BucketPlan]
@@ -244,12 +269,12 @@ class BayesianSearch:
 
     @property
     def best(self) -> BucketPlan:
-        """See `PlanSearch`."""
+        """Returns the fastest measured plan, or `start` if none was measured."""
         return min(self._measured)[2] if self._measured else self.start
 
     @property
     def reason(self) -> str:
-        """See `PlanSearch`."""
+        """Returns one line for people that says what `best` is, and why."""
         if not self._measured:
             return f"bayesian: {search.described(self.start)}, nothing measured"
         step_s, cap_mb, plan = min(self._measured, key=lambda trial: trial[:2])
@@ -258,14 +283,18 @@ class BayesianSearch:
         return f"bayesian: {search.described(plan)} {cost}, {best}"
 
     def next(self) -> BucketPlan | None:
-        """See `PlanSearch`: the start, a fifth from either end, then what is suggested."""
+        """Returns the plan to measure next. None means that the search is over.
+
+        First comes `start`, then the caps at 1/5 and 4/5 of all caps, then what the Gaussian
+        process suggests.
+        """
         left = sorted(set(self.plans) - {cap_mb for _, cap_mb, _ in self._measured})
         if not self._measured:
             return self.start
         if len(self._measured) >= self.num_trials or not left:
             return None
         if len(self._measured) < 3:
-            # Far apart, so that the process has something to go by.
+            # Far apart, so that the Gaussian process sees the whole range.
             caps = sorted(self.plans)
             number = (len(caps) - 1) * (0.2 if len(self._measured) == 1 else 0.8)
             cap_mb = min(left, key=lambda cap: (abs(caps.index(cap) - number), cap))
@@ -274,16 +303,17 @@ class BayesianSearch:
         return self.plans[cap_mb]
 
     def tell(self, plan: BucketPlan, step_s: float) -> None:
-        """See `PlanSearch`."""
+        """Notes a measurement."""
         cap_mb = next(cap for cap, other in self.plans.items() if plan.has_buckets_of(other))
         self._measured.append((step_s, cap_mb, plan))
 
     def _most_promising(self, caps: Sequence[float]) -> int:
-        """Number of the cap with the largest expected improvement.
+        """Returns the index in `caps` of the cap with the largest expected improvement.
 
-        That is counted in standard deviations of the measurements, so it has no scale of its own.
+        Improvements are measured in standard deviations of the measured times, so that they do not
+        depend on the length of a step.
         """
-        # Imported here: it takes a second, which only those who tune should pay.
+        # Imported here, since the import takes a second that only this planner should cost.
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.gaussian_process import GaussianProcessRegressor
         from sklearn.gaussian_process.kernels import Matern, WhiteKernel
@@ -292,10 +322,10 @@ class BayesianSearch:
         noise = WhiteKernel(noise_level=1e-2, noise_level_bounds=(1e-4, 0.3))
         process = GaussianProcessRegressor(smooth + noise, random_state=self.seed)
         steps_s = [step_s for step_s, _, _ in self._measured]
-        # Steps that are all the same have no deviation to count in.
+        # If all steps took equally long, the deviation is 0 and cannot be divided by.
         scale_s = pstdev(steps_s) or 1.0
         targets = [(step_s - mean(steps_s)) / scale_s for step_s in steps_s]
-        # A few points may leave a length at its bound, which is no fault.
+        # With few points the fitted length scale may lie at its bound, which is harmless.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
             process.fit(_column([cap_mb for _, cap_mb, _ in self._measured]), targets)
@@ -308,7 +338,12 @@ class BayesianSearch:
 
 
 def _expected_improvement(gain: float, deviation: float) -> float:
-    """Mean of max(0, x) for a normal x with this mean and deviation."""
+    """Returns the mean of max(0, x) for a normally distributed x.
+
+    Args:
+        gain: Mean of x.
+        deviation: Standard deviation of x.
+    """
     normal = NormalDist()
     ratio = gain / max(deviation, 1e-9)
     return gain * normal.cdf(ratio) + deviation * normal.pdf(ratio)

@@ -1,1 +1,1 @@
-"""Records what a step cost and what ran when: clocks, spans, statistics, timelines."""
+"""Measures what a training step costs, and records what ran when."""

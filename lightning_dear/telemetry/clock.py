@@ -1,6 +1,7 @@
-"""Two clocks: the host's, and a CUDA stream's, which runs behind the host.
+"""Clocks that tell when a device reaches a point of the program: the host's, and a CUDA stream's.
 
-They mark moments of a device without making the host wait for them.
+A mark is a moment that is noted without making the host wait for the device. It can be converted to
+seconds later.
 """
 
 from __future__ import annotations
@@ -14,36 +15,42 @@ import torch
 from lightning_dear.collectives.background import Background
 
 Record = Callable[[Any, Any], None]
-"""Takes the marks between which something happened."""
+"""Called with the marks at which something began and ended."""
 
 
 class HostClock:
-    """For the CPU, where the program and the work it does are at the same point.
+    """Clock for the CPU, where work is done when the program reaches it.
 
-    A thread for each lane waits for its collectives in the order of their launch, so that one which
-    overtakes another is recorded as ending with it.
+    Observed collectives are waited for by a thread for each lane, in the order of their launches. A
+    collective that ends before an earlier one of its lane is recorded as ending with that one.
 
     Attributes:
-        is_free: Whether marks cost no more than a look at the host's clock.
+        is_free: Whether a mark costs no more than reading the host's clock.
     """
 
     def __init__(self) -> None:
         self._threads: dict[str, Background] = {}
 
     mark = staticmethod(time.perf_counter)
-    """The moment at which the device reaches this point of the program."""
+    """Returns a mark: the moment at which the device reaches this point of the program."""
     is_free = True
 
     def seconds(self, mark: Any) -> float:
-        """A mark on the scale of `time.perf_counter`; may block until the device is there."""
+        """Returns a mark in seconds of `time.perf_counter`; may block until the device is there."""
         known_s: float = mark
         return known_s
 
     def observe(self, lane: str, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
-        """Lets `record` know when `arrive` (which waits for a collective) would have returned.
+        """Has `record` called once a launched collective has ended, without blocking the caller.
+
+        Args:
+            lane: Lane of the collective; collectives of a lane are observed one after the other.
+            arrive: Function that waits for the collective.
+            record: Called with the mark of this call and the mark of the collective's end.
 
         Returns:
-            What to wait with instead of `arrive`. It raises what `arrive` raises in the thread.
+            Function to call instead of `arrive`: it blocks until the thread has called `arrive`,
+            and raises the exception that `arrive` raised there.
         """
         start = self.mark()
 
@@ -57,51 +64,58 @@ class HostClock:
         return thread.submit(arrive_and_record).result
 
     def finish(self) -> None:
-        """Blocks until everything observed has been recorded; ends the threads."""
-        # Another thread may begin a lane meanwhile; that one ends by itself.
+        """Blocks until all observed collectives have been recorded; ends the threads."""
+        # Taken at once: another thread may begin a new lane in the meantime.
         threads, self._threads = self._threads, {}
         for thread in threads.values():
             thread.finish()
 
 
 class StreamClock:
-    """For CUDA: marks are events on the current stream. Making one blocks the host once.
+    """Clock for a CUDA device: a mark is an event on the current stream.
+
+    Making a clock blocks the host once, until the device has done all of its work.
 
     Args:
-        device: Whose streams are marked.
-        cuda: What is called: torch.cuda, or what stands in for it where a device is simulated.
+        device: Device whose streams are marked.
+        cuda: torch.cuda, or a stand-in for it in tests that simulate a device.
     """
 
     is_free = False
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
-        # By lane: one that ends late would hold up what others have to say.
+        # Lane -> stream. With one stream for all lanes, a collective that ends late would delay the
+        # marks of other lanes.
         self._beside: dict[str, torch.cuda.Stream] = {}
-        # Twice: nothing must stand before the mark, and it must be passed when the host looks at
-        # its own clock.
+        # Once before the mark, so that no work delays it, and once after it, so that the device has
+        # passed it when the host reads its own clock.
         cuda.synchronize(device)
         self._origin = self.mark()
         cuda.synchronize(device)
         self._origin_s = time.perf_counter()
 
     def mark(self) -> Any:
-        """See `HostClock`."""
+        """Returns a mark on the current stream; does not block."""
         event: torch.cuda.Event = self._cuda.Event(enable_timing=True)
         event.record(self._cuda.current_stream(self._device))
         return event
 
     def seconds(self, mark: Any) -> float:
-        """See `HostClock`; blocks until the stream has passed the mark."""
+        """Returns a mark in seconds of `time.perf_counter`; blocks until the stream is there."""
         mark.synchronize()
-        # Devices count milliseconds in fp32, after hours only whole ones: so from the mark that was
-        # asked for last, which lies near this one.
+        # `elapsed_time` returns milliseconds in fp32, which after hours has no fractions left. So
+        # time is counted from the mark of the last call, which is usually near this one.
         self._origin_s += self._origin.elapsed_time(mark) / 1e3
         self._origin = mark
         return self._origin_s
 
     def observe(self, lane: str, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
-        """See `HostClock`: a stream of its own waits, so that the compute stream does not."""
+        """Has `record` called with marks of the launch and of the end; see `HostClock.observe`.
+
+        A separate stream for each lane waits for the collective, so that the compute stream does
+        not. Does not block.
+        """
         start = self.mark()
         if lane not in self._beside:
             self._beside[lane] = self._cuda.Stream(self._device)
@@ -111,7 +125,7 @@ class StreamClock:
         return arrive
 
     def finish(self) -> None:
-        """See `HostClock`."""
+        """Blocks until the device has reached all marks."""
         self._cuda.synchronize(self._device)
 
 
@@ -119,5 +133,5 @@ Clock = HostClock | StreamClock
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock that tells when work on `device` happens."""
+    """Returns a new clock that tells when work on `device` is done."""
     return StreamClock(device) if device.type == "cuda" else HostClock()

@@ -1,7 +1,8 @@
-"""Time spent on what an accelerator does itself, between layers, although a CPU may do it here.
+"""Measures device work: work on tensors that an accelerator would do itself, if there were one.
 
-Encoding and decoding are such work, launching messages is not. Who plans what to compress, or
-pretends that there is an accelerator, has to tell them apart.
+Encoding and decoding are device work, launching messages is not. On the CPU both take time of the
+host. Planners that decide what to compress, and replays that simulate an accelerator, need to tell
+them apart.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from lightning_dear.collectives.work import Collectives, T
 _of_thread = threading.local()
 
 MIN_SLEEP_S = 2e-4
-"""What is charged is put off until it is as much: `time.sleep` returns some 0.07 ms late."""
+"""Sleeps that `charge_device_work` asks for are put off until they add up to this many seconds, as
+`time.sleep` returns about 0.07 ms late."""
 
 _charge = 0.0
 
@@ -25,20 +27,21 @@ _cpu_s = 0.0
 
 
 def charge_device_work(charge: float) -> None:
-    """Let device work in this process last longer from now on, before it is followed by anything.
+    """Makes device work in this process take longer from now on, by a sleep after it.
 
-    Where it is done on a part of a model only, and pretended to be done on the whole.
+    For replays that do the work on a part of a model and simulate the whole model.
 
     Args:
-        charge: Seconds for each second of CPU time; 0, as at first: none. They are slept, but for
-            those in which the work waited for a core: a device would not have.
+        charge: Seconds to sleep for each second of CPU time that device work takes. Time in which
+            the work waited for a CPU core is deducted, since a device would not have waited. 0, the
+            initial value, means no sleep.
     """
     global _charge
     _charge = charge
 
 
 class device_work:
-    """Around work on tensors; must not contain itself."""
+    """Context manager around device work, whose time it measures; must not be nested."""
 
     def __enter__(self) -> None:
         self._begin_s, self._begin_cpu_s = time.perf_counter(), time.thread_time()
@@ -56,16 +59,17 @@ class device_work:
 def as_device_work(
     collectives: Collectives, lane: str, number: int | None, work: Callable[..., T], *args: Any
 ) -> T:
-    """Calls `work`, which must contain no other such work, and returns what it returns.
+    """Calls `work(*args)` as device work, and returns its result.
 
     Args:
-        collectives: What moves the bucket. Whoever records its arrivals is shown the work, too.
+        collectives: Collectives of the bucket. If a timeline records them, it records the work,
+            too.
         lane: "encode" or "decode".
-        number: The bucket's, as for its collectives; None: of all buckets.
-        work: In this thread, and on its current stream.
-        *args: For it.
+        number: Tag of the bucket, as its collectives have it. None means all buckets.
+        work: Device work, called in this thread; must not call `as_device_work` itself.
+        *args: Arguments of `work`.
     """
-    # Read once: a recording may end meanwhile.
+    # Read once, since another thread may end the recording in the meantime.
     if (show := collectives.showing) is None:
         with device_work():
             return work(*args)
@@ -74,6 +78,7 @@ def as_device_work(
 
 
 def _sleep(seconds: float) -> None:
+    """Sleeps, or puts the sleep off to a later call if it is too short; see `MIN_SLEEP_S`."""
     owed_s = getattr(_of_thread, "owed_s", 0.0) + seconds
     if owed_s >= MIN_SLEEP_S:
         begin_s = time.perf_counter()
@@ -81,20 +86,20 @@ def _sleep(seconds: float) -> None:
         slept_s = time.perf_counter() - begin_s
         _of_thread.charged_s = device_work_charged_s() + slept_s
         owed_s -= slept_s
-    # What is owed when charging ends is forgotten, or what is charged later would pay it.
+    # Without a charge the put-off sleep is dropped, or it would count for a later charge.
     _of_thread.owed_s = owed_s if _charge else 0.0
 
 
 def device_work_s() -> float:
-    """Seconds for which the host was in `device_work` so far, in the calling thread."""
+    """Returns the seconds that the calling thread has spent in `device_work` so far."""
     return float(getattr(_of_thread, "total_s", 0.0))
 
 
 def device_work_cpu_s() -> float:
-    """CPU seconds of it in all threads, without what is charged."""
+    """Returns the CPU seconds of device work in all threads so far, without sleeps."""
     return _cpu_s
 
 
 def device_work_charged_s() -> float:
-    """Seconds slept so far for what is charged, in the calling thread."""
+    """Returns the seconds that the calling thread has slept so far; see `charge_device_work`."""
     return float(getattr(_of_thread, "charged_s", 0.0))

@@ -1,4 +1,7 @@
-"""What a pipeline measures of itself: exposed communication, bytes, and spans for a picture."""
+"""Measures exposed communication and sent bytes of each step, and records spans for a timeline.
+
+Exposed communication is the time in which computation waited for a collective.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,15 @@ _IS_PROFILING = private_names.IS_PROFILING.name
 
 
 class Instruments:
-    """Shared by all parts of one pipeline.
+    """Measures and records for one pipeline, whose parts all share it.
 
     Args:
-        clock: Counts.
-        collectives: Whose bytes are counted, and whose arrivals are shown.
+        clock: Clock of the device on which the pipeline trains.
+        collectives: Collectives whose sent bytes are counted and whose spans are recorded.
 
     Attributes:
-        clock: See above.
-        timeline: Where spans are recorded at present; None for nowhere.
+        clock: Same as the argument.
+        timeline: Timeline in which spans are recorded at present. None means no recording.
     """
 
     def __init__(self, clock: Clock, collectives: Collectives) -> None:
@@ -42,15 +45,21 @@ class Instruments:
 
     @property
     def statistics(self) -> StepStatistics | None:
-        """Of the last finished optimizer step.
+        """Returns the statistics of the last finished optimizer step.
 
-        On a device waits are timed from the step on that follows the first call. Before it is None.
+        On an accelerator, waits are only timed once this has been read: the result is None until
+        the end of the second `finish_step` after the first read.
         """
         self._is_asked = True
         return self._last
 
     def record_in(self, timeline: Timeline | None) -> None:
-        """Records spans, collectives launched from now on, and codecs, there; None: nowhere."""
+        """Begins or ends a recording.
+
+        Args:
+            timeline: Timeline in which spans, collectives that are launched from now on, encoding
+                and decoding are recorded. None ends the recording.
+        """
         self.timeline = timeline
         if timeline is not None:
             timeline.clock = self.clock
@@ -59,22 +68,24 @@ class Instruments:
 
     @contextmanager
     def span(self, lane: str) -> Iterator[None]:
-        """Shows what happens within in the timeline and in torch's profiler, if they record."""
+        """Records the `with` block in the timeline and in torch's profiler, if these record."""
         with _in_profiler(lane), self.timeline.span(lane, lane) if self.timeline else nullcontext():
             yield
 
     @contextmanager
     def waiting(self, lane: str, reason: str) -> Iterator[None]:
-        """What happens in it counts as exposed communication.
+        """Counts the `with` block, which waits for a collective, as exposed communication.
 
         Args:
-            lane: Which half of the exchange, "reduce_scatter" or "all_gather".
-            reason: What forces the wait, for the timeline.
+            lane: Half of the exchange that is waited for, "reduce_scatter" or "all_gather".
+            reason: Reason for the wait, for the timeline.
         """
-        # Nobody wants to know? On a device each wait would cost the host two marks.
+        # Two marks for each wait would cost the host time on a device, so they are only made if
+        # they are used.
         is_timed = self._current is not None or self.timeline is not None
         start = self.clock.mark() if is_timed else None
-        # Not with `finally`: after a failure the device may refuse a mark, which would hide it.
+        # Not with `finally`: after a failure of the device, the mark below could raise another
+        # error, which would hide the first one.
         with _in_profiler(f"wait for {lane}: {reason}"):
             yield
         if is_timed:
@@ -85,16 +96,16 @@ class Instruments:
                 self.timeline.record("wait", reason, start, end)
 
     def begin_step(self) -> None:
-        """Notes that a bucket begins to be stepped, if a timeline is recorded."""
+        """Notes the beginning of the optimizer step on a bucket, if a timeline is recorded."""
         self._step_began = None if self.timeline is None else self.clock.mark()
 
     def record_step(self, number: int) -> None:
-        """Shows that bucket `number` was stepped since then."""
+        """Records the step of bucket `number` since `begin_step`, if a timeline is recorded."""
         if self.timeline is not None and self._step_began is not None:
             self.timeline.record("step", f"bucket {number}", self._step_began, self.clock.mark())
 
     def finish_step(self) -> None:
-        """Ends a step: its figures become `statistics`."""
+        """Ends an optimizer step: `statistics` returns its measurements from now on."""
         sent_bytes = self._collectives.ledger.total()
         if self._current is not None:
             self._current.wire_bytes = sent_bytes - self._sent_bytes
@@ -103,21 +114,23 @@ class Instruments:
 
 
 def _in_profiler(name: str) -> AbstractContextManager[object]:
-    """A range of torch's profiler, where one records: without one it would cost some 15 us."""
+    """Returns a range of torch's profiler if it records; otherwise a range would waste 15 us."""
     if not getattr(profiler, _IS_PROFILING):
         return nullcontext()
     return profiler.record_function(f"dear: {name}")
 
 
 class StepStatistics:
-    """Of one optimizer step: where compute stood still for communication, and what was sent.
+    """Holds the exposed communication and the sent bytes of one optimizer step.
 
     Args:
-        clock: The device's. With a CUDA device, reading seconds blocks until the step is over.
+        clock: Clock of the device. On a CUDA device, reading seconds blocks until the step is over.
 
     Attributes:
-        waits: Lane -> marks between which the host, or the stream, stood still for it.
-        wire_bytes: Payload this rank sent from the end of the step before to the end of this one.
+        waits: "reduce_scatter" or "all_gather" -> pairs of marks between which the host (or the
+            CUDA stream) waited for it.
+        wire_bytes: Payload bytes that this rank sent from the end of the previous step to the end
+            of this one.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -131,15 +144,15 @@ class StepStatistics:
 
     @property
     def exposed_reduce_scatter_s(self) -> float:
-        """Waited for gradients in the step, seconds."""
+        """Returns the seconds that the step waited for gradients."""
         return self._exposed_s("reduce_scatter")
 
     @property
     def exposed_all_gather_s(self) -> float:
-        """Waited for parameters of the step before, seconds."""
+        """Returns the seconds that the step waited for parameters from the step before."""
         return self._exposed_s("all_gather")
 
     @property
     def exposed_s(self) -> float:
-        """All exposed communication, seconds."""
+        """Returns the seconds of all exposed communication in the step."""
         return self.exposed_reduce_scatter_s + self.exposed_all_gather_s

@@ -1,4 +1,4 @@
-"""What happened when: spans of one rank, a picture of them, and their Chrome trace."""
+"""Records what one rank did when, as spans; draws them, and writes them as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -27,18 +27,26 @@ _LANES = {
     "other": ("flags, buffers travel", "#79706e", "#bab0ac"),
     "first_hop": ("of that, within hosts\n(first hops)", "#79706e", "#bab0ac"),
 }
-"""Lane -> its row of the picture, and colours that take turns, so that neighbours differ.
+"""Lane -> (row of the picture, colours that neighbouring spans take in turn).
 
-`encode` and `decode` are of both halves, `other` is the flags of used parameters and the module
-buffers, `wait` is what blocked the host, `first_hop` is the first part of collectives in two hops,
-of which the whole is in the other lanes."""
+`encode` and `decode` show both halves of the exchange. `other` shows the flags of used parameters
+and the module's buffers. `wait` shows waits for collectives. `first_hop` shows the first hop of
+collectives with two hops, which the lanes of these collectives contain, too."""
 
 _TRAVEL = ("reduce_scatter", "all_gather", "other")
+"""Lanes in which data travel; `first_hop` is part of them."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took from `start_s` to `end_s` (seconds since the first span's start)."""
+    """Describes one event of a timeline.
+
+    Attributes:
+        lane: Kind of event: a key of `_LANES`.
+        name: Name of the event, such as "bucket 3".
+        start_s: Beginning, in seconds since the beginning of the first span.
+        end_s: End, in seconds since the beginning of the first span.
+    """
 
     lane: str
     name: str
@@ -47,13 +55,14 @@ class Span:
 
 
 class Timeline:
-    """Collects spans. Threads wait for the collectives meanwhile, so record few steps.
+    """Collects spans of a few steps. Recording costs time, as threads wait for each collective.
 
-    Thread-safe, as appending to a list is: collectives are recorded by the threads that wait for
-    them.
+    Thread-safe: the threads that wait for collectives add spans, too, and appending to a list is
+    atomic.
 
     Attributes:
-        clock: When something happens; the pipeline that records puts its device's here.
+        clock: Clock that makes the marks. The pipeline that records replaces it with the clock of
+            its device.
     """
 
     def __init__(self) -> None:
@@ -62,7 +71,10 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """Finished spans, by start time, from 0 on; blocks until the device has finished them."""
+        """Returns all spans in the order of their beginnings, the first at 0 s.
+
+        Blocks until the device has reached all marks. Spans that have not ended are not included.
+        """
         marked, at = list(self._marked), self.clock.seconds
         timed = sorted((at(start), at(end), lane, name) for lane, name, start, end in marked)
         return [
@@ -76,14 +88,14 @@ class Timeline:
 
     @contextmanager
     def span(self, lane: str, name: str) -> Iterator[None]:
-        """Records the time spent in the `with` block."""
+        """Records the `with` block as a span."""
         start = self.clock.mark()
         yield
-        # Not after an error: a device that has failed may raise another one here.
+        # Not with `finally`: after a failure of the device, the mark could raise another error.
         self.record(lane, name, start, self.clock.mark())
 
     def observe(self, lane: str, name: str, arrive: Callable[[], None]) -> Callable[[], None]:
-        """Records when a collective's data has arrived; see `HostClock.observe`."""
+        """Records the span from now until a collective has arrived; see `HostClock.observe`."""
         return self.clock.observe(lane, arrive, partial(self.record, lane, name))
 
     def finish(self) -> None:
@@ -91,9 +103,14 @@ class Timeline:
         self.clock.finish()
 
     def write_chrome_trace(self, path: Path, rank: int = 0) -> None:
-        """Writes the spans in Chrome's trace format (opens in Perfetto), in threads of each lane.
+        """Writes the spans in Chrome's trace format, which Perfetto opens.
 
-        More than one, where spans of a lane overlap, which a thread's must not.
+        A lane has a thread in the trace, and several if its spans overlap, since spans of a thread
+        must not.
+
+        Args:
+            path: File to write; overwritten.
+            rank: Rank, which is shown as the process.
         """
         threads: list[list[Span]] = []
         for span in sorted(self.spans, key=lambda one: list(_LANES).index(one.lane)):
@@ -124,7 +141,11 @@ class Timeline:
 
 
 def _in_turn(spans: Iterable[Span]) -> list[Span]:
-    """Spans, which come by start time, each without what earlier ones cover."""
+    """Returns the spans, each cut by the time that earlier ones cover.
+
+    Args:
+        spans: Spans in the order of their beginnings.
+    """
     turns, until_s = list[Span](), 0.0
     for span in spans:
         turns.append(replace(span, start_s=min(max(span.start_s, until_s), span.end_s)))
@@ -133,7 +154,16 @@ def _in_turn(spans: Iterable[Span]) -> list[Span]:
 
 
 def _summary(spans: Sequence[Span], begin_s: float, next_s: float) -> str:
-    """Of the step between two forwards. The waits for its results come in the next one."""
+    """Returns the title of the picture, which describes the first step.
+
+    The step's results travel during the next forward, too. So a collective counts if it was
+    launched before that forward; waits count whenever they were.
+
+    Args:
+        spans: Spans of the first two steps.
+        begin_s: Beginning of the first forward, seconds.
+        next_s: Beginning of the second forward, seconds.
+    """
 
     def covered_s(*lanes: str) -> float:
         own = [one for one in spans if one.lane in lanes]
@@ -141,7 +171,7 @@ def _summary(spans: Sequence[Span], begin_s: float, next_s: float) -> str:
         return sum(one.end_s - one.start_s for one in _in_turn(first))
 
     travel_s = covered_s(*_TRAVEL)
-    # While nothing waits.
+    # The time in which data travel and nothing waits.
     hidden_s = covered_s("wait", *_TRAVEL) - covered_s("wait")
     return (
         f"{(next_s - begin_s) * 1e3:.1f} ms from forward to forward. Data travel for"
@@ -151,17 +181,17 @@ def _summary(spans: Sequence[Span], begin_s: float, next_s: float) -> str:
 
 
 def plot_timeline(spans: Sequence[Span], path: Path) -> None:
-    """Writes a picture of the first two steps to `path` (the suffix says which format).
+    """Draws the first two steps and writes the picture to `path`.
 
-    What travels is drawn one after the other: each bucket from its launch on, or from when the one
-    before it was there.
+    Collectives of a lane are drawn one after the other, without overlaps. Each begins at its launch
+    or at the end of the collective before it, whichever is later.
 
     Args:
-        spans: As `Timeline.spans` has them.
-        path: Overwritten.
+        spans: Spans, as `Timeline.spans` returns them.
+        path: File to write; overwritten. Its suffix tells the format.
 
     Raises:
-        ModuleNotFoundError: If matplotlib is missing, which the extra `apps` brings.
+        ModuleNotFoundError: If matplotlib is missing; the extra `apps` installs it.
     """
     need(f"The picture {path.name}", "matplotlib")
     from matplotlib.figure import Figure
@@ -186,7 +216,10 @@ def plot_timeline(spans: Sequence[Span], path: Path) -> None:
 
 
 def _draw(axes: Any, row: int, color: str, span: Span, *, is_first: bool) -> None:
-    """A bar, with its name where that fits; of a wait hatched, and pale through all rows."""
+    """Draws a span as a bar, with its name if there is room.
+
+    A wait is a hatched bar, with a pale stripe through all rows.
+    """
     width_s, is_wait = span.end_s - span.start_s, span.lane == "wait"
     look = {"hatch": "////", "edgecolor": "#e45756", "linewidth": 0.5} if is_wait else {}
     if is_wait:
@@ -194,7 +227,7 @@ def _draw(axes: Any, row: int, color: str, span: Span, *, is_first: bool) -> Non
     legend = span.lane if is_first and _LANES[span.lane][0] == _COMPUTING else None
     axes.barh(row, width_s, left=span.start_s, color=color, label=legend, **look)
     name = span.name.removeprefix("bucket ")
-    # Some 200 characters are as wide as the picture.
+    # About 200 characters fit into the width of the picture.
     if name != span.lane and len(name) + 1 < 200 * width_s / axes.get_xlim()[1]:
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0} if is_wait else None
         middle_s = span.start_s + width_s / 2

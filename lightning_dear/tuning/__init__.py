@@ -1,1 +1,1 @@
-"""Measures links, codecs and steps, and hands them to the planners."""
+"""Measures links, codecs and steps in a running training, for the planners."""

@@ -1,6 +1,6 @@
-"""Measures what encoding and decoding cost, on throw-away buckets that nobody receives.
+"""Measures the costs of encoding and decoding, on buckets of random values that are never sent.
 
-What starting a bucket's messages costs comes on top, from `launch_seconds`.
+The time to start a bucket's messages is measured apart, by `launch_seconds`, and added.
 """
 
 from __future__ import annotations
@@ -36,17 +36,25 @@ from lightning_dear.tuning.link_cost import slowest
 T = TypeVar("T")
 
 _SMALL_NUMEL, _LARGE_NUMEL = 1 << 16, 1 << 22
-"""Elements of the two buckets, padding left out; of smaller models less."""
+"""Elements of the two buckets that are measured. Smaller models get smaller buckets."""
 
 _NUM_REPEATS = 15
-"""Exchanges of each bucket; the first one is dropped."""
+"""How often each bucket is measured. The first time is dropped; of the others the median counts."""
 
 
 def measure_codecs(pipeline: Pipeline) -> CodecCosts:
-    """What the training's codec costs on the slowest rank, and `Fp32` in its place.
+    """Measures the costs of compressed and of uncompressed buckets, on the slowest rank.
 
-    All ranks measure at once, as they may share cores. Nothing of the training is touched. Needs
-    memory for a few buckets of 4 Mi elements for a moment. Collective, blocks.
+    All ranks measure at the same time, since ranks of a host may share cores in training, too. The
+    training's state is not changed. Needs memory for a few buckets of 4 Mi elements in the
+    meantime. Collective. Blocks.
+
+    Args:
+        pipeline: Training with a codec; not mutated, but its parameters are gathered first.
+
+    Returns:
+        Costs of the training's codec (`compressed`) and of `Fp32` instead of it (`uncompressed`);
+        the same on all ranks.
     """
     codec, collectives = pipeline.options.compressor, pipeline.collectives
     assert isinstance(codec, Codec)
@@ -55,7 +63,7 @@ def measure_codecs(pipeline: Pipeline) -> CodecCosts:
     unit = ALIGNMENT * collectives.world.size
     large = aligned(max(min(numel, _LARGE_NUMEL), 4 * unit), unit)
     sizes = aligned(min(_SMALL_NUMEL, large // 4), unit), large
-    # Ranks begin together.
+    # As a barrier: all ranks begin to measure at the same time.
     collectives.all_gather_object(None)
     launches_s = launch_seconds(pipeline)
     costs = []
@@ -73,10 +81,20 @@ def _cost(
     times_s: Sequence[float],
     launches_s: tuple[float, float],
 ) -> CodecCost:
-    """From the seconds of the four operations, of the smaller bucket and then of the larger."""
+    """Returns the costs that follow from measured seconds.
+
+    Args:
+        pipeline: Training whose options and ranks count.
+        codec: Codec that was measured.
+        sizes: Elements of the smaller and of the larger bucket.
+        times_s: Seconds of the four operations (see `_Probe.times_s`) with the smaller bucket, then
+            with the larger one.
+        launches_s: Seconds to start the messages of the reduce half and of the gather half.
+    """
     options = pipeline.options
     shards = [numel // pipeline.collectives.world.size for numel in sizes]
-    # In two hops a rank encodes, and decodes, its part of what its host's ranks have together.
+    # With two hops a rank encodes and decodes one part of its host's sum, whose length differs from
+    # that of a rank's own gradients.
     together = options.ranks_together(pipeline.collectives)
     of_ranks = [[together * size for size in sizes]] * 2
     encode, decode_sum, encode_shard, decode = (
@@ -84,7 +102,7 @@ def _cost(
         for place, lengths in enumerate((*of_ranks, shards, sizes))
     )
     row = fitted_line(shards, [codec.wire_bytes(shard) for shard in shards])
-    # Where a step or a bucket is left out, parameters and means come back as they are.
+    # Otherwise parameters, or mean gradients, are gathered uncompressed.
     sends_bytes_back = options.encodes_both and not codec.is_identity
     return CodecCost(
         replace(encode, alpha=encode.alpha + launches_s[0]),
@@ -97,7 +115,15 @@ def _cost(
 
 
 def fitted_line(sizes: Sequence[int], values: Sequence[float]) -> Linear:
-    """The line through two points; through the origin if it would begin below, flat if it fell."""
+    """Returns the line through two measured points, with alpha and beta of at least 0.
+
+    If alpha would be negative, the line goes through the origin and the second point. If beta would
+    be negative, the line is flat.
+
+    Args:
+        sizes: Elements at both points, ascending.
+        values: Values at both points.
+    """
     (small, large), (low, high) = sizes, values
     beta = max((high - low) / (large - small), 0.0)
     if low < beta * small:
@@ -106,7 +132,15 @@ def fitted_line(sizes: Sequence[int], values: Sequence[float]) -> Linear:
 
 
 class _Probe:
-    """One bucket and its exchange, as in training but for the other ranks."""
+    """Measures the exchange of one bucket on this rank, without communication. Local.
+
+    The exchange is the one of training. Only its collectives are replaced, by `_SilentCollectives`.
+
+    Args:
+        pipeline: Training whose options and device are used.
+        codec: Codec to measure; the training's, or `Fp32` instead.
+        numel: Elements of the bucket.
+    """
 
     @torch.no_grad()
     def __init__(self, pipeline: Pipeline, codec: Codec, numel: int) -> None:
@@ -116,28 +150,33 @@ class _Probe:
         device = like.device
         self._clock = clock_of(device)
         generator = torch.Generator(device).manual_seed(rank)
-        # Not zeros, of which a sparse codec would find nothing to select.
+        # Not zeros, since a sparse codec would find no elements to select in them.
         self._noise = torch.randn(numel, device=device, generator=generator).to(like.dtype)
         tensor = TensorSpec(0, "probe", numel, like.element_size(), "probe", 0, 0)
         plan, parameters = NoFusion().plan([tensor], world_size), [Parameter(self._noise.clone())]
         role_of = partial(options.role_of, plan)
         flat = allocate(plan, parameters, role_of, rank, lambda _: 0, keeps_gradients=True)
         self._bucket = flat.buckets[0]
-        self._nobody = _Nobody(collectives)
-        nobody = cast(Collectives, self._nobody)
-        # With the memory of what it stands in for, as where a plan leaves a bucket so.
+        self._silent = _SilentCollectives(collectives)
+        silent = cast(Collectives, self._silent)
+        # `Fp32` is measured as a bucket that a plan leaves uncompressed: the training's codec still
+        # keeps the memory that belongs to the bucket.
         left = (0,) if codec.is_identity else ()
-        traffic = Traffic(nobody, 0, flat, options.is_of_gradients, left)
+        traffic = Traffic(silent, 0, flat, options.is_of_gradients, left)
         self._exchange = new_exchange(options, [None], traffic)
 
     def times_s(self) -> list[float]:
-        """Seconds to encode a bucket, to decode and sum it, to encode its shard, to decode that."""
+        """Returns the median seconds of four operations. Blocks.
+
+        They are: to encode the bucket, to decode and sum it, to encode its shard, and to decode
+        what was gathered.
+        """
         rounds = [self._exchanged() for _ in range(_NUM_REPEATS)][1:]
         return [median(times_s) for times_s in zip(*rounds, strict=True)]
 
     @torch.no_grad()
     def _exchanged(self) -> list[float]:
-        """Seconds of the four operations in turn, each in the place of training's own."""
+        """Does the four operations of a step once, and returns the seconds of each."""
         bucket, exchange, clock = self._bucket, self._exchange, self._clock
         marks: list[Any] = []
 
@@ -149,21 +188,25 @@ class _Probe:
 
         bucket.gradients.copy_(self._noise)
         work = timed(partial(exchange.launch_reduce, bucket))
-        self._nobody.deliver()
+        self._silent.deliver()
         timed(work.wait)
-        # Stands for a step, so that differences of parameters, if these are sent, are not 0.
+        # A stand-in for the optimizer step: if differences of parameters are sent, they are not 0.
         bucket.shard.add_(bucket.mean, alpha=1e-3)
         launch = timed(partial(exchange.prepare_gather, bucket))
         work = launch()
-        self._nobody.deliver()
+        self._silent.deliver()
         timed(work.wait)
         exchange.commit()
         moments = [clock.seconds(mark) for mark in marks]
         return [end - begin for begin, end in zip(moments[::2], moments[1::2], strict=True)]
 
 
-class _Nobody:
-    """The part of `Collectives` that an exchange uses; what it sends comes back from every rank."""
+class _SilentCollectives:
+    """Stand-in for `Collectives` that sends nothing.
+
+    `deliver` copies what this rank would have sent into the receive buffers of all ranks' messages.
+    It has the methods and attributes that exchanges use.
+    """
 
     def __init__(self, collectives: Collectives) -> None:
         self.world, self.scratch_numel = collectives.world, collectives.scratch_numel
@@ -173,7 +216,7 @@ class _Nobody:
     def launch_reduce_scatter(
         self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
     ) -> Work:
-        # No scratch: nothing is encoded, or the backend itself sums.
+        # Without scratch there are no received rows to sum on the host: the backend would sum.
         if not received.numel():
             return Work(lambda: None)
         own = shard_of(buffer, self.world.rank, self.world.size)
@@ -197,17 +240,21 @@ class _Nobody:
 
 
 _ROW_BYTES = 1024
-"""Of each message: a bucket of any size has as many."""
+"""Bytes of each message in `launch_seconds`. Starting a message takes as long for any size."""
 
 _NUM_LAUNCHES = 20
+"""How often the launch of each half is measured."""
 
 
 def launch_seconds(pipeline: Pipeline) -> tuple[float, float]:
-    """Seconds to start a coded bucket's messages, of the reduce half and of the gather half.
+    """Measures the seconds to start an encoded bucket's messages, on the slowest rank.
 
-    On the slowest rank. All ranks start theirs at once, as they may share cores, and receives are
-    expected as in training. 0 where the device is no CPU: the host hands it work ahead of time.
-    Collective, blocks.
+    All ranks start their messages at the same time, since ranks of a host may share cores in
+    training, too. Receives are posted in advance, as in training. Collective. Blocks.
+
+    Returns:
+        Seconds in the reduce half and in the gather half; the same on all ranks. 0 on accelerators,
+        where launches run ahead of the device and so delay nothing.
     """
     collectives = pipeline.collectives
     device = pipeline.parts[0].parameters[0].device
@@ -221,7 +268,7 @@ def launch_seconds(pipeline: Pipeline) -> tuple[float, float]:
         expect: Callable[[Tensor, int], None], launch: Callable[..., Work], *buffers: Tensor
     ) -> float:
         expect(buffers[-1], STATE_TAGS)
-        # Ranks begin together.
+        # As a barrier: all ranks launch at the same time.
         collectives.all_gather_object(None)
         begin_s = time.perf_counter()
         work = launch(*buffers, STATE_TAGS)

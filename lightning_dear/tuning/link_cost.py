@@ -1,4 +1,8 @@
-"""What exchanges cost on this cluster: alpha and beta, while others are under way."""
+"""Measures what collectives cost on this cluster: alpha and beta of `LinkCost`.
+
+Collectives are measured in trains, several under way at once, as in a training step: while one of
+them starts, the others use the link.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +21,26 @@ from lightning_dear.planning.plan import ALIGNMENT, aligned
 from lightning_dear.telemetry.clock import clock_of
 
 _LEAST_BYTES, _MOST_BYTES, _MOST_LONG_BYTES = 1 << 18, 1 << 24, 1 << 26
-"""Of a train of exchanges that are under way at once, as in a step: while one starts, the others
-use the link. In between, an eighth of the model, and half of it for the long train, so that a slow
-link takes no longer than three steps."""
+"""Fewest bytes of a train, most bytes of a train, and most bytes of the long train. Within these
+limits, a train has 1/8 of the model's bytes and the long train 1/2 of them, so that measuring takes
+no longer than three steps even on a slow link."""
 
 _TRAINS = {"many": (16, 16), "few": (4, 4), "small": (4, 16)}
-"""Of `fitted` -> (number of exchanges, divisor of the bytes for each)."""
+"""Argument of `fitted` -> (number of collectives, d): each has 1/d of 1/8 of the model's bytes."""
 
 _NUM_LONG = 8
-"""Exchanges of the long train. It is so long because ranks end a train at different moments: with
-four ranks on 1 Gb/s 10 ms apart, a tenth of the time of 16 MiB."""
+"""Number of collectives in the long train. It has many bytes because ranks end a train at different
+times: with four ranks on 1 Gb/s they were 10 ms apart, 1/10 of the time that 16 MiB take."""
 
 _NUM_REPEATS = 3
-"""Of a train; the long one runs once."""
+"""How often each train is run; the long one is run once."""
 
 
 def measure_link(pipeline: Pipeline) -> LinkCost:
-    """`measure_collectives` for a training and its model. Collective, blocks."""
+    """Measures the costs of collectives for a training, with sizes that suit its model.
+
+    Pending all-gathers are waited for first. Collective. Blocks.
+    """
     pipeline.complete_parameters("measuring the link")
     part = pipeline.parts[0]
     model_bytes = sum(tensor.nbytes for tensor in part.tensors)
@@ -43,15 +50,19 @@ def measure_link(pipeline: Pipeline) -> LinkCost:
 def measure_collectives(
     collectives: Collectives, device: torch.device, model_bytes: int
 ) -> LinkCost:
-    """What our two halves and an all-reduce cost, from trains of exchanges. Collective, blocks.
+    """Measures the costs of reduce-scatters, all-gathers and all-reduces. Collective. Blocks.
 
-    A train's time is that of the slowest rank, of its own the median over repeats (and, of the
-    halves, over both). Needs twice the bytes of the long train for a moment. The same on all ranks.
+    Each rank takes the median time over the repeats of a train; reduce-scatters and all-gathers
+    count as repeats of the same train. The time of the slowest rank counts. Needs twice the bytes
+    of the long train in the meantime.
 
     Args:
-        collectives: Training's.
-        device: Where buffers are.
-        model_bytes: Of the model whose exchanges they are to be like.
+        collectives: Collectives of the training.
+        device: Device of the buffers.
+        model_bytes: Size of the model, to which sizes of collectives are adapted.
+
+    Returns:
+        The costs, the same on all ranks.
     """
     total_bytes = min(max(model_bytes // 8, _LEAST_BYTES), _MOST_BYTES)
     long_bytes = min(max(model_bytes // 2, total_bytes), _MOST_LONG_BYTES)
@@ -74,12 +85,23 @@ def measure_collectives(
 def train_times(
     collectives: Collectives, device: torch.device, numel: int, count: int, repeats: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds for `count` exchanges of `numel` fp32 numbers each that are under way at once.
+    """Measures trains on this rank. Collective. Blocks.
 
-    Of either half, in turns, and of all-reduces. What is sent belongs to no step.
+    What is sent is not counted as sent bytes of the training.
+
+    Args:
+        collectives: Collectives of the training.
+        device: Device of the buffers.
+        numel: fp32 elements of each collective.
+        count: Number of collectives in a train.
+        repeats: How often each train is run.
+
+    Returns:
+        (Seconds of each train of reduce-scatters or all-gathers, seconds of each train of
+        all-reduces).
     """
     clock = clock_of(device)
-    # Written to, unlike `torch.zeros`, whose pages the kernel would make during the exchange.
+    # Not `torch.zeros`: the operating system would provide its pages only during the collective.
     made = partial(torch.empty, dtype=torch.float32, device=device)
     buffers = [made(numel).zero_() for _ in range(count)]
     scratch = collectives.scratch_numel(numel)
@@ -100,7 +122,8 @@ def train_times(
     kinds = (reduce_scatter, all_gather, all_reduce)
     halves, all_reduces = [], []
     with uncounted(collectives):
-        # One of each first: what a size needs once is set up, and ranks begin together.
+        # First one collective of each kind: then a backend's setup for this size is not measured,
+        # and ranks begin together.
         for launch in kinds:
             launch(0).wait()
         for _ in range(repeats):
@@ -117,6 +140,6 @@ def train_times(
 
 
 def slowest(collectives: Collectives, own: list[float]) -> list[float]:
-    """Of each of the repeats that all ranks have timed, the longest time."""
+    """Returns the longest of all ranks' times, for each place in `own`. Collective. Blocks."""
     everyones: list[list[float]] = collectives.all_gather_object(own)
     return [max(repeat) for repeat in zip(*everyones, strict=True)]

@@ -1,7 +1,7 @@
-"""Finds a plan on real steps: measures compute, codecs, the link and plans, and keeps the best.
+"""Finds a plan while training runs: measures compute, link, codec and plans, and uses the best.
 
-Every measurement and every decision is shared: times are those of the slowest rank, plans are rank
-0's, so that ranks never part ways.
+All ranks use the same measurements and decisions, so that their plans never differ: times are those
+of the slowest rank, and plans are rank 0's.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ from lightning_dear.tuning.link_cost import measure_link
 
 
 class Tuning:
-    """Drives one planner's search over the steps of one training.
+    """Runs one planner's search during the first steps of a training.
 
     Args:
-        pipeline: Its plan is changed, weights and optimizer state stay; it has one optimizer.
-        planner: Whose search it is.
-        say: Takes lines for people, on every rank.
-        found: `BucketPlan.to_dict` of a plan found before, to be used if it fits.
+        pipeline: Training with one optimizer. Its plan is changed; weights and optimizer state keep
+            their values.
+        planner: Planner whose search is run.
+        say: Called with lines for people, on every rank.
+        found: `BucketPlan.to_dict` of a plan that an earlier run found; it is used if it fits. None
+            means that a plan is searched for.
 
     Attributes:
-        plan: What was found, and is in use; None until then.
-        found: The same for a checkpoint, as `BucketPlan.to_dict`.
-        reason: What the search said of its plan; empty until then.
+        plan: Plan that was found and is used. None means that none was found yet.
+        found: The same plan as `BucketPlan.to_dict`, for checkpoints. None means that none was
+            found yet.
+        reason: `PlanSearch.reason` of the plan. Empty means that the search has not ended.
     """
 
     def __init__(
@@ -66,33 +69,34 @@ class Tuning:
 
     @property
     def _part(self) -> OptimizerPipeline:
-        # Another one, once optimizers were exchanged.
+        # Looked up each time, since it is another object once the user has exchanged optimizers.
         return self._pipeline.parts[0]
 
     def before_forward(self) -> None:
-        """To be called between steps, before a forward. Collective, blocks.
+        """Goes on with the search; to be called before each forward. Collective. Blocks.
 
-        Does nothing if there was no optimizer step since (a GradScaler leaves some out), or at
-        world size 1, where there is nothing to find.
+        Does nothing if there was no optimizer step since the last call (a GradScaler leaves some
+        out), or at world size 1, where all plans are equally fast.
         """
         if self._part.num_steps == self._num_steps:
             return
         self._num_steps = self._part.num_steps
         if self._tensors is not None and self._part.tensors is not self._tensors:
-            # The training has other parameters than those planned for.
+            # The trained parameters have changed, so that a new search has to begin.
             self._search = None
             self._course = self._run()
-        # Each step of the course yields None; `self` stands for its end.
+        # The generator yields None once for each step. `next` returns `self` when it has ended.
         self._has_ended = next(self._course, self) is self
 
     @property
     def is_searching(self) -> bool:
-        """Whether the search has begun and not ended."""
+        """Tells whether the search has begun and not ended."""
         return self._tensors is not None and not self._has_ended
 
     # --- one `yield` is one optimizer step ----------------------------------------------------
 
     def _run(self) -> Generator[None, None, None]:
+        """Measures and searches, and then uses the plan that was found; see `before_forward`."""
         while self._part.plan is None:
             yield
         self._tensors = self._part.tensors
@@ -101,7 +105,7 @@ class Tuning:
         times = yield from self._profile()
         has_compressor = self._pipeline.options.compressor is not None
         start: BucketPlan | None = None
-        # A planner that says nothing of predictions needs no such yardstick.
+        # Only planners that predict need a measured step to compare predictions with.
         is_predicting = has_compressor and isinstance(self._planner, PredictingPlanner)
         if is_predicting and self._part.uses_configured_compressor:
             start, start_s = self._part.plan, (yield from self._measure_steps())
@@ -109,21 +113,21 @@ class Tuning:
         costs: tuple[Any, ...] = (link,)
         if has_compressor:
             codecs = measure_codecs(self._pipeline)
-            # A schedule may have changed it meanwhile.
+            # The schedule of a callback may have changed the compressor during `measure_link`.
             if start is not None and self._part.uses_configured_compressor:
-                # What its step takes beyond its prediction, every plan's does.
+                # Measured minus predicted seconds of this plan; added to every plan's prediction.
                 seen_s = predict(start, self._tensors, times, link, codecs).step_s
                 codecs = replace(codecs, unseen_s=start_s - seen_s, fitted_to=start)
             costs = link, codecs
         if self._collectives.world.rank == 0:
-            # On rank 0 alone: a search may compute other bits on another kind of host.
+            # Only on rank 0: on another kind of host a search may compute other bits.
             self._search = self._planner.search(
                 self._tensors, self._collectives.world.size, times, *costs
             )
         while (plan := self._next_plan()) is not None:
             self._use(plan)
             step_s = yield from self._measure_steps()
-            # A schedule may have changed it meanwhile.
+            # A schedule may have changed the compressor during these steps.
             if self._search is not None and self._part.uses_configured_compressor:
                 self._search.tell(plan, step_s)
         search = self._search
@@ -133,17 +137,24 @@ class Tuning:
         self._say(self.reason)
 
     def _next_plan(self) -> BucketPlan | None:
-        # Steps that a schedule encodes otherwise say nothing of those that are planned for.
+        # Steps with another compressor, which a schedule has set, tell nothing about the configured
+        # one, for which a plan is searched.
         if not self._part.uses_configured_compressor:
             return None
         plan: BucketPlan | None = self._rank_0s(self._search and self._search.next())
         return plan
 
     def _take_found_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan | None:
-        """The plan found before, if it fits what has just been recorded. Local.
+        """Returns the plan that an earlier run found, if it fits the recorded tensors. Local.
 
-        From the first step on: what a compressor loses depends on the plan, so that with another
-        one in between a training that resumes would not have the same bits.
+        It is used from the first step on. The errors of a compressor depend on the plan, so that a
+        resumed training with another plan in between would not compute the same bits.
+
+        Args:
+            tensors: Tensors of the recorded step.
+
+        Returns:
+            The plan. None means that the planner makes one.
         """
         self.plan = None
         found, world_size = self.found, self._collectives.world.size
@@ -155,7 +166,7 @@ class Tuning:
             share, most = plan.all_reduced_share, getattr(self._planner, "all_reduced_share", 1)
             if share > most:
                 what = f"{share:.0%} of all elements, more than all_reduced_share={most}"
-                raise ValueError(f"it all-reduces {what}")
+                raise ValueError(f"It all-reduces {what}.")
         except ValueError as error:
             self._say(f"The plan found before is not used, another one is searched for: {error}")
             return None
@@ -165,6 +176,7 @@ class Tuning:
         return self.plan
 
     def _profile(self) -> Generator[None, None, ModelTimes]:
+        """Returns the times of a step without communication. Takes `NUM_PROFILED_STEPS` steps."""
         own: list[ModelTimes] = []
         while len(own) < NUM_PROFILED_STEPS:
             self._pipeline.measure_next_step()
@@ -180,7 +192,10 @@ class Tuning:
         )
 
     def _measure_steps(self) -> Generator[None, None, float]:
-        """Seconds a step of the slowest rank; the median, as a validation may come between."""
+        """Returns the median seconds of a step on the slowest rank. Takes `STEPS_PER_TRIAL` steps.
+
+        The median, since a validation between two steps would spoil the mean.
+        """
         clock = clock_of(self._part.parameters[0].device)
         for _ in range(NUM_DROPPED_STEPS):
             yield
@@ -193,7 +208,7 @@ class Tuning:
         return max(self._collectives.all_gather_object(own))
 
     def _allowed(self, plan: BucketPlan) -> BucketPlan:
-        """`plan` without what is not done here."""
+        """Returns `plan` without the early or all-reduced buckets that this training refuses."""
         if self._pipeline.training.early_refusal is not None:
             plan = replace(plan, early=())
         if self._pipeline.training.all_reduce_refusal is not None:

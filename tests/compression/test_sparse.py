@@ -207,7 +207,7 @@ def test_kinds() -> None:
 @pytest.mark.parametrize("codec", [TopK, DGC, RandomK])
 @pytest.mark.parametrize("density", [0.0, -0.1, 1.01, math.nan])
 def test_densities_are_checked(codec: type[Codec], density: float) -> None:
-    with pytest.raises(ValueError, match=r"density must be in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"density of \w+ must be in \(0, 1\]"):
         codec(density=density)
 
 
@@ -215,8 +215,8 @@ def test_densities_are_checked(codec: type[Codec], density: float) -> None:
     ("codec", "options", "match"),
     [
         (TopK, {"selector": "best"}, "exact, sampled"),
-        (DGC, {"momentum": 1.0}, r"momentum must be in \[0, 1\)"),
-        (DGC, {"momentum": -0.1}, r"momentum must be in \[0, 1\)"),
+        (DGC, {"momentum": 1.0}, r"momentum of dgc must be in \[0, 1\)"),
+        (DGC, {"momentum": -0.1}, r"momentum of dgc must be in \[0, 1\)"),
         (TopK, {"halves": "none"}, "Unknown halves"),
     ],
 )

@@ -262,7 +262,7 @@ def test_early_gathers_are_refused() -> None:
 def test_what_looks_up_counts_is_refused() -> None:
     model, optimizers = _new_training(Case())
     options = ExchangeOptions("gradients", compressor=resolve_compressor("oktopk"))
-    with pytest.raises(ValueError, match=r"how many numbers travel.*OkTopk\(mode='static'\)"):
+    with pytest.raises(ValueError, match=r"works only with gloo.*OkTopk\(mode='static'\)"):
         Pipeline(model, optimizers, new_ordered(), SMALL_BUCKETS, options=options)
 
 

@@ -119,7 +119,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_changes() -> None:
     with pytest.raises(ValueError, match="for another model"):
         part.replan(SingleFusion().plan(tensors[1:], 2))
     own = SingleFusion() if dist.get_rank() else NoFusion()
-    with pytest.raises(ValueError, match="Ranks were given other plans"):
+    with pytest.raises(ValueError, match="Ranks have different plans"):
         part.replan(own.plan(tensors, 2))
     with mock.patch.object(active_plan, "MAX_BUCKETS", 1), pytest.raises(ValueError, match="fuse"):
         part.replan(NoFusion().plan(tensors, 2))
@@ -198,7 +198,7 @@ class _Overlapping:
 @distributed(world_sizes=(2,))
 @pytest.mark.parametrize(
     ("fusion", "message"),
-    [(_OtherOnEachRank(), "Ranks were given other plans"), (_Overlapping(), "reduce_order")],
+    [(_OtherOnEachRank(), "Ranks have different plans"), (_Overlapping(), "reduce_order")],
 )
 def test_a_first_plan_is_checked_too(fusion: FusionPlanner, message: str) -> None:
     model = build("mlp")

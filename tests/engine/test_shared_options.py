@@ -62,7 +62,7 @@ CHANGES = {
 @distributed(world_sizes=(2, 3))
 def test_all_ranks_refuse_the_step(name: str) -> None:
     optimizer, change, message = CHANGES[name]
-    with pytest.raises(ValueError, match="^Ranks step with other options: ") as raised:
+    with pytest.raises(ValueError, match="^Ranks step with different options: ") as raised:
         _run(change, optimizer)
     assert message in str(raised.value)
 

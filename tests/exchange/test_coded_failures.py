@@ -309,14 +309,14 @@ def test_an_update_that_is_not_finite_shows_on_all_ranks() -> None:
 @distributed(world_sizes=(2,))
 def test_ranks_with_other_compressors_are_refused() -> None:
     codec = Int8() if dist.get_rank() else Int8(block_size=64)
-    with pytest.raises(ValueError, match="exchange in other ways"):
+    with pytest.raises(ValueError, match="exchange in different ways"):
         Run(ExchangeOptions("gradients", compressor=codec))
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DGC(error_feedback=False), "form of error feedback"),
+        (lambda: DGC(error_feedback=False), "dgc needs error feedback"),
         (lambda: LoCo(rate=0.5, **WITHOUT_FEEDBACK), "rate of loco has no effect"),
     ],
 )

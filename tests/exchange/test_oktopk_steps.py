@@ -192,7 +192,7 @@ def test_a_new_plan_has_regions_after_its_first_step() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"density": 0.0}, r"density must be in \(0, 1\]"),
+        ({"density": 0.0}, r"density of oktopk must be in \(0, 1\]"),
         ({"tau": 0}, "tau of oktopk must be an integer >= 1"),
         ({"tau_prime": 1.5}, "tau_prime of oktopk must be an integer >= 1"),
         ({"tau_prime": True}, "tau_prime of oktopk must be an integer >= 1"),
@@ -202,7 +202,7 @@ def test_a_new_plan_has_regions_after_its_first_step() -> None:
         ({"momentum": 1.0}, r"momentum of oktopk must be in \[0, 1\)"),
         (
             {"momentum": 0.9, "error_feedback": False},
-            "keeps momentum of what it has not sent",
+            "momentum of oktopk does not fit error_feedback=False",
         ),
         ({"mode": "dynamic"}, "Unknown mode 'dynamic' of oktopk; valid names: exact, static"),
         (
@@ -220,7 +220,7 @@ def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"gather": "parameters"}, "'parameters' has no use for these: set gather='gradients'"),
+        ({"gather": "parameters"}, "'parameters' does not fit oktopk: set gather='gradients'"),
         ({"gather": "gradients", "decouple": False}, "Leave out one of them"),
     ],
 )

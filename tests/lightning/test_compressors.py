@@ -266,7 +266,7 @@ def test_the_monitor_logs_what_encoding_saves_and_leaves() -> None:
         ({"compressor": "powersgd", "gather": "parameters"}, "whole mean gradient"),
         ({"compressor": "powersgd", "fusion": "mergecomp"}, "makes all-reduces instead"),
         ({"compressor": "oktopk", "fusion": "mergecomp"}, "other thresholds and regions"),
-        ({"compressor": "oktopk", "gather": "parameters"}, "has no use for these"),
+        ({"compressor": "oktopk", "gather": "parameters"}, "largest elements of the mean gradient"),
         (
             {
                 "compressor": "topk",

@@ -110,7 +110,7 @@ CODEC_PLANS = [
     ),
     Mutation(
         "timing the sum of what adds up",
-        "_Nobody.launch_reduce_scatter",
+        "_SilentCollectives.launch_reduce_scatter",
         "        return Work(lambda: None, partial(sum_in_source_order, [own, *others], out))\n",
         "        return Work(lambda: None)\n",
         (

@@ -111,8 +111,8 @@ DEVICES = [
     Mutation(
         "numbers that are read one step later",
         "Notes.hear",
-        "else before()\n",
-        "else self._said()\n",
+        "else earlier()\n",
+        "else self._earlier()\n",
         (f"{SIGTERM}::test_with_nccl_all_hear_it_one_step_later_and_no_host_waits_for_the_number",),
     ),
     Mutation(

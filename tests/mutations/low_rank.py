@@ -44,7 +44,7 @@ LOW_RANK = [
         "raising again where a wait has failed",
         "LowRankExchange._arrive",
         "            self._unsent[0]()\n"
-        "            # Only now: a wait that has failed must fail again.\n"
+        "            # Removed only after the call, so that a wait that has failed fails again.\n"
         "            self._unsent.popleft()\n",
         "            self._unsent.popleft()()\n",
         ("tests/exchange/test_low_rank_failures.py",),

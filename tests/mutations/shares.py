@@ -9,8 +9,8 @@ SHARES = [
     Mutation(
         "shares of k by what has reached the threshold",
         "Shares.after",
-        "        weights = [one.num_reached for one in reports]\n",
-        "        weights = [1 for one in reports]\n",
+        "        weights = [report.num_reached for report in reports]\n",
+        "        weights = [1 for report in reports]\n",
         REFERENCE,
     ),
     Mutation(

@@ -17,11 +17,11 @@ SPARSE_SUMS = [
     Mutation(
         "knowing what has arrived without a search among places in the order of their numbers",
         "RegionBucket.arrive",
-        "has_arrived = (gradients.index_select(0, one.places) != 0) & (one.numbers != 0)\n",
+        "has_arrived = (gradients.index_select(0, own.places) != 0) & (own.numbers != 0)\n",
         "by_size = selected[gradients[selected].abs().argsort(descending=True)]\n"
-        "                at = torch.searchsorted(by_size, one.places)\n"
+        "                at = torch.searchsorted(by_size, own.places)\n"
         "                at.clamp_(max=len(by_size) - 1)\n"
-        "                has_arrived = by_size[at] == one.places\n",
+        "                has_arrived = by_size[at] == own.places\n",
         TO_THE_BIT,
     ),
     Mutation(
@@ -171,7 +171,7 @@ SPARSE_SUMS = [
     Mutation(
         "not putting back what was kept",
         "SparseBucket.take_sent",
-        "                one.numbers.masked_fill_(is_unused, 0.0)\n",
+        "                entries.numbers.masked_fill_(is_unused, 0.0)\n",
         "                pass\n",
         (f"{TESTS}::test_momentum_of_what_nobody_uses_waits",),
     ),

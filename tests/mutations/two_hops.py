@@ -77,13 +77,13 @@ TWO_HOPS = [
     Mutation(
         "what a rank encodes alone, of what is loaded",
         "CompressedBucket.part_of",
-        "flat if len(self.encoded) == 1 else torch.cat([flat[one] for one in self.encoded])",
+        "flat if len(self.encoded) == 1 else torch.cat([flat[part] for part in self.encoded])",
         "flat[: sum(one.stop - one.start for one in self.encoded)]",
         (GOES_ON,),
     ),
     Mutation(
         "a row for each host",
-        "Rows.of",
+        "RowLayout.of",
         'self.together if kind[0] == "worker" else 1',
         "1",
         (GOES_ON,),
@@ -91,7 +91,7 @@ TWO_HOPS = [
     Mutation(
         "where a rank keeps what it owns and nobody uses",
         "CompressedBucket.__init__",
-        "            begin - one.start\n",
+        "            begin - part.start\n",
         "            0\n",
         (LAW,),
     ),
@@ -112,7 +112,7 @@ TWO_HOPS = [
     Mutation(
         "holding what the first hop was given until the second is over",
         "NativeTwoHopCollectives._two_hops",
-        "[(*one, first) for one in launch_second()]",
+        "[(*wait, first) for wait in launch_second()]",
         "launch_second()",
         ("tests/collectives/test_native.py",),
     ),

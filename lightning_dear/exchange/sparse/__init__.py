@@ -1,1 +1,1 @@
-"""Sums a few of each rank's numbers, wherever they stand: Ok-Topk, and its baselines."""
+"""Sums a few entries of each rank's gradients, in whatever places: Ok-Topk and its baselines."""

@@ -1,4 +1,4 @@
-"""A bucket of which about k numbers travel: how many, what this rank selects, and what it keeps."""
+"""A sparse bucket: what this rank selects of it, sends of it, and keeps of it between steps."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from lightning_dear.exchange.sparse.entries import Entries, Unsent, new_unsent, 
 from lightning_dear.exchange.sparse.figures import Tally
 
 LaunchWithTag = Callable[[int], Work]
-"""Starts sending a message: the bucket's number among all that travel at once -> the work."""
+"""Launches a message: (tag of the bucket's messages) -> work."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What follows from a codec and the size of a bucket, settled when the codec begins.
+    """Sizes that follow from the compressor and the bucket's length. Fixed for each compressor.
 
     Attributes:
-        is_sparse: Whether a few numbers travel, rather than all; other counts are those there would
-            be.
-        k: How many numbers are wanted.
-        most_selected: Most numbers that a rank selects.
-        most_sent: Most numbers in one message.
-        most_owned: Most numbers that one owner keeps; 0 where nobody owns a part.
+        is_sparse: Whether only selected entries travel. If not, all elements do, and the sizes
+            below are those that a sparse step would have.
+        k: Number of entries that are wanted.
+        most_selected: Largest number of entries that a rank selects.
+        most_sent: Largest number of entries in one message to an owner.
+        most_owned: Largest number of sums that one owner keeps. 0 if ranks own no regions.
     """
 
     is_sparse: bool = False
@@ -47,47 +47,47 @@ class Selection:
 def selection_of(
     compressor: Compressor, numel: int, padded_numel: int, world_size: int
 ) -> Selection:
-    """Settles what `codec` sends of a bucket.
+    """Returns the sizes of a bucket's sparse steps.
 
     Args:
-        compressor: One that selects, or another one, with which all numbers travel.
-        numel: Elements of parameters in the bucket.
-        padded_numel: All of its elements.
+        compressor: The compressor. If it is no `SparseAllReduce`, all elements travel.
+        numel: Number of elements that belong to parameters.
+        padded_numel: Length of the bucket, padding included.
         world_size: Number of ranks.
     """
     if not isinstance(compressor, SparseAllReduce):
         return Selection()
-    # Also of what travels as it is: checkpoints say which k shares are of.
+    # Also for a bucket that is not sparse, because checkpoints save k beside the shares of it.
     is_sparse, k = compressor.saves(numel, world_size), compressor.entries(numel)
     most_selected, most_sent, most_owned = compressor.caps(k, world_size)
     if most_owned is None:
-        # All of a region, of which there are as many as ranks.
+        # Without a cap an owner may keep its whole region, which is 1/world_size of the bucket.
         most_owned = padded_numel // world_size if compressor.is_scattered else 0
     return Selection(is_sparse, k, most_selected, most_sent, most_owned)
 
 
 class SparseBucket(CompressedBucket):
-    """What a rank sends of one bucket, and what it leaves.
+    """One bucket that travels sparsely, with what it keeps between steps.
 
-    Where ranks own regions of it, its mean is 0 but for what is in this rank's own, until gradients
-    are shown or have arrived.
+    If ranks own regions of the bucket, its mean is 0 outside this rank's region until gradients are
+    exposed to hooks or have been gathered.
 
     Args:
-        bucket: Its gradients and its mean, which is as long, are read and written.
-        compressor: What makes it sparse.
-        traffic: What moves it, and whether it travels as it is all the same.
+        bucket: Bucket whose gradients and mean, of equal length, are read and mutated.
+        compressor: Sparse all-reduce of the bucket.
+        traffic: The collectives, and whether the plan leaves this bucket uncompressed.
 
     Attributes:
-        sparse: The last codec that made it sparse.
-        selection: How many numbers travel, under the present codec.
-        is_sparse: Whether it travels sparsely at present.
-        is_filled: Whether sums are so many that all of them travel, without places.
-        region: Where in the mean this rank's sums lie.
-        incoming: [world_size, n] int32, what each rank sends here.
-        gathered: [world_size, n] int32, what each owner sends to all.
-        received: Scratch to sum it as it is.
-        threshold: Of this rank's selection.
-        tally: Of the last sparse step, or the one under way.
+        sparse: The last sparse compressor: the present one, or the one before a dense step.
+        selection: Sizes under the present compressor.
+        is_sparse: Whether the bucket travels sparsely under the present compressor.
+        is_filled: Whether the sums are so many that all elements are gathered, without places.
+        region: Slice of the mean in which this rank holds sums.
+        incoming: [world_size, n] int32: messages from all ranks in the reduce half.
+        gathered: [world_size, n] int32: messages from all owners in the gather half.
+        received: Scratch of a dense reduce-scatter.
+        threshold: Threshold by which this rank selects.
+        tally: Figures of the last sparse step, or of the one that has begun.
     """
 
     worker: Unsent
@@ -95,10 +95,10 @@ class SparseBucket(CompressedBucket):
     configured: SparseAllReduce
 
     _head_words = 1
-    """Most words in front of the places in a message."""
+    """Largest number of words before the places in a message: the count, and notes."""
 
     _num_notes = 0
-    """Words between count and places in the messages to owners in the step under way."""
+    """Number of words between count and places in this step's messages to owners: the notes."""
 
     def __init__(self, bucket: Bucket, compressor: SparseAllReduce, traffic: Traffic) -> None:
         device, numel = bucket.mean.device, bucket.gradients.numel()
@@ -111,17 +111,17 @@ class SparseBucket(CompressedBucket):
         self._rank, self._world_size = collectives.world.rank, collectives.world.size
         self.numel = self.spec.numel
         self.tally, self.is_filled = Tally(), False
-        # Of what is under way, until it is known what of it has arrived.
+        # Entries that were sent in this step, until it is known which of them have had an effect.
         self._sent: list[Entries] = []
-        # Added back if another round of the step comes: sums of parameters that no rank had a
-        # gradient for, and sums that this owner has not chosen.
+        # Sums that were left out of the mean in this step, to be added back if another round
+        # follows: those of unused parameters, and those that this owner has not chosen.
         self._left_out: list[tuple[slice, Tensor]] = []
         self.start_anew(None)
         self._make_room()
 
     @override
     def _make_room(self) -> None:
-        # Once for each codec, not for each step: nothing else changes what follows from it.
+        # Once for each compressor, and not in each step, since nothing else changes these buffers.
         padded_numel = self.spec.padded_numel
         if isinstance(self.compressor, SparseAllReduce):
             self.sparse = self.compressor
@@ -133,7 +133,7 @@ class SparseBucket(CompressedBucket):
         self.gathered = self._rows(self.selection.most_owned)
 
     def _rows(self, most: int) -> Tensor:
-        """Room for a message of at most so many numbers, and what is in front, from each rank."""
+        """Returns a buffer with a row for each rank: the head, and at most `most` entries."""
         num_words = self._head_words + 2 * most if self.is_sparse else 0
         return self.bucket.gradients.new_empty((self._world_size, num_words), dtype=torch.int32)
 
@@ -158,12 +158,12 @@ class SparseBucket(CompressedBucket):
     # --- the reduce half: sparse ------------------------------------------------------------------
 
     def accumulated(self, scale: Tensor | None) -> Tensor:
-        """This rank's gradients with what it has not sent of earlier ones, without the scale."""
+        """Returns this rank's gradients plus residual, without the loss scale; see `Unsent`."""
         gradients = self.bucket.gradients.index_fill_(0, self._padding, 0.0)
         return self.worker.accumulate(gradients.float(), scale)
 
     def select(self, waiting: Tensor) -> Entries:
-        """What of `waiting` is large."""
+        """Returns the entries of `waiting` that reach this rank's threshold; about k."""
         step = self._begin()
         found = Entries(*self.sparse.find(waiting, self.selection.k, self.threshold, step))
         selected = found.largest(self.selection.most_selected)
@@ -171,7 +171,7 @@ class SparseBucket(CompressedBucket):
         return selected
 
     def _begin(self) -> int:
-        """The number, from 0, of the sparse step under way; in several rounds it is the same."""
+        """Begins a sparse step. Returns its number, from 0, which all of its rounds have."""
         most_words = self.sparse.most_words(self.numel, self._world_size)
         self.tally = Tally(self.selection.k, most_words=most_words)
         self.counts["reduce"] += not self._is_counted
@@ -179,87 +179,99 @@ class SparseBucket(CompressedBucket):
         return self.counts["reduce"] - 1
 
     def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> LaunchWithTag:
-        """Takes `selected` out of `waiting`, and makes a message of it to all ranks."""
+        """Takes `selected` out of `waiting`. Returns the launch of its message to all ranks."""
         waiting.index_fill_(0, selected.places, 0.0)
         messages = dict.fromkeys(range(self._world_size), selected.times(scale).packed())
         return partial(self.launch, "reduce_scatter", messages, self.incoming, 0)
 
     def expect(self, lane: str, tag: int) -> None:
-        """Lets others' messages arrive from now on."""
+        """Posts the receives of other ranks' messages in the half `lane`."""
         room = self.incoming if lane == "reduce_scatter" else self.gathered
         self._collectives.expect_messages(lane, room, tag)
 
     def launch(
         self, lane: str, messages: Mapping[int, Tensor], room: Tensor, num_notes: int, tag: int
     ) -> Work:
-        """Starts sending messages, by rank, and receiving everybody's into `room`.
+        """Launches this rank's messages, and receives those of all ranks in `room`.
 
-        Each begins with how many numbers are in it, and `num_notes` words of notes.
+        Args:
+            lane: Half of the exchange, "reduce_scatter" or "all_gather".
+            messages: Rank -> message, for this rank, too: the number of entries, `num_notes` words
+                of notes, the places, the values.
+            room: `incoming` or `gathered`; row r is overwritten with the message of rank r.
+            num_notes: Number of words of notes.
+            tag: Tag of the messages, equal on all ranks.
         """
         own, head = messages[self._rank], 1 + num_notes
         room[self._rank, : len(own)] = own
-        others = (one for rank, one in messages.items() if rank != self._rank)
-        self.tally.words_sent += sum(len(one) - head for one in others)
+        others = (message for rank, message in messages.items() if rank != self._rank)
+        self.tally.words_sent += sum(len(message) - head for message in others)
         sources = range(self._world_size)
         return self._collectives.launch_messages(lane, messages, sources, room, tag, head)
 
     def note_received(self, heads: Tensor) -> list[int]:
-        """Counts in the tally what has come: [world_size, 1 or more] int32, messages' beginnings.
+        """Counts in the tally what has been received.
+
+        Args:
+            heads: [world_size, 1 or more] int32: the first words of the messages of all ranks.
 
         Returns:
-            How many numbers are in each message, this rank's own among them.
+            Number of entries in the message of each rank, this rank's own included.
         """
         counts: list[int] = heads[:, 0].tolist()
         self.tally.words_received += 2 * (sum(counts) - counts[self._rank])
         return counts
 
     def count_words(self, one_way: int) -> None:
-        """Counts in the tally so many words to each other rank, and as many from it."""
+        """Counts in the tally `one_way` words to each other rank, and as many from it."""
         words = one_way * (self._world_size - 1)
         self.tally.words_sent += words
         self.tally.words_received += words
 
     def sum_up(self) -> None:
-        """Makes the mean of `incoming`, in the order of the ranks."""
+        """Sums the entries in `incoming` into the mean, in rank order."""
         mean = self.bucket.mean.zero_()
         self.note_received(self.incoming)
         for row in self.incoming:
             part = unpacked(row, self._num_notes)
-            # Of one rank no place comes twice.
+            # No place comes twice from one rank, so that the order of each sum is fixed.
             mean.scatter_add_(0, part.places.long(), part.numbers.to(mean.dtype))
 
-    # --- the reduce half: as it is ----------------------------------------------------------------
+    # --- the reduce half: dense -------------------------------------------------------------------
 
     def flushed(self, scale: Tensor | None) -> Tensor:
-        """The bucket's gradients, mutated: with all that was not sent of earlier ones."""
+        """Returns the bucket's gradients, to which the whole residual has been added in place."""
         self.region = shard_slice(self.spec.padded_numel, self._rank, self._world_size)
         gradients = self.bucket.gradients.index_fill_(0, self._padding, 0.0)
         self.worker.flush(gradients, scale)
         return gradients
 
     def launch_all(self, tag: int) -> Work:
-        """Starts summing the gradients; of the mean this rank gets its shard, and 0 elsewhere."""
+        """Launches a dense reduce-scatter. The mean gets this rank's shard, and 0 elsewhere."""
         place = self.received, self.bucket.mean[self.region], tag
         work = self._collectives.launch_reduce_scatter(self.bucket.gradients, *place)
         return work.then(self.clear_others)
 
-    # --- what is kept of the sums -----------------------------------------------------------------
+    # --- choosing among the sums ------------------------------------------------------------------
 
     def clear_others(self) -> None:
-        """Makes the mean 0 outside this rank's region."""
+        """Sets the mean to 0 outside this rank's region."""
         self.bucket.mean[: self.region.start].zero_()
         self.bucket.mean[self.region.stop :].zero_()
 
     def _leave(self, places: Tensor, numbers: Tensor) -> None:
-        """Leaves nothing but `numbers` in this rank's region, at [n] int64 places of the bucket."""
+        """Sets this rank's region to 0, except for `numbers` in `places`, [n] int64 of the bucket.
+
+        Keeps the sums that are left out for `restore`.
+        """
         own, places = self.bucket.mean[self.region], places - self.region.start
         self._left_out.append((self.region, own.index_fill(0, places, 0.0)))
         own.zero_().index_copy_(0, places, numbers.to(own.dtype))
 
     def restore(self) -> None:
-        """Adds to the mean what an earlier selection of the same step has left out.
+        """Adds to the mean the sums that an earlier round of this step has left out.
 
-        Or what nobody used then; perhaps somebody has meanwhile.
+        These were not chosen, or of parameters unused then, which another rank may have used since.
         """
         for part, numbers in self._left_out:
             self.bucket.mean[part].add_(numbers)
@@ -268,20 +280,20 @@ class SparseBucket(CompressedBucket):
     # --- around a step ----------------------------------------------------------------------------
 
     def take_sent(self) -> list[Entries]:
-        """What this rank has sent for the step under way, but 0 for parameters nobody has used.
+        """Returns the entries that this rank has sent in this step, 0 for unused parameters.
 
-        To be emptied by whoever settles it. `discard` empties it too: of a step that was broken off
-        and dropped nothing is put back.
+        The caller empties the list when it knows which entries have had an effect. `discard`
+        empties it, too, so that nothing of a dropped step is added back to the residual.
         """
-        for one in self._sent:
+        for entries in self._sent:
             for part in self._unused:
-                is_unused = (one.places >= part.start) & (one.places < part.stop)
-                one.numbers.masked_fill_(is_unused, 0.0)
+                is_unused = (entries.places >= part.start) & (entries.places < part.stop)
+                entries.numbers.masked_fill_(is_unused, 0.0)
         return self._sent
 
     @override
     def note_used(self, used: Sequence[bool], scale: Tensor | None, *, keeps: bool) -> None:
-        """See `CompressedBucket`; but what owners have of them stays with who has sent it."""
+        """See the base class; but in a scattered bucket senders keep the residuals, not owners."""
         if all(used):
             self._unused = ()
             return
@@ -296,19 +308,19 @@ class SparseBucket(CompressedBucket):
     @override
     def commit(self) -> None:
         if self.configured.is_scattered:
-            # As if nothing had been sent of them, and no momentum had gone on.
+            # For unused parameters, residual and momentum stay as they were before this step.
             self.worker.keep(self._unused)
         self.worker.commit()
         self.threshold.commit()
         self._is_counted = False
-        # A gather under way keeps its own.
+        # New lists, because a gather in flight still uses the old ones.
         self._sent, self._left_out = [], []
 
     @override
     def discard(self) -> None:
         self.worker.discard()
         self.threshold.discard()
-        # What was due in that step is due in the next one.
+        # The step's number is used again, so that what was due in it is due in the next step.
         self.counts["reduce"] -= self._is_counted
         self._is_counted = False
         self._sent.clear()

@@ -1,4 +1,4 @@
-"""Some numbers of a bucket with their places, as they are sent, and what a rank has not sent."""
+"""Entries of a bucket (values with their places), as they are sent, and what was not sent."""
 
 from __future__ import annotations
 
@@ -18,95 +18,105 @@ from lightning_dear.compression.selectors import largest
 
 @dataclass(frozen=True)
 class Entries:
-    """Some numbers of a bucket.
+    """Some entries of a bucket: the values in some places.
 
     Attributes:
-        places: [n] int64 or int32, ascending; in mode "static" of `OkTopk` in any order.
-        numbers: [n] fp32.
+        places: [n] int64 or int32: indices in the bucket, ascending. In mode "static" of `OkTopk`
+            in any order.
+        numbers: [n] fp32: the values in these places.
     """
 
     places: Tensor
     numbers: Tensor
 
     def packed(self, *notes: Tensor) -> Tensor:
-        """[1 + words + 2 n] int32: n, [words] int32 notes, the places, and the numbers' bits."""
-        # Of many short messages torch's calls would be most of the time.
-        parts = [np.array([len(self.places)], dtype=np.int32), *(one.numpy() for one in notes)]
+        """Returns [1 + words + 2 n] int32: n, the [words] int32 notes, places, and values' bits."""
+        # By numpy: for many short messages the overhead of torch's calls would be most of the time.
+        parts = [np.array([len(self.places)], dtype=np.int32), *(note.numpy() for note in notes)]
         parts += [self.places.numpy().astype(np.int32), self.numbers.numpy().view(np.int32)]
         return torch.from_numpy(np.concatenate(parts))
 
     def at(self, kept: Tensor) -> Entries:
-        """Those that stand at [n] int64, ascending."""
+        """Returns the entries with the indices `kept`, [n] int64, ascending."""
         return Entries(self.places.index_select(0, kept), self.numbers.index_select(0, kept))
 
     def largest(self, most: int) -> Entries:
-        """The `most` largest, of equal ones the first."""
+        """Returns the `most` entries of largest magnitude; of equal ones the first."""
         return self if len(self.places) <= most else self.at(largest(self.numbers, most))
 
     def times(self, scale: Tensor | None) -> Entries:
-        """All numbers multiplied; None: by 1."""
+        """Returns the entries with all values multiplied by `scale`. None means 1."""
         return self if scale is None else Entries(self.places, self.numbers * scale)
 
     def cut(self, regions: Sequence[int]) -> list[Entries]:
-        """What lies in each region, of which `regions` says where they begin, and the end."""
+        """Returns the entries in each region. Region r is from `regions[r]` to `regions[r + 1]`."""
         cuts = torch.searchsorted(self.places, torch.tensor(regions[1:-1])).tolist()
         parts = self.places.tensor_split(cuts), self.numbers.tensor_split(cuts)
         return [Entries(places, numbers) for places, numbers in zip(*parts, strict=True)]
 
     def are_among(self, others: Tensor, end: int) -> Tensor:
-        """Which are no zeros and stand at one of [n] int64 `others`, from 0 to `end`; any order.
+        """Tells which entries are not 0 and have their place in `others`.
 
-        A static message is filled up with zeros from place 0, whatever comes of that place.
+        A static message is filled up with zeros in place 0. These are never among `others`, whether
+        place 0 is or not.
+
+        Args:
+            others: [n] int64 places from 0 to `end`, in any order.
+            end: Length of the bucket; `others` may contain it.
+
+        Returns:
+            Bool, a flag for each entry.
         """
         is_other = torch.zeros(end + 1, dtype=torch.bool, device=others.device)
         return is_other.index_fill_(0, others, True)[self.places] & (self.numbers != 0)
 
 
 def joined(parts: Sequence[Entries]) -> Entries:
-    """All of them, one after the other."""
-    places, numbers = ([one.places for one in parts], [one.numbers for one in parts])
+    """Returns the entries of all `parts`, one part after another."""
+    places, numbers = ([part.places for part in parts], [part.numbers for part in parts])
     return Entries(torch.cat(places), torch.cat(numbers))
 
 
 def unpacked(row: Tensor, num_notes: int = 0) -> Entries:
-    """What `row` begins with, behind so many words of notes; views."""
+    """Returns views of the entries in the message `row`, which has `num_notes` words of notes."""
     count, begin = int(row[0]), 1 + num_notes
     middle, end = begin + count, begin + 2 * count
     return Entries(row[begin:middle], row[middle:end].view(torch.float32))
 
 
-def added(one: Entries, other: Entries) -> Entries:
-    """The sums of both, where either has a number; places int64, ascending."""
-    both = torch.cat([one.places.long(), other.places.long()])
+def added(own: Entries, other: Entries) -> Entries:
+    """Returns the sum of both, in each place in which either has an entry; places ascending."""
+    both = torch.cat([own.places.long(), other.places.long()])
     places, at = torch.unique(both, return_inverse=True)
-    # Of one rank no place comes twice, and the first rank's come first.
-    sums = one.numbers.new_zeros(len(places)).index_add_(
-        0, at, torch.cat([one.numbers, other.numbers])
+    # No place comes twice from one rank, and the values of `own` come first, so that the order of
+    # the sum is fixed.
+    sums = own.numbers.new_zeros(len(places)).index_add_(
+        0, at, torch.cat([own.numbers, other.numbers])
     )
     return Entries(places, sums)
 
 
-# --- what is not sent -----------------------------------------------------------------------------
+# --- unsent values --------------------------------------------------------------------------------
 
 
 class Unsent(Memory):
-    """acc = g + residual, of which what is sent is taken out, and added back if it is in vain.
+    """Keeps the residual, which is not sent yet. acc = gradient + residual may be sent.
 
-    Whether it has arrived is known only when the step has been made, so `settle` may come after
-    `commit`.
+    Values that are sent are taken out of acc, and added back if they had no effect. That is known
+    only when the gather half has arrived, so that `settle` may come after `commit`.
     """
 
     names: ClassVar[tuple[str, ...]] = ("residual",)
 
     def accumulate(self, gradients: Tensor, scale: Tensor | None) -> Tensor:
-        """Adds up what may be sent.
+        """Returns acc, from which the caller takes out what it sends, by setting that to 0.
 
         Args:
             gradients: Flat fp32; not mutated.
-            scale: What they are multiplied by; None: 1.
+            scale: Loss scale, by which the gradients are multiplied. None means 1.
 
         Returns:
-            acc, flat, without the scale: what is pending. Whoever sends some of it makes that 0.
+            acc, flat fp32, without the loss scale. It is the residual of the step under way.
         """
         unscaled = gradients if scale is None else gradients / scale
         waiting = self._next("residual", unscaled)
@@ -115,11 +125,11 @@ class Unsent(Memory):
         return waiting
 
     def flush(self, gradients: Tensor, scale: Tensor | None) -> None:
-        """Adds all that is to be sent still to `gradients`, in place: it is sent with them.
+        """Adds the whole residual to `gradients`, in place, because all of them are sent now.
 
         Args:
-            gradients: Flat, of any precision.
-            scale: As in `accumulate`.
+            gradients: Flat, of any floating-point dtype.
+            scale: Same as in `accumulate`.
         """
         left = self._latest("residual", gradients)
         gradients.add_(left if scale is None else left * scale)
@@ -127,21 +137,22 @@ class Unsent(Memory):
         self._has_pending = True
 
     def settle(self, sent: Entries, has_arrived: Tensor) -> None:
-        """Told what was sent and which of it has arrived: the rest is to be sent once more.
+        """Adds back to the residual what was sent without effect, so that it is sent once more.
 
         Args:
-            sent: Places are int64. Zeros among its numbers were not sent, and may stand several
-                times at one place.
-            has_arrived: [n] bool, False where nothing was sent.
+            sent: Entries that were sent; places are int64. Entries of value 0 were not sent, and
+                may have the same place several times.
+            has_arrived: [n] bool: whether the entry has had an effect. False for values of 0.
         """
         lost = sent.numbers.masked_fill(has_arrived, 0.0)
         self._now["residual"].scatter_add_(0, sent.places, lost)
 
 
 class UnsentVelocity(Unsent):
-    """The same of momentum: u = m u + g, acc = u + residual, and u becomes 0 where it has arrived.
+    """Like `Unsent`, with momentum: u = m u + gradient, acc = u + residual.
 
-    Momentum correction and momentum factor masking, as in DGC (Lin et al. 2018, 3.2 and 3.3).
+    u becomes 0 in places that have arrived. These are momentum correction and momentum factor
+    masking, as in DGC (Lin et al. 2018, 3.2 and 3.3).
     """
 
     names: ClassVar[tuple[str, ...]] = ("momentum", "residual")
@@ -151,7 +162,7 @@ class UnsentVelocity(Unsent):
         unscaled = gradients if scale is None else gradients / scale
         momentum = self._next("momentum", unscaled)
         if self._has_pending:
-            # Gradients that come in several rounds of one step add up.
+            # A later round of a step adds to u, which has decayed in the first round.
             momentum.add_(unscaled)
             return super().accumulate(unscaled, None)
         torch.add(unscaled, self._latest("momentum", unscaled), alpha=self.momentum, out=momentum)
@@ -167,32 +178,33 @@ class UnsentVelocity(Unsent):
     def settle(self, sent: Entries, has_arrived: Tensor) -> None:
         super().settle(sent, has_arrived)
         momentum = self._now["momentum"]
-        # Added, not written: where a place comes again as not arrived, that would undo the 0.
+        # Added, and not overwritten: a place may come twice, the second time with an entry of 0
+        # that has not arrived, which would restore the old value.
         lost = (-momentum[sent.places]).masked_fill_(~has_arrived, 0.0)
         momentum.scatter_add_(0, sent.places, lost)
 
 
 class Forgotten(Unsent):
-    """The same without feedback: nothing is kept."""
+    """Like `Unsent`, without error feedback: nothing is kept."""
 
     names: ClassVar[tuple[str, ...]] = ()
 
     @override
     def accumulate(self, gradients: Tensor, scale: Tensor | None) -> Tensor:
-        # New memory: who gets it may change it, and gradients must stay as they are.
+        # A new tensor, because the caller mutates it, and the gradients must not change.
         return gradients.clone() if scale is None else gradients / scale
 
     @override
     def flush(self, gradients: Tensor, scale: Tensor | None) -> None:
-        """Adds nothing."""
+        """Adds nothing, since there is no residual."""
 
     @override
     def settle(self, sent: Entries, has_arrived: Tensor) -> None:
-        """Sends nothing once more."""
+        """Does nothing, since values without effect are not sent once more."""
 
 
 def new_unsent(compressor: SparseAllReduce, numel: int, device: torch.device) -> Unsent:
-    """What a rank keeps of a bucket of so many elements for `codec`."""
+    """Returns what a rank keeps of a bucket of `numel` elements that `compressor` compresses."""
     if not compressor.has_feedback:
         return Forgotten(numel, device)
     if isinstance(compressor, OkTopk) and compressor.momentum:

@@ -1,20 +1,22 @@
-"""The sparse exchanges: of about k numbers of each rank about k sums come back (Ok-Topk).
+"""The sparse exchanges: each rank sends about k entries, and gets about k sums back (Ok-Topk).
 
-    gradients / P + residual -> local threshold -> to the regions' owners -> sum       (backward)
-    sums -> each owner's share of k, the largest of its own -> u           (before the step)
-    u -> to all ranks -> mean gradient; what has arrived leaves the residual   (the next forward)
+    gradients / P + residual -> local threshold -> entries to owners of regions -> sums   (backward)
+    sums -> each owner keeps its share of k, the largest ones -> u                 (before the step)
+    u -> to all ranks -> mean gradient; what has arrived leaves the residual    (the next forward)
 
-Neither half waits for another rank but for what it sums and writes: regions, thresholds and owners'
-shares of k follow from what messages of the step before have told. Only now and then ranks wait for
-each other in between, for histograms. On gloo messages are as long as what is in them, and say so.
+Neither half waits for another rank, except for the values that it sums or writes: regions,
+thresholds and owners' shares of k follow from messages of the step before. Only in some steps ranks
+wait for each other between the halves, for histograms. On gloo a message is only as long as its
+entries, and begins with their number.
 
-TopK-DSA sums in regions, too, and gathers all of the sums; Gaussian-k selects by a threshold of its
-own. Two baselines give every rank the whole mean in backward, and gather nothing:
+TopK-DSA also sums in regions, and gathers all sums. Gaussian-k selects by a threshold of its own.
+Two baselines give every rank the whole mean during backward, and gather nothing:
 
     gradients / P + residual -> selection -> to all ranks -> sum, on every rank          (TopkA)
     gradients / P + residual -> selection -> up a tree, k of the sums -> back down it    (gTopk)
 
-What saves nothing, because it is short, or of a dense step, travels as it is, in equal shards.
+A bucket travels dense, in equal shards, in a dense step, or if it is so short that sparse messages
+would save nothing.
 """
 
 from __future__ import annotations
@@ -46,38 +48,38 @@ from lightning_dear.telemetry.device_work import as_device_work
 
 
 def check_buckets(compressor: SparseAllReduce, traffic: Traffic) -> None:
-    """Refuses buckets whose places do not fit, and warns (rank 0) if none is long enough.
+    """Refuses buckets that are too long for 32-bit places. Rank 0 warns if none travels sparsely.
 
     Raises:
-        ValueError: If a bucket has more elements than places, of 32 bits, can number.
+        ValueError: If a bucket has more elements than an int32 can number.
     """
     collectives, uncompressed = traffic.collectives, traffic.uncompressed
-    meant = [one for one in traffic.flat.buckets if one.number not in uncompressed]
-    longest = max((one.spec.padded_numel for one in meant), default=0)
+    meant = [bucket for bucket in traffic.flat.buckets if bucket.number not in uncompressed]
+    longest = max((bucket.spec.padded_numel for bucket in meant), default=0)
     if longest > torch.iinfo(torch.int32).max:
         raise ValueError(
             f"compressor={compressor.name!r} numbers elements with 32 bits, and a bucket has"
-            f" {longest:,}. Fuse less: fusion='threshold' with a smaller bucket_cap_mb."
+            f" {longest:,}. Fuse less: set fusion='threshold' with a smaller bucket_cap_mb."
         )
-    # Of a single rank nothing travels in any case.
+    # A single rank sends nothing, whatever the compressor is.
     num_ranks = collectives.world.size
-    is_sparse = any(compressor.saves(one.spec.numel, num_ranks) for one in meant)
+    is_sparse = any(compressor.saves(bucket.spec.numel, num_ranks) for bucket in meant)
     if meant and num_ranks > 1 and not is_sparse and collectives.world.rank == 0:
         warnings.warn(
-            f"compressor={compressor.name!r} compresses nothing: no bucket has {FEWEST_PER_RANK}"
-            f" numbers to send for each of {num_ranks} ranks, and others to keep"
-            f" (density={compressor.density:g} of at most {longest:,}). Raise density or"
-            " bucket_cap_mb, or leave it out.",
+            f"compressor={compressor.name!r} compresses nothing. Raise density or bucket_cap_mb, or"
+            f" leave it out. Only a bucket with at least {FEWEST_PER_RANK} entries to send for each"
+            f" of {num_ranks} ranks, and fewer entries than elements, is sent sparsely"
+            f" (density={compressor.density:g} of at most {longest:,} elements).",
             stacklevel=2,
         )
 
 
 class WholeSparseExchange(CompressedExchange):
-    """Sums what all ranks have selected, on all of them.
+    """Sends each rank's selected entries to all ranks, and sums them on every rank (TopkA).
 
     Args:
-        traffic: Of buckets that are all-reduced where there are several ranks.
-        compressor: Says what is selected.
+        traffic: The buckets, which are all-reduced if there are several ranks, and collectives.
+        compressor: Says which entries are selected.
     """
 
     coded: Sequence[SparseBucket]
@@ -90,71 +92,74 @@ class WholeSparseExchange(CompressedExchange):
 
     @override
     def reduce_calls(self, bucket: Bucket) -> Sequence[str]:
-        one = self.coded[bucket.number]
-        if one.is_sparse:
-            return ["all_to_all" if one.sparse.is_static else "messages"]
-        return ["reduce_scatter" if one.sparse.is_scattered else "all_reduce"]
+        coded = self.coded[bucket.number]
+        if coded.is_sparse:
+            return ["all_to_all" if coded.sparse.is_static else "messages"]
+        return ["reduce_scatter" if coded.sparse.is_scattered else "all_reduce"]
 
     @override
     def expect_reduce(self, bucket: Bucket) -> None:
-        one, tag = self.coded[bucket.number], self.tag_of(bucket)
-        if one.is_sparse:
-            one.expect("reduce_scatter", tag)
-        elif one.sparse.is_scattered:
-            self.collectives.expect_reduce_scatter(one.received, tag)
+        coded, tag = self.coded[bucket.number], self.tag_of(bucket)
+        if coded.is_sparse:
+            coded.expect("reduce_scatter", tag)
+        elif coded.sparse.is_scattered:
+            self.collectives.expect_reduce_scatter(coded.received, tag)
         else:
             super().expect_reduce(bucket)
 
     @override
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
-        """Selects of the bucket's gradients; what is large is sent."""
-        one, tag = self.coded[bucket.number], self.tag_of(bucket)
-        if not one.is_sparse:
-            self._look_for_inf(one.flushed(scale))
+        """Selects large entries of the bucket's gradients, or all elements in a dense step."""
+        coded, tag = self.coded[bucket.number], self.tag_of(bucket)
+        if not coded.is_sparse:
+            self._look_for_inf(coded.flushed(scale))
             dense = partial(Exchange.launch_reduce, self, bucket)
-            return Sending(partial(one.launch_all, tag) if one.sparse.is_scattered else dense)
-        waiting = one.accumulated(scale)
-        selected = one.select(waiting)
-        # Who is nan or inf is larger than the others.
+            return Sending(partial(coded.launch_all, tag) if coded.sparse.is_scattered else dense)
+        waiting = coded.accumulated(scale)
+        selected = coded.select(waiting)
+        # A value of nan or inf is among the selected entries, since it is the largest.
         if len(selected.numbers):
             self._look_for_inf(selected.numbers)
-        launch = one.pack(waiting, selected, scale)
-        return Sending(partial(launch, tag), one.sum_up)
+        launch = coded.pack(waiting, selected, scale)
+        return Sending(partial(launch, tag), coded.sum_up)
 
     @property
     @override
     def compression_ratio(self) -> float:
-        """Words of dense all-reduces over those that usually travel."""
+        """4-byte words of dense all-reduces, divided by those that are usually sent."""
         num_ranks, dense, sent = self.collectives.world.size, 0.0, 0.0
-        for one in self.coded:
-            # An all-reduce of two halves, the reduce-scatter and the all-gather, sends so much.
-            own = 2 * one.numel * (num_ranks - 1) / num_ranks
+        for coded in self.coded:
+            # A dense all-reduce consists of a reduce-scatter and an all-gather.
+            own = 2 * coded.numel * (num_ranks - 1) / num_ranks
             dense += own
-            sent += one.sparse.usual_words(one.numel, num_ranks) if one.is_sparse else own
+            sent += coded.sparse.usual_words(coded.numel, num_ranks) if coded.is_sparse else own
         return dense / sent if num_ranks > 1 else 1.0
 
 
 class TreeBucket(SparseBucket):
-    """One of which ranks pass on k sums, up a tree and back down it."""
+    """A sparse bucket whose k largest sums go up a tree of ranks and back down (gTopk)."""
 
     _sums: Entries
 
     @override
     def expect(self, lane: str, tag: int) -> None:
-        """From whom is not known before the rounds."""
+        """Does nothing: which ranks send is known only when the rounds of the tree begin."""
 
     @override
     def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> LaunchWithTag:
-        """Takes `selected` out of `waiting`; what is returned starts nothing before its wait."""
+        """Takes `selected` out of `waiting`. The returned launch sends nothing before its wait."""
         waiting.index_fill_(0, selected.places, 0.0)
         own = selected.times(scale)
         return lambda tag: Work(partial(self._through_tree, own, scale, tag))
 
     def _through_tree(self, own: Entries, scale: Tensor | None, tag: int) -> None:
-        """In the same order of buckets on all ranks; blocks."""
+        """Sends entries up the tree, and sums down it. Collective, blocks.
+
+        All ranks must call it for the buckets in the same order.
+        """
         rank, world_size = self._rank, self._world_size
         below = rank & -rank if rank else 1 << (world_size - 1).bit_length()
-        # 1, 2, 4, ... behind this rank.
+        # Distances from this rank to its children: 1, 2, 4, ...
         steps = (1 << place for place in range(below.bit_length() - 1))
         children = [rank + step for step in steps if rank + step < world_size]
         for child in children:
@@ -168,7 +173,7 @@ class TreeBucket(SparseBucket):
         self._sums = own
 
     def _largest_of_both(self, own: Entries, other: Entries, scale: Tensor | None) -> Entries:
-        """The k largest sums; this rank is to send the others once more."""
+        """Returns the k largest sums of both; adds the other sums to this rank's residual."""
         total = added(own, other)
         kept = total.largest(self.selection.k)
         is_kept = total.are_among(kept.places, self.spec.padded_numel)
@@ -194,7 +199,7 @@ class TreeBucket(SparseBucket):
 
 
 class TreeExchange(WholeSparseExchange):
-    """Sums what all ranks have selected up a tree, k of the sums of two at a time (gTopk)."""
+    """Sums the selected entries up a tree, and keeps k of the sums of two ranks each (gTopk)."""
 
     _failure: BaseException | None = None
 
@@ -206,7 +211,11 @@ class TreeExchange(WholeSparseExchange):
         return work
 
     def _go_through(self, rounds: Callable[[], None]) -> None:
-        """Once a bucket's have failed, the next ones' do so, too: other ranks are in none."""
+        """Runs the rounds of one bucket.
+
+        If they fail, the rounds of all later buckets raise at once, because other ranks do not
+        reach them.
+        """
         if self._failure is not None:
             raise self._failure
         try:
@@ -217,10 +226,10 @@ class TreeExchange(WholeSparseExchange):
 
 
 class SparseExchange(WholeSparseExchange):
-    """Sums a few numbers of each rank at the owners of their regions, and spreads a few sums.
+    """Sums selected entries at the owners of their regions, and gathers a few sums (Ok-Topk).
 
-    Of what is not sparse each rank has its shard, of a mean that is as long as the bucket, as all
-    of them are.
+    A bucket that travels dense is reduced to equal shards. Its mean is as long as the bucket, like
+    that of all buckets here, and is 0 outside this rank's shard.
     """
 
     coded: Sequence[OwnedBucket]
@@ -235,123 +244,137 @@ class SparseExchange(WholeSparseExchange):
     @override
     def note_used(self, used: Sequence[bool], *, keeps: bool) -> None:
         super().note_used(used, keeps=keeps)
-        # What a rank refuses, all do.
+        # Refusals are equal on all ranks, so that all skip the collectives of `_choose`.
         if keeps and self._refusal is None:
             self._encode_now(None, self._choose)().wait()
 
     @override
     def calls_behind_sums(self) -> Sequence[str]:
-        static = [one for one in self.coded if isinstance(one, StaticBucket) and one.is_sparse]
-        return ["all_reduce"] if any(one.are_regions_due for one in static) else []
+        static = [coded for coded in self.coded if isinstance(coded, StaticBucket)]
+        is_due = any(coded.is_sparse and coded.are_regions_due for coded in static)
+        return ["all_reduce"] if is_due else []
 
     def _choose(self) -> Sending:
-        """Leaves in means what owners keep, but for those of which they have to agree first."""
-        # Others keep what they do of numbers that the host does not see.
-        looks = any(isinstance(one, RegionBucket) and one.is_sparse for one in self.coded)
+        """Lets owners choose the sums that they keep in the mean, in all sparse buckets.
+
+        Returns:
+            The message by which ranks agree on sums of exact steps, or on new regions, if any.
+        """
+        # Only `RegionBucket` reads values on the host, and so needs the loss scale as a float.
+        looks = any(isinstance(coded, RegionBucket) and coded.is_sparse for coded in self.coded)
         scale = self._loss_scale() if looks else None
         factor = 1.0 if scale is None else float(scale)
         static, asked = list[StaticBucket](), list[tuple[RegionBucket, Entries]]()
-        for one in self.coded:
-            if not one.is_sparse:
+        for coded in self.coded:
+            if not coded.is_sparse:
                 continue
-            if isinstance(one, StaticBucket):
-                one.keep_largest()
-                static.append(one)
-            elif (own := one.choose(factor)) is not None:
-                asked.append((one, own))
+            if isinstance(coded, StaticBucket):
+                coded.keep_largest()
+                static.append(coded)
+            elif (own := coded.choose(factor)) is not None:
+                asked.append((coded, own))
         if asked:
             return Sending(partial(self._agree, asked), partial(_keep, asked, factor))
         place = self.collectives, self.first_tag
         return Sending(partial(add_up_summaries, static, *place) if static else Work.done)
 
     def _agree(self, asked: list[tuple[RegionBucket, Entries]]) -> Work:
-        """Leaves what owners keep of sums of which others have to hear. All ranks call; blocks.
+        """Agrees on what owners keep. All ranks call; blocks.
 
-        In an exact step the k largest of all; where all are kept it is agreed how they travel.
+        In an exact step these are the k largest sums of all owners. If owners keep all sums, ranks
+        agree on whether all elements are gathered, without places.
+
+        Args:
+            asked: Buckets, and the sums that this rank as an owner may keep. If only some may be
+                kept, the list is changed to these.
         """
-        buckets, sums = [one for one, _ in asked], [own for _, own in asked]
+        buckets, sums = [coded for coded, _ in asked], [own for _, own in asked]
         place = self.collectives, self.first_tag
-        if all(one.sparse.is_regional for one in buckets):
-            kept = largest_of_all(sums, [one.selection.k for one in buckets], *place)
+        if all(coded.sparse.is_regional for coded in buckets):
+            kept = largest_of_all(sums, [coded.selection.k for coded in buckets], *place)
             asked[:] = zip(buckets, kept, strict=True)
         else:
-            numels = [one.numel for one in buckets]
-            for one, is_filled in zip(buckets, are_filled(sums, numels, *place), strict=True):
-                one.is_filled = is_filled
+            numels = [coded.numel for coded in buckets]
+            for coded, is_filled in zip(buckets, are_filled(sums, numels, *place), strict=True):
+                coded.is_filled = is_filled
         return Work.done()
 
     # --- the gather half --------------------------------------------------------------------------
 
     @override
     def expect_gather(self, bucket: Bucket) -> None:
-        one, tag = self.coded[bucket.number], self.tag_of(bucket)
-        if one.is_sparse and not one.is_filled:
-            one.expect("all_gather", tag)
+        coded, tag = self.coded[bucket.number], self.tag_of(bucket)
+        if coded.is_sparse and not coded.is_filled:
+            coded.expect("all_gather", tag)
         else:
             self.collectives.expect_all_gather(bucket.gradients, tag)
 
     @override
     def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
-        """Packs what this rank's region keeps; what is returned sends it to all."""
-        one = self.coded[bucket.number]
-        if one.is_sparse and not one.is_filled:
-            return self._encode_now(bucket, partial(self._pack, one))
-        if one.is_sparse:
-            # Of equal regions: all of it arrives.
-            one.take_sent().clear()
-            one.count_words(one.spec.padded_numel // self.collectives.world.size)
-        return partial(self._send_as_it_is, one)
+        """Packs the sums that this rank has kept. The returned function sends them to all ranks."""
+        coded = self.coded[bucket.number]
+        if coded.is_sparse and not coded.is_filled:
+            return self._encode_now(bucket, partial(self._pack, coded))
+        if coded.is_sparse:
+            # All elements are gathered from equal regions, so that all that was sent arrives.
+            coded.take_sent().clear()
+            coded.count_words(coded.spec.padded_numel // self.collectives.world.size)
+        return partial(self._send_as_it_is, coded)
 
-    def _pack(self, one: OwnedBucket) -> Sending:
-        message, gathered, tag = one.message(), one.gathered, self.tag_of(one.bucket)
-        arrive = partial(one.arrive, gathered, one.take_sent(), self._is_nan)
-        return Sending(partial(one.spread, message, gathered, tag), arrive)
+    def _pack(self, coded: OwnedBucket) -> Sending:
+        message, gathered, tag = coded.message(), coded.gathered, self.tag_of(coded.bucket)
+        arrive = partial(coded.arrive, gathered, coded.take_sent(), self._is_nan)
+        return Sending(partial(coded.spread, message, gathered, tag), arrive)
 
-    def _send_as_it_is(self, one: OwnedBucket) -> Work:
-        tag = self.tag_of(one.bucket)
-        work = self.collectives.launch_all_gather(one.bucket.gradients, tag)
-        # Not done before its wait, not even with one rank: the thread that waits steps the bucket.
+    def _send_as_it_is(self, coded: OwnedBucket) -> Work:
+        tag = self.tag_of(coded.bucket)
+        work = self.collectives.launch_all_gather(coded.bucket.gradients, tag)
+        # `then` makes the work not done, even with one rank: a bucket is stepped by the thread that
+        # waits for it.
         return work.then()
 
     @override
     def launch_gather_gradients(self, bucket: Bucket) -> Work:
-        one = self.coded[bucket.number]
+        coded = self.coded[bucket.number]
         tag = self.tag_of(bucket) + GRADIENT_TAGS
         if self._refusal is not None:
-            # Nothing was chosen, on no rank.
+            # No rank has chosen sums, so that there is nothing to gather.
             bucket.gradients.fill_(math.nan)
             return Work.done()
-        if one.is_filled or not one.is_sparse:
+        if coded.is_filled or not coded.is_sparse:
             return self.collectives.launch_all_gather(bucket.gradients, tag)
-        gathered, words_sent = torch.empty_like(one.gathered), one.tally.words_sent
-        work = one.spread(one.message(), gathered, tag)
-        # It is sent once more to be stepped.
-        one.tally.words_sent = words_sent
-        return work.then(partial(one.write, gathered))
+        gathered, words_sent = torch.empty_like(coded.gathered), coded.tally.words_sent
+        work = coded.spread(coded.message(), gathered, tag)
+        # Not counted, as the sums are sent once more before the step.
+        coded.tally.words_sent = words_sent
+        return work.then(partial(coded.write, gathered))
 
     @override
     def look_again(self) -> None:
-        """Of gradients that hooks were shown: this rank's region counts, where they were not 0."""
+        """Keeps hooks' changes of this rank's own sums; refuses changes of elements that were 0.
+
+        Collective, blocks.
+        """
         if self._refusal is not None:
-            for one in self.coded:
-                one.bucket.mean.fill_(math.nan)
+            for coded in self.coded:
+                coded.bucket.mean.fill_(math.nan)
             return
-        is_denser = [one.take_back() for one in self.coded if one.is_sparse]
-        for one in self.coded:
-            one.clear_others()
+        is_denser = [coded.take_back() for coded in self.coded if coded.is_sparse]
+        for coded in self.coded:
+            coded.clear_others()
         flags = self._look_at_means(torch.stack(is_denser).any() if is_denser else None)
-        # A hook that clips by a norm of nan changes all.
+        # nan excuses other changes: a hook that clips by a norm of nan changes all elements.
         if flags[1] and not flags[0]:
             self._refusal = RuntimeError(
                 "A hook has changed elements of the mean gradient that were 0, which"
-                f" compressor={self._compressor.name!r} does not send. No weight has changed. Scale"
-                " or clip gradients in hooks, or use another compressor."
+                f" compressor={self._compressor.name!r} does not send. Only scale or clip gradients"
+                " in hooks, or use another compressor. No weight has changed."
             )
 
 
 def _keep(chosen: Sequence[tuple[RegionBucket, Entries]], scale: float) -> None:
-    for one, own in chosen:
-        one.keep(own, scale)
+    for coded, own in chosen:
+        coded.keep(own, scale)
 
 
 def _kind_of(compressor: SparseAllReduce) -> type[SparseBucket]:

@@ -1,4 +1,4 @@
-"""How many numbers of a sparse bucket were wanted, selected, sent and kept in its last step."""
+"""Figures of the last sparse step: how many entries were wanted, selected, sent and kept."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from torch import Tensor
 
 @dataclass
 class Tally:
-    """Of one bucket; what comes back counts once it has arrived.
+    """Counts of one bucket in one sparse step.
 
-    Counts may be tensors, where the host does not wait for them.
+    What is gathered is counted once it has arrived. A count may be a tensor, for which the host has
+    not waited.
 
     Attributes:
-        num_wanted: k.
-        num_selected: What reached this rank's threshold.
-        num_sent: What of that no cap of messages has held back.
-        num_kept: What all owners have kept of the sums; 0 where nothing is selected once more.
-        most_kept: Of one owner.
-        words_sent: Values and places, of 4 bytes, that left this rank.
-        words_received: Those that came.
-        most_words: What either is at most.
+        num_wanted: Number of entries that the compressor asks for, k.
+        num_selected: Number of this rank's values that reached its threshold.
+        num_sent: Number of those that were sent. The others exceeded the size of a message.
+        num_kept: Number of sums that all owners have kept. 0 if owners keep all sums.
+        most_kept: Number of sums kept by the owner that kept most.
+        words_sent: Number of 4-byte words (values and places) that this rank has sent.
+        words_received: Number of 4-byte words that this rank has received.
+        most_words: Upper bound of `words_sent`, and of `words_received`.
     """
 
     num_wanted: int = 0
@@ -36,27 +37,35 @@ class Tally:
 
 
 def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
-    """For whoever logs: sums over buckets, shares of sums, and the least balanced bucket.
+    """Returns the figures of all buckets together, for logging. Local.
 
-    Waits for counts that are tensors on an accelerator.
+    Blocks until counts that are tensors on an accelerator are known.
 
-    "num_wanted", "num_selected", "num_kept": see `Tally`. "held_back": share of the selected that
-    caps of messages have kept in the residual. "imbalance": what the owner of most has kept, over
-    the mean. "share_of_bound": words sent or received, the more of them, over
-    `SparseAllReduce.most_words`.
+    Args:
+        tallies: Tallies of the buckets that have had a sparse step.
+        world_size: Number of ranks.
+
+    Returns:
+        Name -> figure. "num_wanted", "num_selected" and "num_kept" are the sums of these counts in
+        `Tally`. "held_back" is the share of selected entries that exceeded messages and stayed in
+        the residual. "imbalance" is the largest number of sums that one owner has kept, divided by
+        the mean over owners, in the least balanced bucket. "share_of_bound" is the number of words
+        sent or received, whichever is larger, divided by `SparseAllReduce.most_words`. "num_kept"
+        and "imbalance" are left out if owners keep all sums.
     """
-    selected = sum(int(one.num_selected) for one in tallies)
-    sent = sum(int(one.num_sent) for one in tallies)
-    # The bound is one of either direction, so that the busier one is held against it.
-    words = max(sum(one.words_sent for one in tallies), sum(one.words_received for one in tallies))
-    counts = [(int(one.most_kept), int(one.num_kept)) for one in tallies]
-    # Baselines keep nothing in particular: what they send has arrived.
+    selected = sum(int(tally.num_selected) for tally in tallies)
+    sent = sum(int(tally.num_sent) for tally in tallies)
+    # The bound holds for each direction, so that the busier one is compared with it.
+    received = sum(tally.words_received for tally in tallies)
+    words = max(sum(tally.words_sent for tally in tallies), received)
+    counts = [(int(tally.most_kept), int(tally.num_kept)) for tally in tallies]
+    # Baselines do not choose among sums, so that they keep none in particular.
     kept = [(most, count) for most, count in counts if count]
     figures = {
-        "num_wanted": float(sum(one.num_wanted for one in tallies)),
+        "num_wanted": float(sum(tally.num_wanted for tally in tallies)),
         "num_selected": float(selected),
         "held_back": 1 - sent / selected if selected else 0.0,
-        "share_of_bound": words / (sum(one.most_words for one in tallies) or 1.0),
+        "share_of_bound": words / (sum(tally.most_words for tally in tallies) or 1.0),
     }
     if kept:
         figures["num_kept"] = float(sum(count for _, count in kept))

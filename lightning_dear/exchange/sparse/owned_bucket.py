@@ -1,7 +1,7 @@
-"""A bucket that is cut into regions: Ok-Topk's, and TopkDSA's.
+"""Buckets that are cut into regions, each of which has an owner: Ok-Topk's and TopkDSA's.
 
-In messages that are as long as what is in them, or always as long: then nobody looks up what
-travels.
+`RegionBucket` sends messages as long as their entries. `StaticBucket` sends messages of fixed
+length, so that the host need not read how many entries there are.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from lightning_dear.exchange.sparse.regions import (
 from lightning_dear.torch_modes import plain_mode
 
 LOOKED_AT_FIRST = 0.95
-"""Of the last threshold: most owners find their share among the sums of at least so much."""
+"""Share of the last threshold: most owners find enough sums among those of at least this size."""
 
 
 class RegionBucket(SparseBucket):
-    """For gloo: how many numbers travel is looked up, and said.
+    """A sparse bucket for gloo: the host reads how many entries there are. Messages say it.
 
-    What all ranks have to know for the next step travels as notes in the messages of this one: in
-    backward each rank's summary of its selection, cut into a slice for each owner, who adds them
-    up; afterwards the totals, and what owners report.
+    Notes in this step's messages tell all ranks what they need for the next step. In backward each
+    rank cuts the summary of its selection into slices, one for each owner, and each owner adds up
+    its slices of all ranks. In the gather half owners send these totals and their reports.
 
     Attributes:
-        regions: Where each rank's region begins in the next step, and the end.
-        has_regions: Whether regions follow anybody's selections.
-        shares: How many numbers each owner keeps in it.
-        chosen: [n] int64: what this rank's region keeps.
+        regions: Begins of all ranks' regions in the next step, and the bucket's end.
+        has_regions: Whether regions follow selections. If not, they are equal.
+        shares: Threshold and quotas by which owners choose sums in the next step.
+        chosen: [n] int64: places of the sums that this rank, as an owner, has kept.
     """
 
-    # Settled when a step's selection begins, until all of it has arrived, whatever is loaded
-    # meanwhile: how many numbers travel, whether owners find the k largest of all sums, and words
-    # of notes to all.
+    # Set when the selection of a step begins, and valid until its gather half has arrived, even if
+    # a checkpoint is loaded meanwhile: the sizes, whether owners find the k largest of all sums,
+    # and the number of words of notes to all ranks.
     _settled: Selection
     _is_exact: bool
     _num_told: int
@@ -59,15 +59,15 @@ class RegionBucket(SparseBucket):
 
     @override
     def _make_room(self) -> None:
-        # Owners report to all, and hear of regions, where these follow selections.
+        # Only with regions that follow selections do owners send reports and totals.
         self._most_notes = words_of_slice(self._world_size) if self.sparse.is_regional else 0
         self._report_words = REPORT_WORDS if self.sparse.is_regional else 0
         self._head_words = 1 + self._report_words + self._most_notes
         super()._make_room()
-        # Shares are of another k. Until the next exact step nothing is known of the new one.
+        # The old shares were of another k. Those of the new k are found by the next exact step.
         self.shares = Shares.unknown(self._world_size)
-        # Until the next selection: on one rank messages of the old k arrive before the change and
-        # on another one after it, so they must change no shares.
+        # False until the next selection. Messages of the old k may arrive before the change on one
+        # rank and after it on another, so that they must not change shares.
         self._follows_shares = False
 
     @override
@@ -88,9 +88,9 @@ class RegionBucket(SparseBucket):
     def steer(self, steering: Tensor) -> None:
         count, _, *own = steering.tolist()
         is_alike = len(steering) == len(self.steering)
-        # Of mode "static" the second number is no threshold.
+        # In mode "static" the second element is no threshold.
         super().steer(steering[:2] if is_alike or not own else steering.new_tensor([count, 0.0]))
-        # Another compressor has saved something else, and others need equal regions.
+        # Another compressor has saved other fields, or needs equal regions.
         is_alike = is_alike and self.sparse.is_regional
         if not is_alike or own[-1] != self.spec.padded_numel:
             return
@@ -102,7 +102,7 @@ class RegionBucket(SparseBucket):
 
     @property
     def _size(self) -> list[float]:
-        """What shares are of."""
+        """Sizes that shares depend on; 0 if there are no shares."""
         selection = self.selection
         return [selection.k, selection.most_owned] if self.sparse.is_regional else [0, 0]
 
@@ -122,35 +122,40 @@ class RegionBucket(SparseBucket):
 
     @override
     def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> LaunchWithTag:
-        """Cuts `selected`, which is of `waiting`, into each owner's; what is sent is taken out."""
+        """Takes entries of `selected` out of `waiting`, and cuts them into a message per owner.
+
+        Entries beyond the size of a message stay in `waiting`.
+        """
         parts = [part.largest(self.selection.most_sent) for part in selected.cut(self.regions)]
         self.tally.num_sent = num_sent = sum(len(part.places) for part in parts)
-        # Where no cap binds, all of it is sent.
+        # If no message was too short, all selected entries are sent.
         sent = selected if num_sent == len(selected.places) else joined(parts)
         waiting.index_fill_(0, sent.places, 0.0)
         self._sent.append(sent)
         notes = torch.empty((self._world_size, 0), dtype=torch.int32)
         if self._num_notes:
             notes = sliced(summary_of(selected.places, len(waiting)), self._world_size)
-        messages = {rank: one.times(scale).packed(notes[rank]) for rank, one in enumerate(parts)}
+        messages = {rank: part.times(scale).packed(notes[rank]) for rank, part in enumerate(parts)}
         return partial(self.launch, "reduce_scatter", messages, self.incoming, self._num_notes)
 
-    # --- what is kept of the sums -----------------------------------------------------------------
+    # --- choosing among the sums ------------------------------------------------------------------
 
     def choose(self, scale: float) -> Entries | None:
-        """Keeps this owner's share of k, the largest of its sums; or all, if nothing is selected.
+        """Keeps the largest sums of this owner's region, as many as its quota.
 
         Args:
-            scale: What sums are multiplied by.
+            scale: Loss scale, by which sums are multiplied.
 
         Returns:
-            Those of which all ranks have to agree what is kept, in `keep`; None: it is kept.
+            None means that the sums have been kept. In an exact step, or if owners keep all sums,
+            nothing is kept yet: the candidates are returned, ranks must agree on a choice, and the
+            caller then calls `keep`.
         """
         if self._is_exact:
             return self._sums().largest(self.selection.most_owned)
         quota, threshold = self.shares.quotas[self._rank], self.shares.threshold * scale
         found = self._sums(LOOKED_AT_FIRST * threshold)
-        # Rarely: the sums have become smaller since the threshold was found.
+        # Rare: too few sums are left, because sums have become smaller since the last step.
         if len(found.places) < quota:
             found = self._sums()
         num_reached = int((found.numbers.abs() >= threshold).count_nonzero())
@@ -158,18 +163,18 @@ class RegionBucket(SparseBucket):
         return None
 
     def _sums(self, floor: float = 0.0) -> Entries:
-        """What of the region's sums is not 0 and at least `floor`."""
+        """Returns the sums in this rank's region that are not 0 and have magnitude >= `floor`."""
         own = self.bucket.mean[self.region]
         places = all_reaching(own, floor)
         return Entries(places + self.region.start, own.index_select(0, places).float())
 
     def keep(self, chosen: Entries, scale: float, num_reached: int | None = None) -> None:
-        """Leaves nothing but `chosen` in the region; the rest may be asked for once more.
+        """Keeps the sums `chosen` in the region; `restore` adds the others if a round follows.
 
         Args:
-            chosen: Of the region's sums.
-            scale: What sums are multiplied by.
-            num_reached: How many sums have reached the threshold; None: those that are chosen.
+            chosen: Some of the region's sums.
+            scale: Loss scale, by which sums are multiplied.
+            num_reached: Number of sums that reached the threshold. None means that of `chosen`.
         """
         self._leave(chosen.places, chosen.numbers)
         self.chosen, count = chosen.places, len(chosen.places)
@@ -177,7 +182,7 @@ class RegionBucket(SparseBucket):
         self._report = OwnerReport(count, count if num_reached is None else num_reached, smallest)
 
     def take_back(self) -> Tensor:
-        """Leaves of the mean what was chosen; a bool: whether there was more in this region."""
+        """Sets the region to 0 outside `chosen`. Returns whether it was not 0 there, as a bool."""
         own, places = self.bucket.mean[self.region], self.chosen - self.region.start
         kept = own[places]
         is_denser = own.index_fill_(0, places, 0.0).any()
@@ -187,30 +192,30 @@ class RegionBucket(SparseBucket):
     # --- the gather half --------------------------------------------------------------------------
 
     def message(self) -> Tensor:
-        """[n] int32: what all ranks are to get of this rank's region; see `gathered`."""
+        """Returns the message with this rank's kept sums for all ranks, [n] int32."""
         entries = Entries(self.chosen, self.bucket.mean.index_select(0, self.chosen).float())
         if not self._num_told:
             return entries.packed()
         reached = torch.tensor([self._report.num_reached], dtype=torch.int32)
-        # A message is one tensor of int32, so that a float travels as its bits.
+        # The message is one int32 tensor, so that a float travels as its bits.
         smallest = torch.tensor([self._report.smallest], dtype=torch.float32).view(torch.int32)
-        # Of all ranks' summaries this owner's slice, added up.
+        # This owner's slice of the summaries of all ranks, added up.
         slices = self.incoming[:, 1 : 1 + self._num_notes]
         return entries.packed(reached, smallest, slices.sum(0, dtype=torch.int32))
 
     def spread(self, message: Tensor, gathered: Tensor, tag: int) -> Work:
-        """Starts sending `message` to all ranks, and everybody's into `gathered`."""
+        """Launches `message` to all ranks, and receives those of all owners in `gathered`."""
         messages = dict.fromkeys(range(self._world_size), message)
         return self.launch("all_gather", messages, gathered, self._num_told, tag)
 
     def write(self, gathered: Tensor) -> Tensor:
-        """Makes what owners have sent the bucket's gradients.
+        """Writes the sums in the messages `gathered` into the bucket's gradients.
 
         Returns:
-            [n] int64: its places.
+            [n] int64: places of the sums.
         """
         whole = joined([unpacked(row, self._num_told) for row in gathered])
-        # Also the mean: 0 everywhere but where this rank's own part is written once more.
+        # The gradients are also the mean, which is 0 except for this rank's own sums.
         gradients, places = self.bucket.gradients, whole.places.long()
         numbers = whole.numbers.to(gradients.dtype)
         gradients.index_copy_(0, places, numbers)
@@ -218,23 +223,23 @@ class RegionBucket(SparseBucket):
         return places
 
     def arrive(self, gathered: Tensor, sent: list[Entries], is_nan: Tensor | None) -> None:
-        """What owners have sent has come: writes it, and hears what they report.
+        """Writes the gathered sums, returns what has not arrived to the residual, reads the notes.
 
         Args:
-            gathered: See above.
-            sent: By this rank in that step; what of it is not among it is to be sent once more.
-                Emptied.
-            is_nan: Whether all of it is to be nan; None: it is not.
+            gathered: [world_size, n] int32: the owners' messages.
+            sent: Entries that this rank sent in that step. Those whose place is not among the
+                gathered sums are added back to the residual. Emptied.
+            is_nan: Bool tensor: whether all gradients are made nan. None means that they are not.
         """
-        # In whatever context somebody reads a parameter.
+        # The thread that waits may be inside a context of the user's, such as autocast.
         with plain_mode(self.bucket.parameters.device.type):
             selected, gradients = self.write(gathered), self.bucket.gradients
-            for one in sent:
-                # Nothing else is in the bucket's gradients now.
-                has_arrived = (gradients.index_select(0, one.places) != 0) & (one.numbers != 0)
+            for own in sent:
+                # In most steps an element is not 0 exactly if a gathered sum was written there.
+                has_arrived = (gradients.index_select(0, own.places) != 0) & (own.numbers != 0)
                 if self._has_zeros:
-                    has_arrived = one.are_among(selected, self.spec.padded_numel)
-                self.worker.settle(one, has_arrived)
+                    has_arrived = own.are_among(selected, self.spec.padded_numel)
+                self.worker.settle(own, has_arrived)
             sent.clear()
             heads = gathered[:, : 1 + self._num_told]
             counts = self.note_received(heads)
@@ -245,15 +250,15 @@ class RegionBucket(SparseBucket):
                 gradients.masked_fill_(is_nan, math.nan)
 
     def _hear(self, counts: Sequence[int], notes: Tensor) -> None:
-        """What owners have told all ranks says how the next step is made.
+        """Reads the owners' notes, which say how the next step selects sums and cuts regions.
 
         Args:
-            counts: How many numbers each has sent.
-            notes: [world_size, words] int32.
+            counts: Number of sums that each owner has sent.
+            notes: [world_size, words] int32: the notes of all owners.
         """
         smallest = notes[:, 1].contiguous().view(torch.float32).tolist()
         told = zip(counts, notes[:, 0].tolist(), smallest, strict=True)
-        reports = [OwnerReport(*one) for one in told]
+        reports = [OwnerReport(*report) for report in told]
         if self._follows_shares:
             k, cap = self._settled.k, self._settled.most_owned
             self.shares = self.shares.after(reports, k, cap, is_exact=self._is_exact)
@@ -265,17 +270,17 @@ class RegionBucket(SparseBucket):
 
 
 class StaticBucket(SparseBucket):
-    """For NCCL: the host waits for no number, and what does not fit stays in the residual.
+    """A sparse bucket for NCCL: the host waits for no count, and all messages have fixed length.
 
-    A message has room for as many numbers as it may bring, first all places and then all numbers.
-    Where less is to be sent, places are those behind the bucket's end in what owners send to all,
-    whose numbers may be 0 because a hook has made them so; a 0 sent to an owner is no number.
+    Entries that do not fit stay in the residual. A message consists of all places, then all values.
+    Unused entries differ in the two halves. In messages to owners their value is 0. In messages to
+    all ranks their place is the bucket's length, because a real value there may be 0 after a hook.
 
     Attributes:
-        edges: [world_size + 1] int64, on the device: where each region begins, and the end.
-        has_regions: Whether regions follow anybody's selections.
-        summary: Of this rank's selection, to be added up for the next step's regions.
-        chosen: [n] int64: what this rank's region keeps.
+        edges: [world_size + 1] int64, on the device: begins of all regions, and the bucket's end.
+        has_regions: Whether regions follow selections. If not, they are equal.
+        summary: Histogram of this rank's selection. The sum over ranks decides on new regions.
+        chosen: [n] int64: places of the sums that this rank, as an owner, has kept.
     """
 
     summary: Tensor
@@ -299,7 +304,7 @@ class StaticBucket(SparseBucket):
     @override
     def steer(self, steering: Tensor) -> None:
         self.counts["reduce"] = int(steering[0])
-        # Another mode or compressor has saved something else.
+        # Another mode or compressor has saved other fields.
         if len(steering) == 2 + len(self.edges) and steering[-1] == self.spec.padded_numel:
             self.edges = self._next_edges = steering[2:].to(self.edges)
             self.has_regions = bool(steering[1])
@@ -308,10 +313,11 @@ class StaticBucket(SparseBucket):
 
     @override
     def select(self, waiting: Tensor) -> Entries:
-        """The k largest of `waiting`, by falling size; fewer where others are zero."""
+        """Returns the k entries of largest magnitude, in descending order; some may be 0."""
         step = self._begin()
         self.are_regions_due = self.sparse.are_regions_due(step) or not self.has_regions
-        # Its owner does not know where its region is, and has nothing of others'.
+        # The host does not know the region's edges. The whole mean serves instead, because it is 0
+        # outside the region.
         self.region = slice(0, self.spec.padded_numel)
         places = waiting.abs().topk(self.selection.k).indices
         selected = Entries(places, waiting[places])
@@ -327,7 +333,7 @@ class StaticBucket(SparseBucket):
 
     @override
     def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> LaunchWithTag:
-        """Cuts `selected` into each owner's, and clears in `waiting` what there is room for."""
+        """Takes entries that fit into messages out of `waiting`, and makes a message per owner."""
         room, places, numbers = self.selection.most_sent, selected.places, selected.numbers
         is_number = (numbers != 0).long()
         self.summary = summary_of(places, self.spec.padded_numel, is_number)
@@ -336,7 +342,7 @@ class StaticBucket(SparseBucket):
         is_sent = (order < room) & (numbers != 0)
         waiting.index_copy_(0, places, numbers.masked_fill(is_sent, 0.0))
         shape, num_slots = (self._world_size, room), self._world_size * room
-        # Others go behind the end.
+        # Entries that are not sent get the slot behind the last one, which is cut off.
         slots = torch.where(is_sent, region * room + order, num_slots)
         ends = (each.new_zeros(num_slots + 1) for each in (places, numbers))
         both = zip(ends, (places, numbers), strict=True)
@@ -351,15 +357,15 @@ class StaticBucket(SparseBucket):
     @override
     def sum_up(self) -> None:
         mean = self.bucket.mean.zero_()
-        # Rank by rank: but for zeros no place comes twice from one rank, so that a device, too,
-        # adds up in the order of the ranks.
+        # Rank by rank: apart from zeros no place comes twice from one rank, so that a device, too,
+        # adds up in rank order.
         for part in _parts(self.incoming):
             mean.index_add_(0, part.places, part.numbers.to(mean.dtype))
 
-    # --- what is kept of the sums -----------------------------------------------------------------
+    # --- choosing among the sums ------------------------------------------------------------------
 
     def keep_largest(self) -> None:
-        """Leaves as many as there is room for in the mean; the rest may be asked for once more."""
+        """Keeps the largest sums, as many as there is room for; `restore` adds the others."""
         mean = self.bucket.mean
         self.chosen = mean.abs().topk(self.selection.most_owned).indices
         kept = mean[self.chosen]
@@ -367,7 +373,7 @@ class StaticBucket(SparseBucket):
         self._leave(self.chosen, kept)
 
     def take_back(self) -> Tensor:
-        """Leaves of the mean what was chosen; a bool: whether there was more than was shown."""
+        """Sets the mean to 0 outside `chosen`. Returns whether a hook filled other places."""
         mean, end = self.bucket.mean, self.spec.padded_numel
         kept = mean[self.chosen]
         was_shown = torch.zeros(end + 1, dtype=torch.bool, device=mean.device)
@@ -377,45 +383,45 @@ class StaticBucket(SparseBucket):
         return is_denser
 
     def follow(self, total: Tensor) -> None:
-        """Told all ranks' summaries, added up; the regions change once the step is made."""
+        """Takes the sum of all ranks' summaries; regions change when the step is committed."""
         self._next_edges = regions_of(total, self.spec.padded_numel, self._world_size)
 
     # --- the gather half --------------------------------------------------------------------------
 
     def message(self) -> Tensor:
-        """[2 n] int32: what all ranks are to get of this rank's region; see `gathered`."""
+        """Returns the message with this rank's kept sums for all ranks, [2 n] int32."""
         numbers = self.bucket.mean[self.chosen].float().masked_fill(self._is_empty, 0.0)
         places = self.chosen.masked_fill(self._is_empty, self.spec.padded_numel)
         return torch.cat([places.int(), numbers.view(torch.int32)])
 
     def spread(self, message: Tensor, gathered: Tensor, tag: int) -> Work:
-        """Starts sending `message` to all ranks, and everybody's into `gathered`."""
+        """Launches `message` to all ranks, and receives those of all owners in `gathered`."""
         gathered[self._rank].copy_(message)
         return self._collectives.launch_all_gather(gathered.view(-1), tag)
 
     def write(self, gathered: Tensor) -> Tensor:
-        """Makes what owners have sent the bucket's gradients.
+        """Writes the sums in the messages `gathered` into the bucket's gradients.
 
         Returns:
-            [n] int64: its places, and perhaps the bucket's end.
+            [n] int64: places of the sums. Unused entries have the bucket's length as place.
         """
         gradients, last = self.bucket.gradients.zero_(), self.spec.padded_numel - 1
         parts = _parts(gathered)
         for part in parts:
-            # What stands behind the end is 0.
+            # Places of unused entries are beyond the end; their values are 0.
             places = part.places.clamp(max=last)
             gradients.index_add_(0, places, part.numbers.to(gradients.dtype))
         self._shown = torch.cat([part.places for part in parts]).long().sort().values
         return self._shown
 
     def arrive(self, gathered: Tensor, sent: list[Entries], is_nan: Tensor | None) -> None:
-        """What owners have sent has come: see `RegionBucket`."""
+        """Writes the gathered sums, and returns what has not arrived to the residual."""
         end = self.spec.padded_numel
-        # In whatever context somebody reads a parameter.
+        # The thread that waits may be inside a context of the user's, such as autocast.
         with plain_mode(self.bucket.parameters.device.type):
             selected = self.write(gathered)
-            for one in sent:
-                self.worker.settle(one, one.are_among(selected, end))
+            for own in sent:
+                self.worker.settle(own, own.are_among(selected, end))
             sent.clear()
             counts = torch.stack([(part.places < end).sum() for part in _parts(gathered)])
             self.tally.num_kept, self.tally.most_kept = counts.sum(), counts.max()
@@ -438,26 +444,26 @@ class StaticBucket(SparseBucket):
 
 
 OwnedBucket = RegionBucket | StaticBucket
-"""A bucket of which each rank owns a region; the latter works with every backend."""
+"""A bucket in which each rank owns a region. `StaticBucket` works with every backend."""
 
 
 def add_up_summaries(
     buckets: Sequence[StaticBucket], collectives: Collectives, first_tag: int
 ) -> Work:
-    """Tells buckets of which new regions are due what all ranks have selected. All call; blocks."""
-    due = [one for one in buckets if one.are_regions_due]
+    """Sums the summaries over ranks, for the buckets that get new regions. Collective, blocks."""
+    due = [bucket for bucket in buckets if bucket.are_regions_due]
     if not due:
         return Work.done()
-    total = torch.stack([one.summary for one in due]).to(torch.int32)
+    total = torch.stack([bucket.summary for bucket in due]).to(torch.int32)
     with as_metadata(collectives):
         collectives.launch_all_reduce(total.view(-1), SELECTION_TAGS + first_tag).wait()
-    for one, part in zip(due, total, strict=True):
-        one.follow(part)
+    for bucket, part in zip(due, total, strict=True):
+        bucket.follow(part)
     return Work.done()
 
 
 def _order_within(groups: Tensor, num_groups: int) -> Tensor:
-    """[n] int64, how many of the same group, in [0, num_groups), come before each."""
+    """Returns [n] int64: how many elements of the same group, in [0, num_groups), come before."""
     order = groups.argsort(stable=True)
     sizes = torch.zeros(num_groups, dtype=torch.int64, device=groups.device)
     sizes.index_add_(0, groups, torch.ones_like(groups))
@@ -468,6 +474,6 @@ def _order_within(groups: Tensor, num_groups: int) -> Tensor:
 
 
 def _parts(rows: Tensor) -> list[Entries]:
-    """What stands in messages of all ranks, in rank order."""
+    """Returns the entries in the messages of all ranks, in rank order, as views."""
     room = rows.shape[1] // 2
     return [Entries(row[:room], row[room:].view(torch.float32)) for row in rows]

@@ -1,7 +1,8 @@
-"""Which region of a bucket belongs to which rank, and how many of its sums each owner keeps.
+"""How a bucket is cut into regions, one for each rank, and how many sums each owner keeps.
 
-Regions are such that all owners get about as many numbers. What owners keep follows from what they
-have told each other in the step before, but where they have to agree on it, and wait.
+Regions are cut so that all owners get about the same number of entries. What owners keep follows
+from the reports of the step before. Only in exact steps owners agree on it and wait for each
+other.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ from lightning_dear.compression.selectors import true_places
 from lightning_dear.exchange.sparse.entries import Entries
 
 NUM_BINS = 256
-"""Of a histogram of places: a KiB, which for 10,000 numbers is little beside them."""
+"""Number of bins in a histogram of places: 1 KiB, which is little beside 10,000 entries."""
 
 
 def equal_regions(numel: int, num_regions: int) -> list[int]:
-    """Where each region begins, and the end: all as long, but for rounding."""
+    """Returns the begins of `num_regions` regions, equal up to rounding, and the end."""
     return [numel * region // num_regions for region in range(num_regions + 1)]
 
 
 def summary_of(places: Tensor, numel: int, weights: Tensor | None = None) -> Tensor:
-    """A histogram of places, to be added up over ranks, for `regions_of`.
+    """Returns a histogram of places. The sum over ranks is the argument of `regions_of`.
 
     Args:
-        places: [n] int64: what this rank has selected.
-        numel: Of the bucket.
-        weights: [n] int64, so that no device is waited for; None: 1 each.
+        places: [n] int64: places that this rank has selected.
+        numel: Length of the bucket.
+        weights: [n] int64: weight of each place. Then the host does not wait for a device. None
+            means a weight of 1 each; only for a CPU.
 
     Returns:
         [NUM_BINS] int64.
@@ -46,12 +48,12 @@ def summary_of(places: Tensor, numel: int, weights: Tensor | None = None) -> Ten
 
 
 def words_of_slice(num_regions: int) -> int:
-    """Words of 4 bytes of each part into which `sliced` cuts a summary."""
+    """Returns the number of 4-byte words in each slice that `sliced` cuts."""
     return -(-NUM_BINS // num_regions)
 
 
 def sliced(summary: Tensor, num_regions: int) -> Tensor:
-    """[num_regions, words] int32: a summary in as many parts, each for a rank that adds it up."""
+    """Returns the histogram as [num_regions, words] int32: row r is the slice that rank r sums."""
     width = words_of_slice(num_regions)
     filled = summary.new_zeros(num_regions * width, dtype=torch.int32)
     filled[:NUM_BINS] = summary
@@ -59,19 +61,21 @@ def sliced(summary: Tensor, num_regions: int) -> Tensor:
 
 
 def regions_of(total: Tensor, numel: int, num_regions: int) -> Tensor:
-    """Where each region begins, and the end, from all ranks' summaries; integers only.
+    """Returns the begins of all regions, and the end, so that each has about as many entries.
+
+    Uses integers only, so that all ranks get the same regions.
 
     Args:
-        total: Their sum, integers: [NUM_BINS], or the slices of `sliced`, added up.
-        numel: Of the bucket.
-        num_regions: One for each rank.
+        total: Sum of the summaries of all ranks, integers: [NUM_BINS], or the slices of `sliced`.
+        numel: Length of the bucket.
+        num_regions: Number of regions, one for each rank.
 
     Returns:
-        [num_regions + 1] int64, on the device of `total`, which is not waited for.
+        [num_regions + 1] int64, on the device of `total`, for which the host does not wait.
     """
     total = total.flatten()[:NUM_BINS].long()
     equal = numel * torch.arange(num_regions + 1, device=total.device) // num_regions
-    # Both sides times num_regions, so that nothing is rounded before the end.
+    # Both sides of the search are multiplied by num_regions, so that only the result is rounded.
     reached = total.cumsum(0)
     wanted = reached[-1:] * torch.arange(1, num_regions, device=total.device)
     number = torch.searchsorted(reached * num_regions, wanted)
@@ -79,27 +83,27 @@ def regions_of(total: Tensor, numel: int, num_regions: int) -> Tensor:
     begin, end = (-(-numel * edge // NUM_BINS) for edge in (number, number + 1))
     part = wanted - (reached[number] - inside) * num_regions
     inner = begin + (end - begin) * part // (inside * num_regions).clamp_(min=1)
-    # Where nobody has selected anything, quantiles say nothing.
+    # If no rank has selected anything, there are no quantiles, and regions are equal.
     return torch.where(reached[-1:] > 0, torch.cat([equal[:1], inner, equal[-1:]]), equal)
 
 
 # --- each owner's share of k ----------------------------------------------------------------------
 
 FEWEST_REACHED = 1 / 2
-"""Of k: with fewer sums above the last threshold shares stay as they are."""
+"""Share of k: if fewer sums than that reach the last threshold, quotas stay as they are."""
 
 REPORT_WORDS = 2
-"""Words of 4 bytes in which an owner reports, besides how many numbers it sends."""
+"""Number of 4-byte words in an owner's report, beside the number of sums that it has sent."""
 
 
 @dataclass(frozen=True)
 class OwnerReport:
-    """What one owner has told all ranks.
+    """What one owner tells all ranks about the sums that it has kept in a step.
 
     Attributes:
-        num_kept: Sums that it has sent.
-        num_reached: Sums that have reached the threshold; of an exact step those that it has sent.
-        smallest: The smallest |sum| that it has sent, without a loss scale; 0 if none.
+        num_kept: Number of sums that it has kept and sent.
+        num_reached: Number of sums that reached the threshold. In an exact step that is `num_kept`.
+        smallest: Smallest magnitude that it has sent, without a loss scale; 0 if it sent none.
     """
 
     num_kept: int
@@ -109,11 +113,12 @@ class OwnerReport:
 
 @dataclass(frozen=True)
 class Shares:
-    """How one bucket's owners select in the next step, alike on all ranks.
+    """How the owners of one bucket select sums in the next step. Equal on all ranks.
 
     Attributes:
-        threshold: Of the k largest sums, as of the last step; 0: not known.
-        quotas: Most numbers that each owner keeps.
+        threshold: Smallest magnitude among the k largest sums, as of the last step. 0 means that it
+            is not known, so that the next step is an exact one.
+        quotas: For each owner the largest number of sums that it keeps.
     """
 
     threshold: float
@@ -121,78 +126,83 @@ class Shares:
 
     @classmethod
     def unknown(cls, num_owners: int) -> Shares:
-        """Before the first step: it is to be an exact one."""
+        """Returns the shares before the first step: nothing is known."""
         return cls(0.0, (0,) * num_owners)
 
     def after(self, reports: Sequence[OwnerReport], k: int, cap: int, *, is_exact: bool) -> Shares:
-        """What follows from a step.
+        """Returns the shares for the next step, from the owners' reports on this one.
 
-        The threshold is the smallest number of the k largest. Where owners kept what were their
-        shares it is the mean of their smallest ones, as all are the same if shares are right.
+        The threshold is the smallest magnitude of the k largest sums. In a step that is not exact
+        each owner keeps its own largest sums, and if the quotas fit, the smallest of these is about
+        the same for all owners; the threshold is then their weighted mean.
 
         Args:
-            reports: Each owner's.
-            k: How many all of them are to keep.
-            cap: Most that one of them may keep.
-            is_exact: Whether they have kept the k largest of all.
+            reports: Report of each owner.
+            k: Number of sums that all owners together keep.
+            cap: Largest number of sums that one owner may keep.
+            is_exact: Whether owners have kept the k largest of all sums.
         """
-        kept = [one for one in reports if one.num_kept]
+        kept = [report for report in reports if report.num_kept]
         if not kept:
             return Shares(0.0, self.quotas)
         if is_exact:
-            threshold = min(one.smallest for one in kept)
+            threshold = min(report.smallest for report in kept)
         else:
-            total = sum(one.num_kept for one in kept)
-            threshold = math.fsum(one.num_kept * one.smallest for one in kept) / total
-        weights = [one.num_reached for one in reports]
-        # Of a few sums that are left above a threshold, as after a spike, nothing can be learned.
+            total = sum(report.num_kept for report in kept)
+            threshold = math.fsum(report.num_kept * report.smallest for report in kept) / total
+        weights = [report.num_reached for report in reports]
+        # If only a few sums reach the threshold, as after a spike, their distribution over owners
+        # says little, and quotas stay.
         says_enough = is_exact or FEWEST_REACHED * k <= sum(weights)
         quotas = tuple(divided(k, weights, cap)) if says_enough else self.quotas
         return Shares(threshold if any(quotas) else 0.0, quotas)
 
 
 def divided(total: int, weights: Sequence[int], cap: int) -> list[int]:
-    """Divides `total` by weights, in integers; nobody gets more than `cap`.
+    """Divides `total` in proportion to `weights`, in integers, with at most `cap` for each.
 
-    What is beyond somebody's cap goes to the others, by their weights; if these are 0, equally.
+    What exceeds a cap goes to the others, in proportion to their weights, or equally if these are
+    all 0.
 
     Returns:
-        For each weight a part, together at most `total`, less what is rounded off.
+        A part for each weight. The sum of parts is at most `total`, because parts are rounded down.
     """
-    parts, open_ones = [0] * len(weights), list(range(len(weights)))
-    while open_ones:
-        own = [weights[one] for one in open_ones]
-        own = own if any(own) else [1] * len(open_ones)
+    parts, unfilled = [0] * len(weights), list(range(len(weights)))
+    while unfilled:
+        own = [weights[index] for index in unfilled]
+        own = own if any(own) else [1] * len(unfilled)
         wanted = [total * weight // sum(own) for weight in own]
-        full = [one for one, part in zip(open_ones, wanted, strict=True) if part >= cap]
+        full = [index for index, part in zip(unfilled, wanted, strict=True) if part >= cap]
         if not full:
-            for one, part in zip(open_ones, wanted, strict=True):
-                parts[one] = part
+            for index, part in zip(unfilled, wanted, strict=True):
+                parts[index] = part
             break
-        for one in full:
-            parts[one] = cap
+        for index in full:
+            parts[index] = cap
         total -= cap * len(full)
-        open_ones = [one for one in open_ones if one not in full]
+        unfilled = [index for index in unfilled if index not in full]
     return parts
 
 
-# --- what owners have to agree on -----------------------------------------------------------------
+# --- agreement between owners ---------------------------------------------------------------------
 
 FILLED = 2
-"""Where one number in so many is not 0, all of them travel in no more words than those alone, as
-each of these has a place besides. (SparCML's own rule is a third.)"""
+"""If one element in this many is not 0, all elements are gathered, without places. That needs no
+more words than these entries, which have a place beside each value. (SparCML's rule is a third.)"""
 
 
 def are_filled(
     sums: Sequence[Entries], numels: Sequence[int], collectives: Collectives, first_tag: int
 ) -> list[bool]:
-    """Whether all owners' sums are so many that they travel as they are. All call; blocks.
+    """Returns for each bucket whether the sums are so many that all elements are gathered.
+
+    All ranks call; blocks.
 
     Args:
-        sums: Of each bucket, this owner's.
-        numels: Elements of each bucket.
-        collectives: What moves counts.
-        first_tag: See `Exchange`.
+        sums: For each bucket this owner's sums.
+        numels: For each bucket its number of elements.
+        collectives: Moves the counts.
+        first_tag: Same as in `Exchange`.
     """
     with as_metadata(collectives):
         told = _told([(len(own.places), 0) for own in sums], collectives, first_tag)
@@ -201,7 +211,7 @@ def are_filled(
 
 
 def _told(own: Sequence[tuple[int, int]], collectives: Collectives, first_tag: int) -> Tensor:
-    """[buckets, ranks, 2] int32: all ranks' pairs of counts. All ranks call; blocks."""
+    """Returns all ranks' pairs of counts, [buckets, ranks, 2] int32. All ranks call; blocks."""
     counts = torch.zeros((collectives.world.size, len(own), 2), dtype=torch.int32)
     counts[collectives.world.rank] = torch.tensor(own)
     tag = SELECTION_TAGS + first_tag
@@ -212,19 +222,19 @@ def _told(own: Sequence[tuple[int, int]], collectives: Collectives, first_tag: i
 def largest_of_all(
     sums: Sequence[Entries], ks: Sequence[int], collectives: Collectives, first_tag: int
 ) -> list[Entries]:
-    """Finds the k largest sums of each bucket, of equal ones the first. All ranks call; blocks.
+    """Finds the k largest sums of each bucket, among equal ones the first. All ranks call; blocks.
 
-    In all buckets of a step at once, so that ranks wait for each other but seven times. Equal sums
-    stand in the order of the ranks, as regions do.
+    Handles all buckets of a step in the same messages, so that ranks wait for each other only seven
+    times. Equal sums count in rank order, which is the order of regions.
 
     Args:
-        sums: Of each bucket, what this owner may keep at most.
-        ks: How many of each bucket are wanted.
-        collectives: What moves counts and histograms.
-        first_tag: See `Exchange`.
+        sums: For each bucket the sums that this owner may keep.
+        ks: For each bucket the number of sums that are wanted.
+        collectives: Moves counts and histograms.
+        first_tag: Same as in `Exchange`.
 
     Returns:
-        Of each bucket this owner's that are among them.
+        For each bucket those of this owner's sums that are among the k largest.
     """
     sizes = [own.numbers.abs() for own in sums]
     with as_metadata(collectives):
@@ -233,14 +243,14 @@ def largest_of_all(
             tag = SELECTION_TAGS + first_tag
             collectives.launch_all_reduce(histograms.view(-1), tag).wait()
 
-        # Caps may leave fewer than k: then the smallest, as a threshold of 0 would say nothing.
+        # Caps may leave fewer than k sums. Then the threshold is the smallest sum, and not 0.
         thresholds = kth_largest(sizes, ks, add_up)
         above = [own > at for own, at in zip(sizes, thresholds, strict=True)]
         equal = [own == at for own, at in zip(sizes, thresholds, strict=True)]
         pairs = zip(above, equal, strict=True)
-        counts = [(int(one.count_nonzero()), int(other.count_nonzero())) for one, other in pairs]
+        counts = [(int(more.count_nonzero()), int(same.count_nonzero())) for more, same in pairs]
         told = _told(counts, collectives, first_tag)
-    # The first ranks' equal sums come before this one's.
+    # Of sums equal to the threshold, those of the ranks before this one are kept first.
     rooms = torch.tensor(ks) - told[:, :, 0].sum(1) - told[:, : collectives.world.rank, 1].sum(1)
     kept = zip(sums, above, equal, rooms.tolist(), strict=True)
     return [
@@ -250,25 +260,27 @@ def largest_of_all(
 
 
 DIGITS = (6, 5, 5, 5, 5, 5)
-"""Bits of each digit, 31 in all. Longer ones would be fewer messages, and twice the bytes each."""
+"""Bits of each digit, 31 in all. Longer digits would need fewer messages, but twice the bytes."""
 
 
 def kth_largest(
     sizes: Sequence[Tensor], ks: Sequence[int], add_up: Callable[[Tensor], None]
 ) -> list[float]:
-    """Of several sets at once.
+    """Returns the k-th largest value of each of several sets. Collective, blocks.
+
+    Finds it digit by digit, from the highest, by a histogram of the digit over all ranks.
 
     Args:
         sizes: This rank's part of each set: [n] fp32 on a CPU, above 0.
-        ks: Which number of each is asked for, from 1.
+        ks: For each set its k, from 1.
         add_up: Sums an int32 tensor over ranks, in place. Blocks.
 
     Returns:
-        The k-th largest of each set, its smallest where it has fewer than k, 0 where it has none.
-        Equal on all ranks.
+        For each set its k-th largest value. The smallest if the set has fewer than k, 0 if it is
+        empty. Equal on all ranks.
     """
-    # Bits of numbers above 0, read as integers, are in the order of the numbers.
-    bits = [one.view(torch.int32) for one in sizes]
+    # The bits of floats above 0, read as integers, have the same order as the floats.
+    bits = [part.view(torch.int32) for part in sizes]
     prefixes, wanted, shift = [0] * len(ks), list(ks), sum(DIGITS)
     for width in DIGITS:
         shift -= width
@@ -277,7 +289,7 @@ def kth_largest(
             known = own[own >> (shift + width) == prefix]
             digits = (known >> shift) & ((1 << width) - 1)
             histograms[number] = torch.bincount(digits, minlength=1 << width)
-        # All buckets in one message: ranks wait for each other once a digit.
+        # All sets in one message, so that ranks wait for each other once per digit.
         add_up(histograms)
         for number, histogram in enumerate(histograms.tolist()):
             digit, wanted[number] = _digit(histogram, wanted[number])
@@ -286,7 +298,10 @@ def kth_largest(
 
 
 def _digit(histogram: Sequence[int], wanted: int) -> tuple[int, int]:
-    """The digit of the wanted-th largest, or of the smallest, and which one it is of that digit."""
+    """Returns the digit of the `wanted`-th largest value, and its rank among those of that digit.
+
+    If there are fewer values, that of the smallest; (0, 0) if there are none.
+    """
     from_above = list(accumulate(reversed(histogram)))
     wanted = min(wanted, from_above[-1])
     if not wanted:

@@ -335,14 +335,14 @@ OPTIMIZERS = (
     row(
         name="ranks with another learning rate",
         run=partial(_fit_different, "learning rate"),
-        message="Ranks set up other optimizers: SGD 0, parameter group 0: lr is 0.1 on rank 0 and",
+        message="Ranks set up different optimizers: SGD 0, parameter group 0: lr is 0.1 on rank 0",
         why="each rank steps a part of the model",
         instead="set the same on all ranks",
     ),
     row(
         name="ranks that step with another learning rate, or another option",
         run=partial(_fit_net, partial(_DriftingNet, sgd)),
-        message="Ranks step with other options: SGD 0, parameter group 0: lr is 0.1 on rank 0 and",
+        message="Ranks step with different options: SGD 0, parameter group 0: lr is 0.1 on rank 0",
         why="each rank steps a part of the model; found in the step",
         instead="one metric for schedules: `self.log(..., sync_dist=True)`",
     ),
