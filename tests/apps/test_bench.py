@@ -130,7 +130,7 @@ def test_a_grid_is_one_option_with_its_values() -> None:
         ("[{strategy: ddp}]", "has no name"),
         (
             "[ddp,{name: wfbp, strategy: wfbp, warm_up_steps: 2}]",
-            "warm_up_steps must be at least 3, got 2",
+            "warm_up_steps=2 is too few. Set 3 or more",
         ),
     ],
 )

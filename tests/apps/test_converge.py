@@ -228,7 +228,7 @@ def test_nothing_goes_dense_before_votes_which_try_more_learning_rates() -> None
         ("[dense,{name: a, compressor: int8, dense_shares: [0]}]", "a has 3 tries"),
         (
             "[dense,{name: a, compressor: signsgd, dense_shares: [0, 1]}]",
-            "a votes, and nothing goes dense before votes: leave its dense_shares out",
+            "Entry a votes and has dense_shares. Leave them out",
         ),
         ("[{name: a, compressor: none, dense_shares: [0, 1]}]", "a reference: dense_shares has no"),
         ("[dense,dgc]", "Entry dgc: .* keeps momentum itself.* Add optimizer: sgd_plain"),

@@ -162,7 +162,7 @@ def test_many_seconds_are_asked_about(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == ""
     check("dear-plan", "compute_s=250")
     question = "If 250 ms are meant, set compute_s=0.25."
-    assert capsys.readouterr().err == f"dear-plan: compute_s=250 is 250 s; {question}\n"
+    assert capsys.readouterr().err == f"dear-plan: compute_s=250 is 250 s. {question}\n"
 
 
 @pytest.mark.parametrize(

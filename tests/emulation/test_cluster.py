@@ -274,12 +274,12 @@ def test_wrong_arguments_are_refused(arguments: dict[str, float], words: str) ->
 def test_missing_root_tool_and_system_are_each_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
-    assert why_unavailable() == "an emulated cluster needs tc: install iproute2"
+    assert why_unavailable() == "an emulated cluster needs tc, not found: install iproute2"
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(EmulationUnavailable, match="needs root"):
         EmulatedCluster(num_hosts=1, rate_mbit=None).__enter__()
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert why_unavailable() == "an emulated cluster needs Linux, not darwin"
+    assert (why_unavailable() or "").startswith("an emulated cluster needs Linux, not darwin: run")
 
 
 def test_host_is_a_plain_record() -> None:
