@@ -94,7 +94,7 @@ def test_an_error_on_the_hosts_is_the_commands_own(tmp_path: Path) -> None:
     before = set(NAMESPACES.glob("*"))
     result = run(tmp_path, "cluster=emulated", "cluster.interface=eth9", *QUICK)
     assert result.returncode == 1
-    assert "dear-train: [local rank 0] ValueError: cluster.interface is 'eth9'" in result.stderr
+    assert "dear-train: [local rank 0] ValueError: cluster.interface='eth9' is not" in result.stderr
     assert "Traceback" not in result.stderr
     assert set(NAMESPACES.glob("*")) == before
 
