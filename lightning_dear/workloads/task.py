@@ -149,7 +149,7 @@ class Classifier(Task):
 
 
 class LanguageModel(Task):
-    """Trains ``net``, which maps bytes (batch, time) to logits (batch, time, 256), on windows.
+    """Trains ``net``, which maps bytes (batch, time) to logits (batch, time, 256), on byte windows.
 
     Logs train_loss in nats per byte, val_bits_per_byte and test_bits_per_byte.
     """
