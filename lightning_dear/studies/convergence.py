@@ -163,7 +163,7 @@ def add_trial(folder: Path, trial: Line, curve: Sequence[Line]) -> None:
     Raises:
         ValueError: If a file has other columns.
     """
-    # The curve first: a training in raw.csv is not repeated, so a kill in between would lose it.
+    # The curve first: a training in raw.csv is not repeated, so a kill could lose its curve.
     if curve and trial["phase"] == "final":
         append_lines(folder / "loss_over_time.csv", curve)
     append_lines(folder / "raw.csv", [trial])
