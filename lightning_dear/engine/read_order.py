@@ -89,8 +89,8 @@ class ForwardRecorder:
             gate.open()
             self._gated.update(map(id, private_names.PARAMETERS.of(module).values()))
 
-        gate = ModuleGate(module, note)
-        gate.close()
+        gate = ModuleGate(module)
+        gate.close(note)
         return gate
 
     def _enter(self, module: Module, args: Any) -> None:

@@ -141,9 +141,9 @@ class StepTimer:
             for index in indices:
                 self._first_uses.setdefault(index, mark)
 
-        gate = ModuleGate(part, note)
+        gate = ModuleGate(part)
         hook = part.register_forward_pre_hook(note, prepend=True)
-        gate.close()
+        gate.close(note)
         try:
             yield
         finally:
