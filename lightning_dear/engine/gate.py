@@ -111,20 +111,23 @@ class ModuleGate:
 
     Args:
         module: Module that can have a gate, see `has_gate`.
-        wait: Called at each read or write while this gate is closed. Must call `open`, and may
-            block before.
     """
 
-    __slots__ = ("_spare", "_vars", "_wait")
+    __slots__ = ("_spare", "_vars")
 
-    def __init__(self, module: Module, wait: Callable[[], None]) -> None:
-        self._vars, self._wait = module.__dict__, wait
+    def __init__(self, module: Module) -> None:
+        self._vars = module.__dict__
         # The `ParameterGate` that `close` has made before. Using it again takes half as long as
         # making a new one.
         self._spare: ParameterGate | None = None
 
-    def close(self) -> None:
-        """Lets reads and writes call `wait` until `open`. Does not block. Idempotent."""
+    def close(self, wait: Callable[[], None]) -> None:
+        """Lets reads and writes call `wait` until `open`. Does not block. Idempotent.
+
+        Args:
+            wait: Called at each read or write while this gate is closed. Must call `open`, and may
+                block before.
+        """
         present, spare = self._vars[_PARAMETERS], self._spare
         if type(present) is not ParameterGate:
             if spare is not None and spare.plain is present:
@@ -133,7 +136,7 @@ class ModuleGate:
             else:
                 spare = self._spare = ParameterGate(present)
             self._vars[_PARAMETERS] = present = spare
-        present.closed[self] = self._wait
+        present.closed[self] = wait
 
     def open(self) -> None:
         """Lets reads go on without calling `wait`. Does not block. Idempotent.

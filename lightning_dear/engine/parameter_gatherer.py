@@ -327,7 +327,7 @@ class _Reader:
         self._gatherer, self._module = gatherer, module
         self.numbers, self._name = numbers, name
         self.is_free = frozenset(numbers).isdisjoint
-        self._gate = ModuleGate(module, self._wait) if has_gate(module) else None
+        self._gate = ModuleGate(module) if has_gate(module) else None
 
     def watch(self) -> None:
         """Adds the forward pre-hook, in front of others, until `open`."""
@@ -344,7 +344,7 @@ class _Reader:
         Does nothing if the module has no gate.
         """
         if self._gate is not None:
-            self._gate.close()
+            self._gate.close(self._wait)
 
     def open(self) -> None:
         """Removes the pre-hook and opens the gate: the module reads and runs without a wait.

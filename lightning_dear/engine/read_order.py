@@ -101,8 +101,8 @@ class ForwardRecorder:
             gate.open()
             self._gated.update(map(id, private_names.PARAMETERS.of(module).values()))
 
-        gate = ModuleGate(module, on_read)
-        gate.close()
+        gate = ModuleGate(module)
+        gate.close(on_read)
         return gate
 
     def _enter(self, module: Module, args: Any) -> None:

@@ -147,7 +147,7 @@ class OptimizerPipeline:
 
     @contextmanager
     def backward(self, *, synchronize: bool | None) -> Iterator[None]:
-        """A context around a backward, see `Pipeline.backward`. The recorded one is reduced, too."""
+        """A context around a backward, see `Pipeline.backward`. The recorded one also reduces."""
         compressor, state = self._training.options.compressor, self.progress.state
         if state in _WERE_CHANGED and compressor is not None and compressor.encodes_once:
             raise RuntimeError(

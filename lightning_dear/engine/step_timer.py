@@ -158,9 +158,9 @@ class StepTimer:
             for index in indices:
                 self._first_uses.setdefault(index, mark)
 
-        gate = ModuleGate(part, on_read)
+        gate = ModuleGate(part)
         hook = part.register_forward_pre_hook(on_read, prepend=True)
-        gate.close()
+        gate.close(on_read)
         try:
             yield
         finally:
