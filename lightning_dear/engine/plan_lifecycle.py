@@ -486,9 +486,9 @@ class PlanLifecycle:
         active = None if self._training.collectives.was_discarded else self.active
         lagging = [] if active is None else active.flat.lagging
         self.release()
-        # A training that inherits these masters must know whether weights were written to since,
-        # which then replace the masters. They do not equal their masters anyway, so `hand_over`
-        # compares their hash with the hash at the end.
+        # A training that inherits masters must know whether weights were written to since: these
+        # replace their masters. Lagging weights differ from their masters anyway, so `hand_over`
+        # compares hashes of the weights.
         self._lagging_at_end.update((parameter, _digest(parameter)) for parameter in lagging)
         self._stepper.detach()
         self.residuals.detach()

@@ -72,7 +72,8 @@ _MEANS_ARE_THERE = (StepState.REDUCED, StepState.CHANGED, StepState.EXPOSED)
 class StepProgress:
     """Holds the state of one optimizer's step.
 
-    `OptimizerPipeline` and `MeanGradient` call it when an event of the table above happens.
+    `OptimizerPipeline` and `MeanGradient` call it when an event happens. The table at the head of
+    this file has the events.
 
     Args:
         uses_buckets: Returns whether gradients pass through buckets: False at world size 1 without

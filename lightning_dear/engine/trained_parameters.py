@@ -115,7 +115,8 @@ class TrainedParameters:
     def check_unchanged(self, *, counts_thawed: bool = True) -> None:
         """Raises if the optimizer has other parameters than when this object was made.
 
-        To be called in a step: changes before the step's forward have led to a new object then.
+        To be called in a step. A change before the step's forward is allowed: it has led to a new
+        `TrainedParameters`.
 
         Args:
             counts_thawed: Same as in `have_changed`.
