@@ -384,7 +384,7 @@ class BucketRound:
 
         Returns:
             Whether a parameter is LATE on any rank, so that all ranks need another round. On NCCL
-            no other round follows: `GradientCollector` has refused late gradients before.
+            `GradientCollector` has refused late gradients of a backward before.
 
         Raises:
             ValueError: What a note raises, on all ranks, such as for different learning rates.
