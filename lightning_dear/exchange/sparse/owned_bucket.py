@@ -104,7 +104,7 @@ class RegionBucket(SparseBucket):
 
     @property
     def _size(self) -> list[float]:
-        """Sizes that shares depend on: k, and the owner's cap. Both are 0 if there are no shares."""
+        """Sizes that shares depend on: k and the owner's cap, both 0 if there are no shares."""
         selection = self.selection
         return [selection.k, selection.most_owned] if self.sparse.is_regional else [0, 0]
 
@@ -243,7 +243,7 @@ class RegionBucket(SparseBucket):
         with plain_mode(self.bucket.parameters.device.type):
             selected, gradients = self.write(gathered), self.bucket.gradients
             for own in sent:
-                # Unless a gathered sum is 0, an element is not 0 exactly if a sum was written there.
+                # Elements without a gathered sum are 0, and most often only those.
                 has_arrived = (gradients.index_select(0, own.places) != 0) & (own.numbers != 0)
                 if self._has_zeros:
                     has_arrived = own.are_among(selected, self.spec.padded_numel)
@@ -386,10 +386,7 @@ class StaticBucket(SparseBucket):
         self._leave(self.chosen, kept)
 
     def take_back(self) -> Tensor:
-        """Sets the mean to 0 outside `chosen`.
-
-        Returns whether a place in which no owner had a sum (see `write`) was not 0, as a bool.
-        """
+        """Sets the mean to 0 outside `chosen`. Returns whether it was not 0 where `write` wrote 0."""
         mean, end = self.bucket.mean, self.spec.padded_numel
         kept = mean[self.chosen]
         was_shown = torch.zeros(end + 1, dtype=torch.bool, device=mean.device)
@@ -399,7 +396,7 @@ class StaticBucket(SparseBucket):
         return is_denser
 
     def follow(self, total: Tensor) -> None:
-        """Cuts new regions by `total`, the sum of all ranks' summaries. `commit` puts them to use."""
+        """Cuts new regions by `total`, the sum of ranks' summaries. `commit` puts them to use."""
         self._next_edges = regions_of(total, self.spec.padded_numel, self._world_size)
 
     # --- the gather half --------------------------------------------------------------------------
@@ -471,7 +468,7 @@ def add_up_summaries(
 ) -> Work:
     """Sums summaries over ranks, for buckets with new regions due; does nothing without any.
 
-    Collective, blocks (the host, or on NCCL the stream). Returns a work that is done.
+    Collective, blocks (the host, or on NCCL the stream).
     """
     due = [bucket for bucket in buckets if bucket.are_regions_due]
     if not due:
