@@ -386,7 +386,7 @@ class StaticBucket(SparseBucket):
         self._leave(self.chosen, kept)
 
     def take_back(self) -> Tensor:
-        """Sets the mean to 0 outside `chosen`. Returns whether it was not 0 where `write` wrote 0."""
+        """Sets the mean to 0 outside `chosen`; tells whether it was not 0 where `write` wrote 0."""
         mean, end = self.bucket.mean, self.spec.padded_numel
         kept = mean[self.chosen]
         was_shown = torch.zeros(end + 1, dtype=torch.bool, device=mean.device)
