@@ -189,7 +189,7 @@ class Collectives(ABC):
             order, and all ranks must launch in one order over all groups.
         has_variable_lengths: Whether a message may be shorter than the memory that receives it.
         was_discarded: Whether `discard` has been called, after a failure.
-        has_given_up: Whether a wait here, or another rank, has failed. Waits then fail at once.
+        has_given_up: Whether a wait here, or a rank, has failed. Then a wait for late data fails.
         observer: Wraps each work's `arrive`, to record when data arrives. None means no timeline.
         showing: (lane, name) -> context around local work, for a timeline. None means no timeline.
     """
@@ -407,7 +407,7 @@ class Collectives(ABC):
         return [(None, work, arguments)]
 
     def ring_bytes(self, buffer: Tensor) -> int:
-        """Returns the bytes that a rank sends to reduce-scatter or all-gather `buffer` in one hop."""
+        """Returns the bytes that a rank sends, in one hop, to reduce-scatter or gather `buffer`."""
         return buffer.nbytes // self.world.size * (self.world.size - 1)
 
     def new_work(
