@@ -276,6 +276,7 @@ atexit.register(end_process_groups)
 
 
 def _has_only_gloo() -> bool:
+    """Returns whether gloo is the default group's backend for all types of devices."""
     names = dist.get_backend_config().split(",")
     return all(name.rpartition(":")[2] == "gloo" for name in names)
 

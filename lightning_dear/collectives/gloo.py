@@ -64,6 +64,7 @@ class PairwiseCollectives(Collectives):
         self._expected: dict[tuple[str, int], tuple[int, Waits]] = {}
 
     def _peers(self) -> list[int]:
+        """Returns the other ranks in the order in which this rank sends to them."""
         # Each rank begins with a different peer, so that not all ranks send to rank 0 first.
         return [(self.world.rank + hop) % self.world.size for hop in range(1, self.world.size)]
 
@@ -226,5 +227,6 @@ class PairwiseCollectives(Collectives):
         return [(source, self.calls.irecv(row, src=source, **place)) for source, row in rows]
 
     def _place(self, lane: str, tag: int) -> dict[str, Any]:
+        """Returns the arguments of torch's calls that say in which group and with which tag."""
         group = self.reduce_group if lane == "reduce_scatter" else self.gather_group
         return {"group": group, "tag": tag}

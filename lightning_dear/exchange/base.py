@@ -98,9 +98,10 @@ class Exchange:
         return ["all_reduce" if bucket.role.is_all_reduced else "reduce_scatter"]
 
     def calls_behind_sums(self) -> Sequence[str]:
-        """Returns the names of the collectives that the last `note_used` has launched on NCCL.
+        """Returns the names of the collectives that the last `note_used` has launched.
 
-        Each of them is for all buckets together. Other exchanges than static Ok-Topk return none.
+        Each of them is for all buckets together. Only static Ok-Topk names any. Those of Ok-Topk
+        and TopkDSA on gloo, where messages are matched by tag and not by order, are left out.
         """
         return []
 
@@ -117,7 +118,8 @@ class Exchange:
         """Starts to sum `bucket.gradients` over ranks. Collective, does not block.
 
         After the work's `wait`, `bucket.mean` holds the sum, which is the mean gradient, because
-        ranks have weighted their gradients before. `bucket.gradients` is then undefined.
+        ranks have weighted their gradients before: of this rank's shard or, if the bucket is
+        all-reduced, of the whole bucket. The rest of `bucket.gradients` is then undefined.
         """
         if bucket.role.is_all_reduced:
             if bucket.role.has_master:
@@ -180,9 +182,10 @@ class Exchange:
         return self.collectives.launch_all_gather(bucket.gradients, tag)
 
     def sync(self, bucket: Bucket) -> None:
-        """Gathers the shards of a bucket that lags, uncompressed, so that the lag becomes 0.
+        """Gathers the shards of a bucket that lags, uncompressed, so that replicas equal shards.
 
-        Collective, blocks. Does nothing for other buckets.
+        Shards that are masters of 16-bit parameters are rounded. Collective, blocks. Does nothing
+        for other buckets.
         """
         if bucket.role.lags:
             Exchange.prepare_gather(self, bucket)().wait()
@@ -252,7 +255,7 @@ class Exchange:
     def compression_ratio(self) -> float:
         """Bytes of both halves without compression, divided by those sent with it.
 
-        In two hops only the bytes between hosts count.
+        In two hops only the bytes between hosts count. 1.0 without a compressor.
         """
         return 1.0
 
@@ -348,6 +351,7 @@ class CompressedExchange(Exchange, ABC):
         return partial(self._launch, bucket, self._as_device_work("encode", bucket, encode))
 
     def _launch(self, bucket: Bucket | None, sending: Sending) -> Work:
+        """Launches the message. Returns its work, whose `wait` also decodes. Does not block."""
         work = sending.launch()
         if sending.decode is None:
             return work
@@ -474,6 +478,7 @@ class CompressedExchange(Exchange, ABC):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
+        """Forgets a refusal and found infs, and takes the compressor that `use` has put off."""
         self._refusal = self._is_nan = None
         self._encoding = []
         if self._next is not None:

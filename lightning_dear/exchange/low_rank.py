@@ -210,6 +210,7 @@ class LowRankBucket(CompressedBucket):
             self._flat = self.bucket.mean
 
     def _own(self, matrix: Matrix) -> Tensor:
+        """Returns M, a view of the gradients plus residual, [n, m]."""
         return self._flat[matrix.where].view(len(matrix.left), -1)
 
     # --- around a step --------------------------------------------------------------------------
@@ -281,6 +282,7 @@ class LowRankExchange(CompressedExchange):
         return Sending(launch, partial(low.decode, messages))
 
     def _launch_first(self, low: LowRankBucket, messages: Messages, scale: Tensor | None) -> Work:
+        """Launches the bucket's P. Returns a work whose `wait` launches the Qs; see `_arrive`."""
         first = self._all_reduce(low.bucket, messages.first)
         # Called by the first wait, after backward, in which nothing may wait for another rank: see
         # the top of this file.

@@ -204,12 +204,14 @@ class TreeBucket(SparseBucket):
         return kept
 
     def _receive(self, source: int, tag: int) -> Entries:
+        """Receives the entries that rank `source` sends, as views of `incoming`. Blocks."""
         place = self.incoming, tag
         self._collectives.launch_messages("reduce_scatter", {}, [source], *place).wait()
         self.tally.words_received += 2 * int(self.incoming[source, 0])
         return unpacked(self.incoming[source])
 
     def _send(self, own: Entries, ranks: Sequence[int], tag: int) -> None:
+        """Sends the entries `own` to each of `ranks`. Blocks until they have been sent."""
         self.tally.words_sent += 2 * len(own.places) * len(ranks)
         messages, place = dict.fromkeys(ranks, own.packed()), (self.incoming, tag)
         self._collectives.launch_messages("reduce_scatter", messages, [], *place).wait()
@@ -354,11 +356,13 @@ class SparseExchange(WholeSparseExchange):
         return partial(self._send_as_it_is, coded)
 
     def _pack(self, coded: OwnedBucket) -> Sending:
+        """Makes the message with this rank's kept sums, and what handles arrived messages."""
         message, gathered, tag = coded.message(), coded.gathered, self.tag_of(coded.bucket)
         arrive = partial(coded.arrive, gathered, coded.take_sent(), self._is_nan)
         return Sending(partial(coded.spread, message, gathered, tag), arrive)
 
     def _send_as_it_is(self, coded: OwnedBucket) -> Work:
+        """Launches an uncompressed all-gather of equal shards of the mean."""
         tag = self.tag_of(coded.bucket)
         work = self.collectives.launch_all_gather(coded.bucket.gradients, tag)
         # `then` makes the work not done, even with one rank: a bucket is stepped by the thread that
@@ -407,11 +411,13 @@ class SparseExchange(WholeSparseExchange):
 
 
 def _keep(chosen: Sequence[tuple[RegionBucket, Entries]], scale: float) -> None:
+    """Makes each bucket keep its chosen sums; see `RegionBucket.keep`."""
     for coded, own in chosen:
         coded.keep(own, scale)
 
 
 def _kind_of(compressor: SparseAllReduce) -> type[SparseBucket]:
+    """Returns the class of the buckets that `compressor` compresses."""
     if compressor.all_reduces:
         return TreeBucket if compressor.is_tree else SparseBucket
     return StaticBucket if compressor.is_static else RegionBucket
