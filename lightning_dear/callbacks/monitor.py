@@ -1,4 +1,4 @@
-"""Logs what a step cost: step time, exposed communication, bytes on the wire."""
+"""Logs each step's exposed communication and sent bytes, and the compressor's figures."""
 
 import time
 from statistics import median
@@ -13,21 +13,25 @@ _FIGURES = ("exposed_s", "exposed_reduce_scatter_s", "exposed_all_gather_s", "wi
 
 
 class DearMonitor(Callback):
-    """Logs `dear/...` figures of every step to the trainer's logger and summarises them.
+    """Logs figures of every step to the trainer's logger, and returns their medians.
 
-    Logged under `strategy="dear"`: `dear/exposed_s` (seconds for which the step stood still for
-    communication), its parts `dear/exposed_reduce_scatter_s` and `dear/exposed_all_gather_s`,
-    `dear/wire_bytes` (payload this rank sent), `dear/bucket_fill` (share of the buckets that is not
-    padding), each of the step *before* the one it is logged with, so that on a GPU the host need
-    not wait for the present one; with a compressor, at the steps that Lightning logs,
-    `dear/compression_ratio`, `dear/residual_norm`, `dear/lag` and, with sparse all-reduces, what
-    `exchange.sparse.figures.figures_of` says (see `OptimizerPipeline.encoding_figures`; not under
-    manual optimisation, where Lightning does not say when gradients are zeroed); the plan's name
-    goes to the logger's hyper-parameters. Under other strategies only the step time is summarised.
-    Without this callback nothing is logged.
+    Under `strategy="dear"` it logs:
 
-    A step lasts from the beginning of its first batch to that of the next step's, whatever is
-    waited for in between; the last before a validation or the end of an epoch is left out.
+    - `dear/exposed_s`: seconds that the step waited for communication. Its parts are
+      `dear/exposed_reduce_scatter_s` and `dear/exposed_all_gather_s`.
+    - `dear/wire_bytes`: payload that this rank sent.
+    - `dear/bucket_fill`: share of the buckets that is not padding.
+    - With a compressor, at the steps that Lightning logs: `dear/compression_ratio`,
+      `dear/residual_norm`, `dear/lag`, and the figures of sparse all-reduces (see
+      `ActivePlan.encoding_figures`). Not under manual optimisation, where Lightning does not call
+      the hook in which they are read.
+    - The plan's name, as a hyper-parameter.
+
+    Seconds and bytes are those of the step before, so that the host need not wait for the GPU.
+    Under other strategies nothing is logged, and `summary` has only the step time.
+
+    A step lasts from the beginning of its first batch to the beginning of the next step's, with
+    all waits in between. The last step before a validation or the end of an epoch is left out.
     """
 
     def __init__(self) -> None:
@@ -43,7 +47,7 @@ class DearMonitor(Callback):
 
     @override
     def on_before_zero_grad(self, trainer: Trainer, *_: Any) -> None:
-        # After forward, which has waited for what it read, and before the next gradients.
+        # Read in this hook: forward has waited for the parameters, and no new gradient is there.
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         is_logged = interval > 0 and (trainer.global_step + 1) % interval == 0
         figures = getattr(trainer.strategy, "encoding_figures", None)
@@ -55,7 +59,7 @@ class DearMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        # With a GPU waits are timed once somebody asks.
+        # Read once now: on a GPU waits are timed only after the first read.
         self._latest = getattr(trainer.strategy, "statistics", None)
 
     @override
@@ -75,7 +79,7 @@ class DearMonitor(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_step == self._began_at:
-            # Gradients accumulate.
+            # This batch has made no step: gradients accumulate.
             return
         statistics, self._latest = self._latest, getattr(trainer.strategy, "statistics", None)
         plan = getattr(trainer.strategy, "plan", None)
@@ -96,6 +100,6 @@ class DearMonitor(Callback):
             self._steps.setdefault(name, []).append(value)
 
     def summary(self) -> dict[str, float]:
-        """Returns medians over the steps after the first few: `step_s`, `exposed_s`, ..."""
+        """Returns figure -> median over all steps but the first three, such as "step_s"."""
         steps = self._steps.items()
         return {name: median(values[_NUM_WARM_UP_STEPS:] or values) for name, values in steps}
