@@ -478,7 +478,7 @@ class CompressedExchange(Exchange, ABC):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Forgets a refusal and found infs, and takes the compressor that `use` has put off."""
+        """Forgets the step's refusal or nan, and takes the compressor that `use` has put off."""
         self._refusal = self._is_nan = None
         self._encoding = []
         if self._next is not None:

@@ -175,7 +175,7 @@ class CodedExchange(CompressedExchange):
         return partial(self._send_as_it_is, coded, super().prepare_gather(bucket))
 
     def _send_as_it_is(self, coded: CodedBucket, launch: Callable[[], Work]) -> Work:
-        """Launches the uncompressed gather. Its `wait` also brings `Bucket.published` up to date."""
+        """Launches the uncompressed gather, whose `wait` also calls `Bucket.note_published`."""
         return launch().then(coded.bucket.note_published)
 
     @property
