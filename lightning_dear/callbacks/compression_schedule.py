@@ -129,7 +129,9 @@ class CompressionSchedule(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuses a fit whose strategy was made without this schedule. Does nothing in other stages.
+        """Refuses a fit whose strategy was made without this schedule.
+
+        Does nothing in other stages, such as validation.
 
         Raises:
             ValueError: If the strategy has another schedule or none.

@@ -30,10 +30,9 @@ _NON_READERS: set[type[Callback]] = {
     lightning_callbacks.ThroughputMonitor,
     lightning_callbacks.Timer,
 }
-"""Callbacks before whose batch hooks `CompletionGuard` does not wait. These hooks read no weights, or
-read them only through `state_dict()`, which waits by itself. Every trainer has some of these
-callbacks, such as a progress bar, so that waiting would undo the overlap. Subclasses are not meant.
-"""
+"""Callbacks before whose batch hooks `CompletionGuard` does not wait. The hooks read no weights, or
+read them only through `state_dict()`, which waits by itself. Most trainers have such a callback,
+for instance a progress bar, so that waiting would undo the overlap. Subclasses do not count."""
 
 
 def _completing(hook: str, *, for_readers: bool = False) -> Callable[..., None]:

@@ -138,8 +138,8 @@ class ResidualKeeper:
 
         Residuals that `own` lacks become 0. Counts, and thresholds and regions of sparse selection,
         that `own` lacks get their starting values. So does a low-rank factor that `own` lacks or
-        has with another approximation rank. The seed stays if `own` has none. Residuals without a saved rate count as
-        residuals at this training's rate, since earlier versions saved no rate.
+        has with another approximation rank. The seed stays if `own` has none. Residuals without a
+        saved rate count as residuals at this training's rate, since earlier versions saved no rate.
         """
         for bucket in self._coded:
             bucket.start_anew(own.seed)
