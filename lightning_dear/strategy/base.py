@@ -157,7 +157,7 @@ class PipelineStrategy(ABC):
     @property
     @abstractmethod
     def _pipelines(self) -> Sequence[Pipeline]:
-        """One pipeline for each module. Under a Trainer it is the last fit's, also after the fit."""
+        """One pipeline for each module. A Trainer's strategy keeps the last fit's after the fit."""
 
     def complete_parameters(self, reason: str = "read") -> None:
         """Blocks until all parameters have the values of the last step. Local. Idempotent.
@@ -263,8 +263,8 @@ class PipelineStrategy(ABC):
 
         Collective. Blocks until the gradients are reduced. Call it in `on_before_optimizer_step`,
         in which gradients are not clipped yet, or between the last backward and `step()` if your
-        code calls both. With a GradScaler under Fabric the gradient is still multiplied by the loss scale,
-        until `fabric.clip_gradients` has unscaled it.
+        code calls both. With a GradScaler under Fabric the gradient is still multiplied by the loss
+        scale, until `fabric.clip_gradients` has unscaled it.
 
         Args:
             optimizer: Optimizer of the parameters. None means the only optimizer.
