@@ -58,9 +58,10 @@ class CompletionGuard(Callback):
 
     It must be the first of the trainer's callbacks, so that its hooks run before all others.
 
-    Its batch hooks block until the parameters have the values of the last step only if the module,
-    or a callback that is not in `_NON_READERS`, has overridden the same hook. Its hooks of epochs,
-    of the start of validation, of the end of training and of checkpoints always block until then.
+    Its hooks block until all parameters have the values of the last step. Hooks of epochs, of the
+    start of validation, of the end of training and of checkpoints always do. The hooks of batches
+    do only if the module, or a callback that is not in `_NON_READERS`, has overridden the same
+    hook.
 
     Between backward and step a rank has only its shard of the mean gradient, whereas under DDP
     `.grad` holds all of it. If `gradient_hooks` names a hook that runs there, the mean gradient is

@@ -144,8 +144,8 @@ def spread_state(stepper: SteppedPieces, collectives: Collectives) -> SpreadStat
 def sharded_state(stepper: SteppedPieces, collectives: Collectives) -> ShardedState:
     """Returns the state dict of the optimizer, with its tensors left sharded. Collective. Blocks.
 
-    The chunks are views, as in `spread_state`, which the next step changes: write or gather them
-    before it.
+    The chunks are views, as in `spread_state`. Write or gather them before the next step, which
+    changes them.
     """
     spread = spread_state(stepper, collectives)
     parameters = stepper.shards.parameters or list(spread.entries)

@@ -87,8 +87,8 @@ class ResidualKeeper:
     def inherit(self, others: Iterable[ResidualKeeper]) -> None:
         """Takes over copies of the residuals of earlier trainings, before the first plan.
 
-        Collective. Blocks. If two trainings have residuals of one parameter, the earlier one in
-        `others` counts.
+        Collective. Blocks. Of a parameter whose residuals several keepers have, this keeper's own
+        are used, or else those of the first of `others`.
 
         Args:
             others: Keepers of the same optimizer whose trainings have ended.

@@ -121,9 +121,10 @@ class DearModule(Module):
         return self.pipeline is not None and optimizer in self.pipeline.optimizers
 
     def end(self) -> None:
-        """Ends the training now. Blocks until the last step's parameters are complete. Local.
+        """Ends the training now. Blocks until the last step's parameters are complete.
 
-        Does nothing if there is no training.
+        Collective if gradients were launched that no step has used. Does nothing without a
+        training.
         """
         if self.pipeline is not None:
             self._ending()
@@ -146,8 +147,8 @@ def part_of(optimizer: Optimizer) -> OptimizerPipeline | None:
 def finish_at_exit() -> None:
     """Blocks until the last step's all-gathers are done, so that all ranks have all parameters.
 
-    Meant for all modules that this process trains. If an all-gather fails, it warns. Does nothing
-    if an uncaught exception ends the process, since other ranks may never send their part.
+    It waits for all modules that this process trains, and warns if an all-gather fails. Does
+    nothing if an uncaught exception ends the process: other ranks may never send their part.
     """
     # Python sets `sys.last_value` when it prints an uncaught exception.
     if getattr(sys, "last_value", None) is not None:

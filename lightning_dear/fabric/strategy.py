@@ -227,7 +227,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     def _end_training_of(self, module: Module) -> list[OptimizerPipeline]:
         """Ends the training of `module`. Returns its parts, which still hold the optimizers' state.
 
-        Empty if `module` is not being trained. Local. Blocks until all parameters are complete.
+        Empty if `module` is not being trained. Otherwise blocks, see `DearModule.end`.
         """
         parts: list[OptimizerPipeline] = []
         for one in self._trained:

@@ -219,7 +219,7 @@ class SteppedPieces:
         return state
 
     def leave(self, left: SpreadState | None) -> None:
-        """Drops the pieces of an ended plan. Keeps their state `left` for the next; or None."""
+        """Drops an ended plan's pieces. Keeps their state for the next plan, unless it is None."""
         self.pieces, self.left, self.shards = (), left, Shards()
 
     # --- mean gradients -------------------------------------------------------------------------
@@ -289,7 +289,7 @@ class SteppedPieces:
         self._state, self.optimizer.state = self.optimizer.state, self.shards.state
 
     def restore(self) -> None:
-        """Puts the user's parameters and state back into the optimizer, if pieces are there."""
+        """Puts the user's parameters and state back, if pieces have taken their place."""
         if self._params is None:
             return
         for group, parameters in zip(self.optimizer.param_groups, self._params, strict=True):
@@ -388,8 +388,8 @@ class ShardedOptimizer(SteppedPieces):
             for piece in stepped:
                 piece.was_stepped = True
             if self.shards.buffers.buckets[number].is_stepped_whole:
-                # By versions autograd sees that parameters were changed. In other buckets the
-                # all-gather raises them, and this bucket is not gathered.
+                # Autograd sees changes by version counters. In other buckets the all-gather increments
+                # these, and this bucket is not gathered.
                 changed = [parameters[piece.tensor_index] for piece in stepped]
                 torch.autograd.graph.increment_version(changed)
 

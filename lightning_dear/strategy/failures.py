@@ -43,12 +43,12 @@ WATCH_POLL_S = 0.5
 """Seconds between two reads of the board. Each read sends one small message to the store."""
 
 RAISING_S = 1.5
-"""`FailureWatch` ends a rank so many seconds after the timeout. Until then a rank that waits in a
-collective raises by itself, and its error says more."""
+"""Seconds, beyond the timeout of collectives, after which `FailureWatch` ends a rank. Until then a
+rank that waits in a collective raises by itself, and its error says more."""
 
 ABORT_S = 2.0
-"""Collectives of a rank are aborted so many seconds after it has read a failure on the board. Until
-then a rank that notices the failure by itself ends, and its error says more."""
+"""Seconds from reading a failure on the board until this rank's collectives are aborted. Until then
+a rank that notices the failure by itself ends, and its error says more."""
 
 POLL_S = 0.05
 
@@ -195,8 +195,8 @@ class FailureBoard:
     def notice(self, store: Any) -> bool:
         """Reads the board. Returns whether a rank has reported a failure.
 
-        If so, first writes on the board that this rank lives. Writes this rank's wish to stop on
-        the board if it has one, and otherwise reads another rank's into `asked`.
+        If one has, also writes on the board that this rank lives. If this rank has a wish to stop,
+        writes it on the board. Otherwise reads another rank's wish into `asked`.
         """
         if self.asked:
             self._post(store, "stop", str(self.asked))

@@ -49,14 +49,14 @@ POLL_S = 0.2
 """Seconds between two checks of the child processes."""
 
 GRACE_S = 5.0
-"""Seconds that the other ranks have to end after one rank has failed. Then they are killed."""
+"""Seconds from the failure of a rank until other ranks of the host that still run are killed."""
 
 END_S = 60.0
-"""Same as `GRACE_S`, after rank 0 has ended without failing."""
+"""Seconds from the end of rank 0, without a failure, until ranks that still run are killed."""
 
 BLOCKED_S = 30.0
-"""Seconds after a Ctrl-C or SIGTERM to rank 0 until it kills the other ranks, unless it has begun to
-stop itself. It normally stops at the end of a batch."""
+"""Seconds from a Ctrl-C or SIGTERM to rank 0 until it kills the other ranks, unless it has begun to
+stop itself by then. It normally stops at the end of a batch."""
 
 PARENT_VARIABLE = "LIGHTNING_DEAR_PARENT"
 """Environment variable that tells a child rank the process id of rank 0."""
@@ -101,7 +101,7 @@ def configure_launcher(strategy: Strategy) -> None:
 
 
 def _end_ranks_between_jobs() -> None:
-    """In a Hydra sweep, makes the ranks of each job end before the next job. Otherwise a no-op."""
+    """In a Hydra sweep, lets the ranks of each job end before the next. Otherwise does nothing."""
     hydra = sys.modules.get("hydra.core.hydra_config")
     if hydra is None or not hydra.HydraConfig.initialized():
         return
@@ -296,7 +296,7 @@ def call_if_unheard(
     thread, or if other code uses `signal.set_wakeup_fd`, as asyncio does.
 
     Args:
-        heard: Event that the caller sets once the signal has taken effect. Set after the block.
+        heard: Event that the caller sets once the signal has taken effect. Set as the block ends.
         after_s: Seconds from the signal until `act` is called, unless `heard` is set by then.
         act: Called once, in a thread of its own.
     """
@@ -355,7 +355,7 @@ def watch_parent() -> None:
 def _end_after(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_S)
-    # Rank 0 was killed: otherwise it would have waited for its children.
+    # Rank 0 was killed: in all other cases it ends only after its children.
     time.sleep(GRACE_S)
     failures.dump_stacks()
     log.error("Rank 0 was killed, and this rank, which has not noticed, is ended.")
