@@ -319,8 +319,8 @@ FLUSHES = [
     Mutation(
         "weights written after masters were loaded",
         "PlanLifecycle.take_over",
-        "        if self.adopt_state():\n            # Weights may",
-        "        if self.adopt_state() and False:\n            # Weights may",
+        "        if self.adopt_state():\n            # Masters were",
+        "        if self.adopt_state() and False:\n            # Masters were",
         (f"{MASTERS}::test_what_is_written_after_loading_reaches_the_masters",),
     ),
     Mutation(
