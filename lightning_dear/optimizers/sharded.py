@@ -388,7 +388,7 @@ class ShardedOptimizer(SteppedPieces):
             for piece in stepped:
                 piece.was_stepped = True
             if self.shards.buffers.buckets[number].is_stepped_whole:
-                # Autograd sees changes by version counters. In other buckets the all-gather increments
+                # Autograd sees changes by version counters. In other buckets the all-gather raises
                 # these, and this bucket is not gathered.
                 changed = [parameters[piece.tensor_index] for piece in stepped]
                 torch.autograd.graph.increment_version(changed)
