@@ -156,8 +156,8 @@ def beside(path: str | Path, what: str) -> Path:
     """Returns the path of a hidden temporary file or folder in the folder of `path`.
 
     Creates nothing. The result depends only on the arguments, so that a later save to `path` finds
-    what a killed one has left. The name holds a hash of the file name instead of the file
-    name: Lightning takes every file with "last" in its name for a last checkpoint.
+    what a killed one has left. The name holds a hash of the file name instead of the file name:
+    Lightning takes every file with "last" in its name for a last checkpoint.
 
     Args:
         path: The checkpoint that the temporary file or folder belongs to.

@@ -201,7 +201,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         pipeline = self._new_pipeline(self.model, self.optimizers, collectives)
         for part in pipeline.parts:
             part.inherit(before)
-        # Kept only now: if an earlier line raises, the next fit inherits state from the old one.
+        # Assigned only now: if a line above raises, the next fit inherits the old pipeline's state.
         self._pipeline = pipeline
         self._failures.on_failed = collectives.abort
         # Half the timeout, so that ranks that wait in a collective can still be told the reason.
@@ -220,7 +220,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         assert self._pipeline is not None
         self._connected = self._lightning_optimizers
         for wrapper in self._connected:
-            # The wrapper inherits torch's `zero_grad`, and would not call the pipeline's.
+            # Otherwise the wrapper's own `zero_grad`, torch's, would not call the pipeline's.
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
         connections.connect_precision(self.precision_plugin, self._pipeline)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -485,7 +485,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @contextmanager
     def last_backward(self, *optimizers: Optimizer) -> Generator[None, None, None]:
-        """A context for the last backward before `step()`, in manual optimization.
+        """A context for the last backward before `step()`. For manual optimization only.
 
         Gradients of that backward are sent while it runs. Without this context they are sent in
         `step()`, since more backwards might follow.

@@ -297,7 +297,9 @@ _STEP_HOOKS = ("optimizer_step", "optimizer_zero_grad", "backward")
 def why_not_early(
     trainer: pl.Trainer, optimizers: Sequence[Optimizer], readers: Mapping[str, Sequence[str]]
 ) -> str | None:
-    """Says why no bucket may be stepped before backward has ended. None means no reason here.
+    """Says why no bucket may be stepped before backward has ended. Local.
+
+    None means that what the trainer does is no reason. `Pipeline` may have other reasons.
 
     Args:
         trainer: The trainer.
