@@ -209,7 +209,7 @@ class PipelineStrategy(ABC):
         on one rank of each host, since two ranks would write the same file at once.
 
         Raises:
-            RuntimeError: If there is no plan yet, that is, before the end of a first step.
+            RuntimeError: If there is no plan yet. The first step of a fit makes it.
         """
         if self._present is None or self._present.parts[0].plan is None:
             raise RuntimeError("There is no plan yet. Call save_plan after a fit's first step.")
@@ -227,7 +227,7 @@ class PipelineStrategy(ABC):
     def statistics(self) -> StepStatistics | None:
         """Times and bytes of the last step, see `Pipeline.statistics`. None before the first step.
 
-        On a GPU also None until it was first read.
+        On a GPU waits are timed only after the first read, so that it is None for two more steps.
         """
         return None if self._present is None else self._present.statistics
 
