@@ -407,7 +407,7 @@ class Collectives(ABC):
         return [(None, work, arguments)]
 
     def ring_bytes(self, buffer: Tensor) -> int:
-        """Returns the bytes that a rank sends, in one hop, to reduce-scatter or gather `buffer`."""
+        """Returns the bytes that a rank sends to reduce-scatter or gather `buffer` in one hop."""
         return buffer.nbytes // self.world.size * (self.world.size - 1)
 
     def new_work(

@@ -142,7 +142,7 @@ class Notes:
         return sum(note.num_bytes for note in self._notes)
 
     def write(self, room: Tensor) -> None:
-        """Asks each note that sends bytes for this rank's, and writes them into `room`.
+        """Gets this rank's bytes from each note that sends any, and writes them into `room`.
 
         Args:
             room: Overwritten, [num_bytes] uint8.

@@ -87,8 +87,9 @@ class CodedExchange(CompressedExchange):
     def launch_reduce(self, bucket: Bucket) -> Work:
         """Encodes and sends the gradients. Does not block.
 
-        In two hops, unless a codec votes, it sends the gradients within the host, uncompressed. The
-        host's sums are encoded when they have arrived, and then sent to the other hosts.
+        In two hops it sends the gradients within the host, uncompressed. The host's sums are
+        encoded when they have arrived, and then sent to the other hosts. If any codec of the
+        options votes, there is one hop.
         """
         coded, scale = self.coded[bucket.number], self._loss_scale()
         reduction = coded.reduction

@@ -24,7 +24,7 @@ from lightning_dear.torch_modes import plain_mode, saves_calls
 class Reduction:
     """Sends the encoded gradients of one bucket to the owners of the shards, and sums them there.
 
-        all-to-all, then decode world_size rows and sum them       any codec
+        all-to-all, then decode world_size rows and sum them       all other codecs
         reduce-scatter, which sums, then decode one row            codecs whose bytes add up
 
     Both ways send the same number of bytes. The reduce-scatter decodes fewer rows, and backends are
@@ -40,7 +40,8 @@ class Reduction:
         call: Name of the collective, for `Exchange.reduce_calls`.
         wires: [n, nbytes] uint8: the rows to decode after `wait`. The sum of the n decoded rows is
             the sum over ranks.
-        rows: Slice of n of the bucket's world_size rows, into which `wires` is decoded.
+        rows: Which n rows `wires` is decoded into, of the bucket's gradients viewed as
+            [world_size, -1].
     """
 
     def __init__(self, compressor: Codec, collectives: Collectives, outgoing: Tensor) -> None:

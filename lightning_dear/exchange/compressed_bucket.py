@@ -111,7 +111,7 @@ class CompressedBucket(ABC):
     def whole_of(self, kept: Tensor) -> Tensor:
         """Reverses `part_of`: returns a flat bucket, `kept` in the slices `encoded`, 0 elsewhere.
 
-        Returns `kept` itself if `encoded` is a single slice.
+        Returns `kept` itself if `encoded` is a single slice, which is the whole bucket.
         """
         if len(self.encoded) == 1:
             return kept

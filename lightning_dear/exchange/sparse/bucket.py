@@ -222,13 +222,14 @@ class SparseBucket(CompressedBucket):
     def launch(
         self, lane: str, messages: Mapping[int, Tensor], room: Tensor, num_notes: int, tag: int
     ) -> Work:
-        """Launches this rank's messages, and receives those of all ranks in `room`.
+        """Sends this rank's messages, and fills `room` with all ranks' messages to this rank.
 
         Args:
             lane: Half of the exchange, "reduce_scatter" or "all_gather".
-            messages: Rank -> message, for this rank, too: the number of entries, `num_notes` words
-                of notes, the places, the values.
-            room: `incoming` or `gathered`; row r is overwritten with the message of rank r.
+            messages: Rank -> message, for this rank, too, which is only copied. A message is the
+                number of entries, `num_notes` words of notes, the places, the values.
+            room: `incoming` or `gathered`; row r is overwritten, and then begins with the
+                message of rank r.
             num_notes: Number of words of notes.
             tag: Tag of the messages, equal on all ranks.
         """

@@ -401,7 +401,8 @@ class SparseExchange(WholeSparseExchange):
         for coded in self.coded:
             coded.clear_others()
         flags = self._look_at_means(torch.stack(is_denser).any() if is_denser else None)
-        # A nan excuses changes of elements that were 0: clipping by a norm of nan changes all.
+        # flags[1]: a hook changed elements that were 0. flags[0]: a mean has nan or inf. That
+        # excuses it, since clipping by a norm of nan changes all elements.
         if flags[1] and not flags[0]:
             self._refusal = RuntimeError(
                 "A hook has changed elements of the mean gradient that were 0, which"

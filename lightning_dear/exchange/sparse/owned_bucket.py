@@ -66,10 +66,10 @@ class RegionBucket(SparseBucket):
         self._report_words = REPORT_WORDS if self.sparse.is_regional else 0
         self._head_words = 1 + self._report_words + self._most_notes
         super()._make_room()
-        # The old shares were of another k. Those of the new k are found by the next exact step.
+        # Earlier shares would be of another k. The next exact step finds those of this k.
         self.shares = Shares.unknown(self._world_size)
-        # False until the next selection. Messages of the old k may arrive before the change on one
-        # rank and after it on another, so that they must not change shares.
+        # False until the next selection. Messages of the old k may arrive before this call on one
+        # rank and after it on another. If they changed shares, ranks would differ.
         self._follows_shares = False
 
     @override
