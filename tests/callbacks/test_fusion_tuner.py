@@ -255,7 +255,7 @@ class _Manual(Net):
 
 @distributed(world_sizes=[1])
 def test_several_optimizers_and_manual_optimisation_are_told_what_to_give() -> None:
-    with pytest.raises(ValueError, match=r"one optimizer, and there are 2\. Use fusion='threshold'"):
+    with pytest.raises(ValueError, match=r"one optimizer, and there are 2\. Use fusion"):
         _tuned(_Small(), _TwoOptimizers())
     with pytest.warns(UserWarning, match="finds no plan under manual optimisation"):
         tuner, _ = _tuned(_Small(), _Manual(), max_steps=2)
