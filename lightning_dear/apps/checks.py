@@ -1,4 +1,4 @@
-"""Checks of a job that are worth making before any process is started."""
+"""Checks of a job that are made before any process is started."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from lightning_dear.paths import conf_dir
 
 NODE_VARIABLES = frozenset({"NODE_RANK", "GROUP_RANK"})
-"""Any of which says which of several nodes this is, as Lightning's default environment reads it."""
+"""Variables from which Lightning's default environment reads this node's number."""
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -21,7 +21,7 @@ def check_single_process(trainer: Trainer, strategy: Any) -> None:
     """Check that ``strategy=single`` was not given several devices.
 
     Raises:
-        ValueError: If it was; Lightning has chosen another strategy without saying so.
+        ValueError: If it was; Lightning has then silently chosen another strategy.
     """
     if strategy == "auto" and (trainer.num_devices, trainer.num_nodes) != (1, 1):
         raise ValueError(
@@ -32,10 +32,10 @@ def check_single_process(trainer: Trainer, strategy: Any) -> None:
 
 
 def check_nodes(trainer: Trainer) -> None:
-    """Check that somebody has started the other nodes' processes, if there are to be any.
+    """Check that a launcher has started this process as one node of a job on several nodes.
 
     Raises:
-        ValueError: If nobody seems to have: the ranks of this node would wait for the others.
+        ValueError: If no launcher has; this node's ranks would wait forever for the other nodes.
     """
     environment = getattr(trainer.strategy, "cluster_environment", None)
     num_nodes, is_started = trainer.num_nodes, not NODE_VARIABLES.isdisjoint(os.environ)
@@ -44,14 +44,17 @@ def check_nodes(trainer: Trainer) -> None:
     raise ValueError(
         f"The job has {num_nodes} nodes, but nothing says that this is one of them. Start it with"
         " torchrun or srun (docs/clusters.md), or set NODE_RANK, MASTER_ADDR and MASTER_PORT on"
-        " each node; cluster=local runs on this machine alone, and dear-plan predicts a cluster."
+        " each node. cluster=local runs on this machine alone, and dear-plan predicts a cluster."
     )
 
 
 def use_interface(name: str | None) -> None:
-    """Make gloo and NCCL use one network interface; None leaves the choice to them.
+    """Make gloo and NCCL use one network interface.
 
     Sets environment variables of this process, which the ranks it starts inherit.
+
+    Args:
+        name: Name of the interface. None means that gloo and NCCL choose.
 
     Raises:
         ValueError: If this machine has no interface of that name.
@@ -61,18 +64,18 @@ def use_interface(name: str | None) -> None:
     known = sorted(interface for _, interface in socket.if_nameindex())
     if name not in known:
         raise ValueError(
-            f"cluster.interface is {name!r}, but this machine has only {', '.join(known)}."
+            f"cluster.interface={name!r} is not on this machine. Set one of {', '.join(known)}."
         )
     for variable in INTERFACE_VARIABLES:
         os.environ[variable] = name
 
 
 def ignored_groups(overrides: list[str], strategy: Any) -> list[str]:
-    """Return the groups that the user chose although the chosen strategy reads none of them.
+    """Return the config groups that the user chose but the strategy does not read.
 
     Args:
         overrides: Command-line overrides of this job.
-        strategy: The strategy's config, unresolved: a mapping, or a name.
+        strategy: Config of the strategy, unresolved: a mapping, or a name.
     """
     used = str(dict(strategy) if isinstance(strategy, Mapping) else strategy)
     chosen = {item.lstrip("+~").split("=")[0].split(".")[0] for item in overrides}
@@ -80,9 +83,9 @@ def ignored_groups(overrides: list[str], strategy: Any) -> list[str]:
 
 
 def unknown_options(keys: Iterable[str]) -> list[str]:
-    """Return those of a job's top-level keys that ``conf/train.yaml`` does not have.
+    """Return the top-level keys of a job that ``conf/train.yaml`` does not have.
 
-    Hydra lets anyone add them (``+strategi=ddp``), and nothing would read them.
+    Hydra accepts added keys (``+strategi=ddp``), but no code would read them.
     """
     config = OmegaConf.load(conf_dir() / "train.yaml")
     groups = {str(group) for entry in config.defaults if entry != "_self_" for group in entry}

@@ -1,4 +1,4 @@
-"""Running a Hydra application on an emulated cluster: it starts itself again, once per rank."""
+"""Runs a Hydra application on an emulated cluster, by starting it again once for each rank."""
 
 import os
 import sys
@@ -14,27 +14,27 @@ from lightning_dear.strategy.launchers import job_arguments
 from lightning_dear.studies.interrupts import INTERRUPTS
 
 OPTIONS = tuple(signature(emulation.EmulatedCluster).parameters)
-"""What conf/cluster/emulated.yaml says of the hosts and their links."""
+"""Options in conf/cluster/emulated.yaml that describe the hosts and their links."""
 
 
 def restart_on_cluster(cfg: DictConfig, module: str) -> bool:
-    """Run the Hydra job ``cfg`` on the cluster it describes, if that is an emulated one.
+    """Run the Hydra job ``cfg`` on its cluster, if that is an emulated one.
 
-    Makes the hosts, runs ``python -m module`` on each with this job's overrides and output
-    folder, blocks until all ranks have ended, and removes the hosts. Without root all this is done
-    in namespaces of the user's own.
+    Creates the hosts, runs ``python -m module`` on each with this job's overrides and output
+    folder, blocks until all ranks have ended, and removes the hosts. Users other than root do all
+    this in namespaces of their own.
 
     Args:
-        cfg: The job; ``cfg.cluster`` is one of conf/cluster.
-        module: Module whose Hydra ``main`` runs the job; calls this function as well.
+        cfg: Config of the job; ``cfg.cluster`` is one of conf/cluster.
+        module: Module whose Hydra ``main`` runs the job. It calls this function, too.
 
     Returns:
-        Whether the job was done there. If not, this process is to do it itself: the cluster is not
-        emulated, or this is one of its ranks.
+        True if the job has been done on emulated hosts. False means that the caller must do the
+        job: the cluster is not emulated, or this process is one of its ranks.
 
     Raises:
-        SystemExit: With what ``run_on_cluster`` returns, if that is not 0; with 130
-            after Ctrl-C, 143 after SIGTERM.
+        SystemExit: With the exit code of ``run_on_cluster``, if that is not 0; with 130
+            after Ctrl-C, and with 143 after SIGTERM.
         EmulationUnavailable: This machine cannot emulate hosts; the message says why.
         ValueError: An option of the cluster is out of range.
     """
@@ -42,8 +42,8 @@ def restart_on_cluster(cfg: DictConfig, module: str) -> bool:
         return False
     if cfg.get("optimized_metric"):
         raise ValueError(
-            "cluster=emulated returns no metric to a sweeper: leave out optimized_metric,"
-            " or sweep on cluster=local."
+            f"optimized_metric={cfg.optimized_metric} has no effect with cluster=emulated. Leave it"
+            " out, or choose cluster=local. Emulated ranks return no metric to a sweeper."
         )
     try:
         if reason := emulation.why_unavailable(as_own_root=True):
@@ -53,7 +53,7 @@ def restart_on_cluster(cfg: DictConfig, module: str) -> bool:
         code = next(iter(interrupt.args), 130)
     except emulation.EmulationUnavailable as error:
         raise emulation.EmulationUnavailable(
-            f"{error}. Without emulated hosts: cluster=local"
+            f"{error}. Or choose cluster=local, which emulates no hosts."
         ) from None
     if code:
         raise SystemExit(code)
@@ -63,7 +63,7 @@ def restart_on_cluster(cfg: DictConfig, module: str) -> bool:
 def _run(cfg: DictConfig, module: str) -> int:
     node, config = cfg.cluster, HydraConfig.get()
     arguments = job_arguments(config, 0)
-    # A log file for each rank, by a name that each rank resolves for itself.
+    # Each rank resolves the name with its own RANK, so that each rank has its own log file.
     arguments.append(f"hydra.job.name='{config.job.name}_rank${{oc.env:RANK}}'")
     if node.beta_s_per_byte is None and node.rate_mbit is not None:
         arguments.append(f"cluster.beta_s_per_byte={8e-6 / node.rate_mbit:.6g}")
@@ -78,10 +78,10 @@ def _run(cfg: DictConfig, module: str) -> int:
 
 
 def _run_as_own_root(module: str) -> int:
-    """Starts this job again, as root of namespaces of its own, and waits for it."""
+    """Start this job again as root of namespaces of its own, and return its exit code. Blocks."""
     config = HydraConfig.get()
     argv = [sys.executable, "-m", module, *job_arguments(config, 0)]
-    # Whoever kills this process ends that one.
+    # If this process is killed, the kernel ends the child.
     command = [*emulation.AS_OWN_ROOT, "setpriv", "--pdeathsig", "TERM", *argv]
-    # Interrupted, it ends its ranks, and says how far it came.
+    # `run_child` passes signals on: the child then ends its ranks and prints how to go on.
     return job.run_child(command, cwd=config.runtime.cwd)

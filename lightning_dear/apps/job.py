@@ -1,4 +1,4 @@
-"""Running one job of possibly many in one process: its environment, its errors, its end."""
+"""Runs one job of possibly many in one process: its environment, its errors, its end."""
 
 import os
 import re
@@ -21,15 +21,16 @@ from lightning_dear.studies.interrupts import INTERRUPTS
 
 @contextmanager
 def isolated_job() -> Iterator[None]:
-    """Give the next job of a sweep the environment this one found, and no process group.
+    """Undo this job's changes for the next job of a sweep.
 
-    Blocks in the end until the ranks that the job has started have ended.
+    Restores environment variables and closes the process group. Blocks at the end until the ranks
+    that the job has started have ended.
     """
     from lightning_dear.strategy.launchers import job_end
 
     environment, end = dict(os.environ), job_end()
     yield
-    # Not after an error: the process is about to end, and an NCCL group may block in here.
+    # After an error this is skipped: the process ends anyway, and closing an NCCL group may block.
     end()
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
@@ -44,13 +45,13 @@ def folder_with(cfg: DictConfig) -> Path:
 
 
 def run_child(command: Sequence[str], **options: Any) -> int:
-    """Run a command, in a session of its own, and return its exit code. Blocks.
+    """Run a command in a session of its own, and return its exit code. Blocks.
 
-    It is handed on SIGINT and SIGTERM, and left the time that it takes to end in good order.
+    SIGINT and SIGTERM are passed on to the command, and this process waits until it has ended.
 
     Args:
         command: Program and arguments.
-        **options: Of `subprocess.Popen`.
+        **options: Options of `subprocess.Popen`.
     """
     process: subprocess.Popen[bytes] | None = None
 
@@ -67,8 +68,8 @@ def run_child(command: Sequence[str], **options: Any) -> int:
 def one_message(program: str) -> Iterator[None]:
     """Turn an exception into one message on stderr and exit code 1.
 
-    The traceback goes to a file in the job's folder; where nothing else was written, the folder
-    goes. With HYDRA_FULL_ERROR=1 the exception goes on unchanged.
+    The traceback goes to a file in the job's folder. If the job has written nothing else, the
+    folder is removed instead. With HYDRA_FULL_ERROR=1 the exception is raised unchanged.
 
     Args:
         program: Name to print in front of the message.
@@ -83,21 +84,21 @@ def one_message(program: str) -> Iterator[None]:
         print(f"{program}:{where} {describe(error)}", file=sys.stderr)
         config = HydraConfig.get()
         folder = Path(config.runtime.output_dir)
-        # Another process that was refused the same may have taken the folder away.
+        # Another rank with the same error may have removed the folder already.
         kept = {path.name for path in folder.glob("*")} - {".hydra", f"{config.job.name}.log"}
         if kept or where or folder == Path.cwd():
             path = folder / f"traceback_rank{rank}.txt"
             path.write_text(traceback.format_exc())
             print(f"The traceback is in {path} (HYDRA_FULL_ERROR=1 prints it).", file=sys.stderr)
         else:
-            # Refused before anything was done.
+            # The error came before the job had written anything.
             shutil.rmtree(folder, ignore_errors=True)
             print("Nothing was written. HYDRA_FULL_ERROR=1 prints the traceback.", file=sys.stderr)
         raise SystemExit(1) from None
 
 
 def describe(error: BaseException) -> str:
-    """Return the message of ``error``, or of what Hydra met while it built an object."""
+    """Return the message of ``error``; of its cause if Hydra raised it while building an object."""
     key = ""
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         key = key or "".join(re.findall(r"^full_key: (.*)", str(error), re.MULTILINE))

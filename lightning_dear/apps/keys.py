@@ -1,7 +1,7 @@
-"""What the programs' own keys take: types, bounds and names, checked before anything is loaded.
+"""Types, bounds and names of the programs' own keys, checked before torch is loaded.
 
-A program's groups, such as model and strategy, are checked by whoever builds from them. Defaults
-stand in `conf/`.
+Config groups, such as model and strategy, are checked by the code that builds objects from them.
+Defaults are in `conf/`.
 """
 
 import math
@@ -22,7 +22,7 @@ from lightning_dear.names import check_name
 from lightning_dear.paths import conf_dir
 
 LONG_S = 60.0
-"""Seconds of a step above which we ask whether milliseconds are meant."""
+"""Seconds of a step above which the program asks whether milliseconds are meant."""
 
 _PROFILES = Path(__file__).parents[1] / "workloads" / "replay" / "profiles"
 
@@ -64,7 +64,7 @@ class Bench:
 
 @dataclass
 class Metric:
-    """How `dear-converge` judges the end of a training."""
+    """Key `metric` of `dear-converge`: how the end of a training is judged."""
 
     name: str
     unit: str
@@ -94,16 +94,19 @@ class Converge:
     curve_steps: int = _whole(1)
 
     def __post_init__(self) -> None:
-        """Check what belongs together."""
+        """Check keys that depend on each other."""
         has_choice = len(self.reference_lr_factors) > 1
         if (has_choice and not self.tuning_seeds) or {*self.tuning_seeds} & {*self.seeds}:
-            # What is chosen on a seed ends better on it.
-            raise ValueError(f"tuning_seeds must be others than seeds; got {self.tuning_seeds}.")
+            # Options that were chosen on a seed are biased towards that seed.
+            raise ValueError(
+                f"tuning_seeds={self.tuning_seeds} is empty, or shares one with seeds={self.seeds}."
+                " Give one or more tuning_seeds that are not in seeds."
+            )
 
 
 @dataclass
 class Device:
-    """What encodes, for `dear-plan`."""
+    """Key `device` of `dear-plan`: speed of the device that encodes."""
 
     kernel_s: float
     bytes_per_s: float
@@ -125,7 +128,7 @@ class Plan:
     enough: float = _takes("a share of a step, 0 to 1, such as 0.03", lambda share: 0 <= share < 1)
 
     def __post_init__(self) -> None:
-        """Look up names, and ask whether many seconds are meant."""
+        """Check names, and ask on stderr whether a long time was meant in milliseconds."""
         from lightning_dear.simulator import ALGORITHMS
         from lightning_dear.simulator.strategies import resolve_strategy
 
@@ -139,8 +142,8 @@ class Plan:
             check_name("profile", self.profile, _files(_PROFILES))
         for key in ("compute_s", "step_s"):
             if (value := getattr(self, key) or 0) > LONG_S:
-                meant = f"if {value:g} ms are meant, say {key}={value / 1e3:g}."
-                print(f"dear-plan: {key}={value:g} is {value:g} s; {meant}", file=sys.stderr)
+                meant = f"If {value:g} ms are meant, set {key}={value / 1e3:g}."
+                print(f"dear-plan: {key}={value:g} is {value:g} s. {meant}", file=sys.stderr)
 
 
 def _files(folder: Path) -> list[str]:
@@ -148,7 +151,7 @@ def _files(folder: Path) -> list[str]:
 
 
 KEYS: dict[str, type[Any]] = {"dear-plan": Plan, "dear-bench": Bench, "dear-converge": Converge}
-"""Program -> its keys."""
+"""Program -> the class with its keys."""
 
 _ONE_TRAININGS = (
     "callbacks logger debug trainer.max_epochs trainer.fast_dev_run trainer.limit_val_batches"
@@ -161,37 +164,40 @@ IGNORED = {
     "dear-bench": f"{_ONE_TRAININGS} trainer.max_steps",
     "dear-converge": _ONE_TRAININGS,
 }
-"""Program -> what its command line must not have: Hydra takes it, and nothing would read it."""
+"""Program -> options that its command line must not have.
+
+Hydra accepts them, because they are in shared config files, but the program does not read them.
+"""
 
 
 def check(program: str, cfg: DictConfig, hydra: Any) -> None:
-    """Look at what a program is asked for; what may be a slip is asked about on stderr.
+    """Check a program's command line and its own keys; ask on stderr about likely mistakes.
 
     Args:
-        program: As it is typed.
-        cfg: The job; its groups are not looked at.
+        program: Name of the program as the user types it.
+        cfg: Config of the job; its groups are not checked.
         hydra: Hydra's own config of the job.
 
     Raises:
-        ValueError: In one sentence, for the first key that is wrong, unknown or without effect.
+        ValueError: For the first key that is wrong, unknown or without effect.
     """
     for name in IGNORED.get(program, "").split():
         if _is_given(name, hydra):
-            raise ValueError(f"{name} has no effect in {program}; leave it out.")
+            raise ValueError(f"{name} has no effect in {program}. Leave it out.")
     if program == "dear-plan" and hydra.runtime.choices.get("cluster") == "emulated_1gbit":
-        # Its links are of 1/16 of that, for models with 1/16 of their bytes.
-        raise ValueError("cluster=emulated_1gbit stands for cluster=ethernet_1g; give that one.")
+        # Its links have 1/16 of the rate of ethernet_1g, for models with 1/16 of the bytes.
+        raise ValueError("cluster=emulated_1gbit has 1/16 of 1 Gb/s. Choose cluster=ethernet_1g.")
     if keys := KEYS.get(program):
         known = {one.name: one.metadata for one in fields(keys)}
         for name in {*cfg} - {*hydra.runtime.choices, "hydra"}:
-            # A key of a user's own file may be what others refer to.
+            # Only keys on the command line: one in the user's own file may serve interpolations.
             if _is_given(str(name), hydra):
                 check_name("key", str(name), known)
         _check_values(cfg, keys, known)
 
 
 def _is_given(name: str, hydra: Any) -> bool:
-    """Whether the command line has it."""
+    """Whether the command line sets the option `name`."""
     words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     return any(re.match(rf"[+~]*{name}[.=]", f"{word}=") for word in words)
 
@@ -205,15 +211,18 @@ def _check_values(cfg: DictConfig, keys: type[Any], known: Mapping[str, Any]) ->
     except OmegaConfBaseException as error:
         wrong = [str(error.full_key)]
     if wrong:
-        # Such as step_s, device.kernel_s or world_sizes[0].
+        # `wrong[0]` is, for example, step_s, device.kernel_s or world_sizes[0].
         name, got = re.split(r"[.\[]", wrong[0])[0], OmegaConf.select(cfg, wrong[0])
         got = "null" if got is None else got
-        raise ValueError(f"{name} must be {known[name]['words']}; got {wrong[0]}={got}.")
+        raise ValueError(f"{wrong[0]}={got} is not valid. {name} must be {known[name]['words']}.")
     keys(**{name: own[name] for name in known})
 
 
 def _resolved(cfg: DictConfig, name: str) -> Any:
-    """Its value; where that refers to what only Hydra's job knows, without what it refers to."""
+    """Return the value of a key with its interpolations resolved.
+
+    If an interpolation needs Hydra's job, which has not begun yet, the text of it is kept.
+    """
     value = cfg[name]
     if not OmegaConf.is_config(value):
         return value
@@ -224,10 +233,10 @@ def _resolved(cfg: DictConfig, name: str) -> Any:
 
 
 class Check(Callback):
-    """Ends a run whose keys are wrong with one sentence, before Hydra makes its folder.
+    """Ends a run whose keys are wrong with one message, before Hydra creates the job's folder.
 
     Args:
-        program: As it is typed.
+        program: Name of the program as the user types it.
     """
 
     def __init__(self, program: str) -> None:

@@ -1,6 +1,6 @@
-"""A program: what it says of itself, how it begins, and its end at a signal.
+"""A console program: its help, the start of its job, and its end at a signal.
 
-Imports nothing that takes long: its help and a misspelt option are answered without torch.
+Imports nothing that takes long, so that help and a misspelt option are answered without torch.
 """
 
 import os
@@ -25,12 +25,12 @@ from lightning_dear.paths import conf_dir
 from lightning_dear.studies.interrupts import INTERRUPTS, SIGNALS
 
 _STARTED_VARIABLE = "LIGHTNING_DEAR_PROGRAM"
-"""Set in whatever a program starts: only the first of its processes speaks of itself."""
+"""Variable that a program sets for the processes it starts: only the first process prints notes."""
 
 _ENDED = frozenset(128 + number for number in SIGNALS)
 
 _OTHER_RANKS_S = 2.0
-"""Seconds after a signal in which ranks other than 0 leave it the floor."""
+"""Seconds for which, after a signal, other ranks wait so that rank 0 prints first."""
 
 
 @dataclass
@@ -38,14 +38,15 @@ class Program:
     """A console script, or `python -m` of its package.
 
     Attributes:
-        name: As it is typed.
-        config: Its config's name in `conf/`.
-        module: Of `lightning_dear.apps`; a job is its `run_job(cfg, program)`.
-        what: Its help, without the groups of its config.
-        shown_by: Of `lightning_dear.studies`, if its `show_again(folder)` makes a report again.
-        trains: Whether Lightning's own training is the job: Lightning ends it at a signal then,
-            and it needs no extra.
-        folder: Where the present job writes; nowhere before it begins.
+        name: Name of the program as the user types it.
+        config: Name of its config in `conf/`.
+        module: Module in `lightning_dear.apps` whose `run_job(cfg, program)` runs a job.
+        what: Help text, without the groups of the config.
+        shown_by: Module in `lightning_dear.studies` whose `show_again(folder)` prints the report of
+            an earlier run. Empty means that the program has no such report.
+        trains: Whether the job is a Lightning training. Then Lightning handles signals, and the
+            extra `apps` is not needed.
+        folder: Folder of the present job; the null device before a job begins.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Program:
     _is_first: bool = field(default_factory=lambda: _STARTED_VARIABLE not in os.environ)
 
     def main(self) -> None:
-        """Do what the command line says."""
+        """Run the program with the arguments in `sys.argv`."""
         words = sys.argv[1:]
         if words[:1] == ["report"] and self.shown_by:
             self._report(words[1:])
@@ -74,13 +75,13 @@ class Program:
                 self._run()
 
     def help(self) -> str:
-        """What it does, and the groups of its config with what there is to choose from."""
+        """Return the help text, and the groups of the config with their choices."""
         from omegaconf import OmegaConf
 
         config = OmegaConf.load(conf_dir() / f"{self.config}.yaml")
         defaults = OmegaConf.select(config, "defaults", default=[])
         lines = [f"{self.name}: {cleandoc(self.what or '')}", ""]
-        # Strings are this file itself, or one that it is based on.
+        # A string in the defaults is the file itself ("_self_") or its base config, not a group.
         for one in (one for one in defaults if not isinstance(one, str)):
             ((group, name),) = one.items()
             group = group.removeprefix("override ")
@@ -90,7 +91,7 @@ class Program:
         return "\n".join([*lines, "GROUP=NAME chooses. All options with their values: --cfg job."])
 
     def _run(self) -> None:
-        """Have Hydra compose what the command line says, and run jobs of it."""
+        """Let Hydra compose the config from the command line, and run its job or jobs."""
         import hydra
         from hydra.core.hydra_config import HydraConfig
 
@@ -113,12 +114,12 @@ class Program:
                     return module.run_job(cfg, self)
 
         try:
-            # What Hydra says of a config before a job begins may be said better.
+            # Hydra's own message about a wrong config may be replaced by a shorter one.
             with redirect_stderr(held):
                 hydra.main(str(conf_dir()), self.config, version_base="1.3")(run)()
         finally:
             held.pass_on(_meant(getattr(sys.exc_info()[1], "__context__", None), self))
-        # Nothing was imported for what needs no job, as --cfg.
+        # The module is not imported if there was no job, for example with --cfg.
         getattr(sys.modules.get(f"{__package__}.{self.module}"), "jobs_end", lambda: None)()
 
     def _report(self, arguments: list[str]) -> None:
@@ -130,14 +131,14 @@ class Program:
             raise SystemExit(f"{self.name}: {error}") from None
 
     def _end(self, number: int) -> None:
-        """What a signal does while nothing has been measured yet."""
+        """Act on a signal before anything has been measured."""
         if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0":
             time.sleep(_OTHER_RANKS_S)
         self.say_how_to_go_on()
 
     @contextmanager
     def _said_when_interrupted(self) -> Iterator[None]:
-        """Where other processes of the job have measured, and a signal has ended them."""
+        """Print how to go on if a signal has ended the child processes that measure."""
         try:
             yield
         except SystemExit as end:
@@ -146,7 +147,7 @@ class Program:
             raise
 
     def say_how_to_go_on(self) -> None:
-        """Print it on stderr, in the first process of the job."""
+        """Print on stderr, in the first process of the job, how to continue an interrupted job."""
         if self._is_first:
             again = "Interrupted before anything was written: start it again."
             if (self.folder / "summary.csv").exists():
@@ -157,10 +158,10 @@ class Program:
 
 
 class _Held(TextIOBase):
-    """Stands for stderr, and keeps what is written until it is passed on, and nothing from then on.
+    """Replaces stderr: keeps written text until `pass_on`, and writes directly after it.
 
     Attributes:
-        stream: Stderr as it was.
+        stream: The original stderr.
     """
 
     def __init__(self) -> None:
@@ -168,7 +169,7 @@ class _Held(TextIOBase):
         self._kept: list[str] | None = []
 
     def __reduce__(self) -> Any:
-        # Some launchers of Hydra's send the job to another process.
+        # Some Hydra launchers pickle the job to send it to another process; kept text stays here.
         return _Held, ()
 
     @override
@@ -187,7 +188,7 @@ class _Held(TextIOBase):
         return self.stream.fileno()
 
     def pass_on(self, instead: str = "") -> None:
-        """Writes what was kept, if anything was; or something else in its place."""
+        """Write the kept text, if any, to stderr; or `instead` for it, if that is not empty."""
         if self._kept:
             self.stream.write(instead or "".join(self._kept))
         self._kept = None
@@ -195,10 +196,10 @@ class _Held(TextIOBase):
 
 
 def _meant(error: BaseException | None, program: Program) -> str:
-    """A sentence instead of Hydra's on what it could not compose; empty if nothing comes close."""
+    """Return a short message on a misspelt name in Hydra's error; empty if no name is similar."""
     cause, wrong, known = getattr(error, "__cause__", None), "", list[str]()
     if isinstance(cause, (AttributeError, KeyError)) and hasattr(cause, "parent_node"):
-        # What OmegaConf raises for names that it does not have.
+        # OmegaConf raises these for unknown keys, with the node that lacks the key.
         wrong, known = str(getattr(cause, "key", "")), list(map(str, cause.parent_node or ()))
     elif options := getattr(error, "options", None):
         wrong, known = Path(str(getattr(error, "missing_cfg_file", ""))).name, options

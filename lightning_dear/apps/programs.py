@@ -1,4 +1,4 @@
-"""The programs, by what they are called with; their docstrings are what `--help` prints."""
+"""Entry points of the programs; `--help` prints their docstrings."""
 
 import runpy
 import sys
@@ -21,7 +21,7 @@ def train() -> None:
 
     Options are those of the config: GROUP=NAME chooses a file, GROUP.OPTION=VALUE changes it.
     """
-    # Lightning itself ends a training at a signal.
+    # `trains`: Lightning itself ends a training at a signal.
     Program("dear-train", "train", "train.train", train.__doc__, trains=True).main()
 
 
@@ -63,7 +63,7 @@ def plan() -> None:
     `dear-plan calibrate --help` says more of the last one, which prints the command to go on with.
     """
     if sys.argv[1:2] == ["calibrate"]:
-        # As a program of its own, which its ranks can be started as.
+        # Run as `python -m`, so that its ranks can be started with the same command.
         sys.argv.pop(1)
         runpy.run_module("lightning_dear.apps.calibrate", run_name="__main__", alter_sys=True)
     else:

@@ -1,4 +1,4 @@
-"""Holds callbacks: some that the strategy adds itself, and two for the user to add."""
+"""Holds callbacks: `DearMonitor` and `TimelineCallback` for users, the others for the strategy."""
 
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule
 from lightning_dear.callbacks.fusion_tuner import FusionTuner

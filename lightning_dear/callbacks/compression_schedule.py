@@ -1,4 +1,4 @@
-"""Changes what encodes gradients as training goes on."""
+"""Changes the compressor of gradients as training goes on."""
 
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -18,25 +18,30 @@ from lightning_dear.planning import BayesianFusion, FusionPlanner
 class CompressionSchedule(Callback):
     """Schedules dense steps first, densities by step, and other compressors by parameter.
 
-    `DearStrategy(compressor=..., compression_schedule=...)` puts it among the trainer's callbacks.
-    Steps are the trainer's `global_step`, which counts those of all optimizers, so that a resumed
-    fit goes on where it was. In a dense step gradients travel as they are, with what was still to
-    be sent; `gather="parameters"` sends whole parameters then.
+    Pass it as `DearStrategy(compressor=..., compression_schedule=...)`, which adds it to the
+    trainer's callbacks. Steps are counted by the trainer's `global_step`, which is saved in
+    checkpoints and counts the steps of all optimizers. In a dense step nothing is encoded: the
+    gradients are sent together with the residuals of earlier steps. With `gather="parameters"` a
+    dense step gathers parameters, and not encoded differences.
 
     Args:
-        dense_steps: How many optimizer steps nothing is encoded.
-        densities: Step -> density from that step on, for sparse codecs, instead of the codec's own;
-            before the first of them the codec's own counts.
-        compressors: Pattern of parameter names, such as "*.bias" or "*norm*", or "vectors" for all
-            parameters of fewer than two dimensions -> what encodes them instead ("none": nothing).
-            The first match counts. They are put into buckets of their own.
+        dense_steps: Number of optimizer steps at the beginning that are dense. 0 means none.
+        densities: Step number -> density of a sparse compressor from that step on. Before the first
+            of these steps the compressor's own density is used. None means that it is always used.
+        compressors: Pattern -> compressor of the parameters whose names match it, instead of the
+            strategy's. The first pattern that matches is used. A pattern is "*.bias" or "*norm*",
+            for example, and "vectors" matches all parameters of fewer than two dimensions. The
+            compressor "none" means no compression. These parameters get buckets of their own. None
+            means that all parameters have the strategy's compressor.
 
     Attributes:
-        groups: What `compressors` means, for `ExchangeOptions`.
+        groups: (pattern, compressor) for each entry of `compressors`, for `ExchangeOptions`.
 
     Raises:
-        ValueError: For steps that are no integers or negative, densities outside (0, 1] or for none
-            but dense steps, and unknown compressors.
+        ValueError: If a step is negative or no integer. If a density is not in (0, 1], or would
+            never be used because another one replaces it before the dense steps end. If a
+            compressor is unknown, or one of `compressors` does not encode row by row.
+        TypeError: If `densities` or `compressors` is no mapping.
     """
 
     def __init__(
@@ -67,17 +72,20 @@ class CompressionSchedule(Callback):
         for step, later in pairwise(self._densities):
             if later <= dense_steps:
                 raise ValueError(
-                    f"The density from step {step} on would never be used: dense_steps="
-                    f"{dense_steps} come first, and that from step {later} on replaces it. Leave it"
-                    " out."
+                    f"The density from step {step} on would never be used. Leave it out: the first"
+                    f" dense_steps={dense_steps} steps are dense, and the density from step {later}"
+                    " on replaces it."
                 )
 
     def check(self, codec: Compressor | None) -> None:
-        """Refuses a codec that the schedule cannot change.
+        """Refuses a compressor that the schedule cannot change.
+
+        Args:
+            codec: The strategy's compressor. None means no compressor.
 
         Raises:
-            ValueError: Without one, for dense steps before votes, and for densities of a codec that
-                has none.
+            ValueError: If there is no compressor, if densities are given and it has none, or if
+                dense steps come before a compressor that sends votes.
         """
         if codec is None:
             raise ValueError(
@@ -85,20 +93,21 @@ class CompressionSchedule(Callback):
             )
         if self._densities and not codec.has_density:
             raise ValueError(
-                "densities belong to compressors that have one (topk, randomk, dgc, oktopk, topka,"
-                f" topkdsa, gtopk, gaussiank), and {codec.name} is none."
+                f"{codec.name} has no density that densities could change. Leave densities out, or"
+                " use topk, randomk, dgc, oktopk, topka, topkdsa, gtopk or gaussiank."
             )
         if self._dense_steps and codec.votes:
             raise ValueError(
-                f"dense_steps={self._dense_steps} cannot come before {codec.name}: signs would be"
-                " stepped with the same learning rate as gradients. Leave dense_steps out."
+                f"dense_steps={self._dense_steps} cannot come before {codec.name}. Leave"
+                " dense_steps out: signs would be stepped with the same learning rate as gradients."
             )
 
     def check_use(self, planner: FusionPlanner) -> None:
-        """Refuses what would not go with all codecs that the configured one becomes.
+        """Refuses a planner that measures the first steps, if the schedule makes them different.
 
         Raises:
-            ValueError: For a planner that would measure steps of another codec than most will have.
+            ValueError: If `planner` is `BayesianFusion`, and dense steps or densities are given:
+                the steps that it measures would send other bytes than later steps.
         """
         if isinstance(planner, BayesianFusion) and (self._dense_steps or self._densities):
             raise ValueError(
@@ -108,7 +117,11 @@ class CompressionSchedule(Callback):
             )
 
     def codec_at(self, codec: Compressor, step: int) -> Compressor:
-        """Returns what encodes optimizer step `step`, counted from 0."""
+        """Returns the compressor of optimizer step `step`, counted from 0.
+
+        That is `Fp32` in a dense step. Otherwise it is `codec`, with the density of that step if
+        one is given.
+        """
         if step < self._dense_steps:
             return Fp32()
         place = bisect_right(list(self._densities), step)
@@ -116,10 +129,12 @@ class CompressionSchedule(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuses a fit whose strategy does not know the schedule.
+        """Refuses a fit whose strategy was made without this schedule.
+
+        Does nothing in other stages, such as validation.
 
         Raises:
-            ValueError: Saying where to pass it.
+            ValueError: If the strategy has another schedule or none.
         """
         if stage == "fit" and getattr(trainer.strategy, "compression_schedule", None) is not self:
             raise ValueError(

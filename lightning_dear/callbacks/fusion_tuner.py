@@ -1,4 +1,4 @@
-"""Finds the plan of `fusion="auto"` and its like while training goes on."""
+"""Finds a plan during training, for planners that measure, such as `fusion="auto"`."""
 
 from typing import Any
 
@@ -14,17 +14,22 @@ from lightning_dear.tuning.tuner import Tuning
 
 
 class FusionTuner(Callback):
-    """Drives a planner that wants measurements, between the first optimizer steps of a fit.
+    """Lets a planner try plans on the first optimizer steps of a fit, and keeps the best plan.
 
-    Training goes on meanwhile: candidates are measured on its own steps, and weights do not depend
-    on the plan (but from three ranks on all-reduced buckets are rounded in another order, and so is
-    the norm by which gradients are clipped; and what a compressor loses depends on the bucket).
-    When it is done it says in one line what was chosen and why. The plan goes into checkpoints, and
-    is used at once by a fit that resumes with as many ranks, the same planner with the same options
-    and the same compressor.
+    Training goes on meanwhile, since the weights do not depend on the plan, with three exceptions.
+    With three or more ranks the plan changes the order in which all-reduced buckets are summed. It
+    changes the order of summation in the norm for clipping. And the error of a compressor depends
+    on which elements share a bucket.
+
+    At the end of the search rank 0 prints in one line which plan was chosen and why. The plan is
+    saved in checkpoints. A resumed fit uses it at once if it has the same parameters, the same
+    number of ranks, the same planner with the same options and the same compressor.
+
+    With one rank nothing is tried. Under manual optimisation rank 0 warns, and nothing is tried.
+    With several optimizers the start of the fit raises ValueError.
 
     Args:
-        planner: Whose search it is.
+        planner: Planner that searches.
     """
 
     def __init__(self, planner: SearchingPlanner) -> None:
@@ -37,17 +42,17 @@ class FusionTuner(Callback):
 
     @property
     def plan(self) -> BucketPlan | None:
-        """Returns the plan that was found in this fit; None until then."""
+        """The plan that this fit has found or taken from a checkpoint. None means none yet."""
         return None if self._tuning is None else self._tuning.plan
 
     @property
     def reason(self) -> str:
-        """Returns what the search said of that plan; empty until then."""
+        """The planner's reason for `plan`. Empty unless a search of this fit has ended."""
         return "" if self._tuning is None else self._tuning.reason
 
     @property
     def is_searching(self) -> bool:
-        """Tells whether the search has begun and not ended."""
+        """Whether the search has begun and not ended. It begins after the first step."""
         return self._tuning is not None and self._tuning.is_searching
 
     @override
@@ -58,14 +63,14 @@ class FusionTuner(Callback):
         pipeline: Pipeline = strategy.pipeline_of()
         if len(pipeline.parts) > 1:
             raise ValueError(
-                f"{self._option} plans for one optimizer, and there are {len(pipeline.parts)};"
-                " give fusion='threshold'."
+                f"{self._option} plans for one optimizer, and there are {len(pipeline.parts)}."
+                " Use fusion='threshold'."
             )
         if not pl_module.automatic_optimization:
             rank_zero_warn(
-                f"{self._option} finds no plan under manual optimisation, where it cannot tell"
-                " which gradients are still to be used: the buckets it starts with stay. Give"
-                " fusion='threshold', with a bucket_cap_mb of your own."
+                f"{self._option} finds no plan under manual optimisation, and keeps the buckets it"
+                " starts with. Use fusion='threshold', with a bucket_cap_mb of your own. In manual"
+                " optimisation it cannot tell which gradients are still to be used."
             )
             return
         finder = description_of(self._planner, pipeline.options.compressor)
@@ -91,7 +96,7 @@ class FusionTuner(Callback):
         if self.is_searching:
             rank_zero_warn(
                 f"{self._option} was still measuring plans when training ended after"
-                f" {self._num_steps} steps; give fusion='threshold' to trainings as short as this."
+                f" {self._num_steps} steps. Use fusion='threshold' for trainings as short as this."
             )
 
     @override
@@ -101,17 +106,22 @@ class FusionTuner(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._found = state_dict["plan"]
-        # Of before it was noted.
+        # Earlier versions have saved no planner.
         self._found_by = state_dict.get("planner", description_of(self._planner))
 
 
 def option_of(planner: FusionPlanner) -> str:
-    """Returns what a user has written to get `planner`, for messages."""
+    """Returns the option by which a user asks for `planner`, such as "fusion='auto'"."""
     return f"fusion={getattr(planner, 'name', type(planner).__name__)!r}"
 
 
 def description_of(planner: SearchingPlanner, codec: Compressor | None = None) -> str:
-    """Return classes and options, such as `AutoFusion(num_steps=60)`, or `... for Int8(...)`."""
+    """Returns the planner with its options, such as "AutoFusion(num_steps=60) for Int8()".
+
+    Args:
+        planner: The planner. Its attributes that are numbers, strings or None are named.
+        codec: Compressor that it plans for. None means that none is named.
+    """
     kinds = (bool, int, float, str, type(None))
     options = {name: value for name, value in vars(planner).items() if isinstance(value, kinds)}
     planned = f"{type(planner).__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())})"

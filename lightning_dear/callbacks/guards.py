@@ -1,4 +1,4 @@
-"""What hooks of the user's read: parameters are completed, and gradients gathered, in front."""
+"""Waits for parameters, and gathers gradients, before hooks of the user that may read them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,19 @@ _NON_READERS: set[type[Callback]] = {
     lightning_callbacks.ThroughputMonitor,
     lightning_callbacks.Timer,
 }
-"""Callbacks with batch hooks of which we know that these read weights through `state_dict()` or
-not at all. Waiting before every callback would undo the overlap: progress bars have such hooks."""
+"""Callbacks before whose batch hooks `CompletionGuard` does not wait. The hooks read no weights, or
+read them only through `state_dict()`, which waits by itself. Most trainers have such a callback,
+for instance a progress bar, so that waiting would undo the overlap. Subclasses do not count."""
 
 
 def _completing(hook: str, *, for_readers: bool = False) -> Callable[..., None]:
-    """That hook of a `CompletionGuard`: waits always, or if a hook behind it may read weights."""
+    """Returns a hook of `CompletionGuard` that blocks until all parameters have their new values.
+
+    Args:
+        hook: Name of the hook.
+        for_readers: Whether to wait only if the module, or a callback that is not in
+            `_NON_READERS`, has overridden this hook. If False, the hook always waits.
+    """
 
     def complete(guard: CompletionGuard, trainer: Any, module: LightningModule, *_: Any) -> None:
         if not for_readers:
@@ -47,21 +54,29 @@ def _completing(hook: str, *, for_readers: bool = False) -> Callable[..., None]:
 
 
 class CompletionGuard(Callback):
-    """Stands first among the trainer's callbacks, so that it runs before all others.
+    """Completes parameters and gradients before hooks that may read them, and reports failures.
 
-    Before batch hooks it waits only if a callback outside the known ones, or the module itself,
-    overrides them; before everything that happens outside the training loop it always waits.
+    It must be the first of the trainer's callbacks, so that its hooks run before all others.
 
-    Between backward and step each rank has only its shard of the mean gradient, where
-    DistributedDataParallel leaves all of it in `.grad`. Where a hook is overridden there, it is
-    gathered in front, and taken back later, with what the hook did to it.
+    Its hooks block until all parameters have the values of the last step. Hooks of epochs, of the
+    start of validation, of the end of training and of checkpoints always do. The hooks of batches
+    do only if the module, or a callback that is not in `_NON_READERS`, has overridden the same
+    hook.
+
+    Between backward and step a rank has only its shard of the mean gradient, whereas under DDP
+    `.grad` holds all of it. If `gradient_hooks` names a hook that runs there, the mean gradient is
+    gathered into `.grad` before that hook runs. The step uses `.grad` as the hook leaves it.
 
     Args:
-        complete: Completes the parameters; takes the reason, for the timeline.
-        on_failure: Told of an exception before other callbacks are, some of which save and so wait
-            for other ranks.
-        gradient_hooks: Overridden hooks that may look at `.grad`; see `gradient_readers`.
-        expose: Fills `.grad` of an optimizer's parameters; None: of all. Collective, blocks.
+        complete: Function that blocks until parameters are complete. Its argument is the name of
+            the wait in timelines.
+        on_failure: Function that reports an exception to the other ranks. It is called before other
+            callbacks see the exception, because some of them write checkpoints and so wait for the
+            other ranks. None means that nothing is reported.
+        gradient_hooks: Names of overridden hooks that may read `.grad`, see `gradient_readers`.
+            Empty means that no gradient is gathered into `.grad`.
+        expose: Function that gathers the mean gradient into `.grad` of an optimizer's parameters.
+            None as its argument means all optimizers. Collective. Blocks.
     """
 
     def __init__(
@@ -78,11 +93,15 @@ class CompletionGuard(Callback):
     def reader_of(
         self, hook: str, callbacks: list[Callback], module: LightningModule
     ) -> str | None:
-        """Returns the class of the first of `callbacks` and `module` that may read weights."""
-        # Looked for once only, but anew where a callback has been added in the midst of a fit.
+        """Returns the class name of the first callback or module that may read weights in `hook`.
+
+        That is the first that has overridden `hook` and whose class is not in `_NON_READERS`. None
+        means that there is none.
+        """
+        # Cached by the list of callbacks, because callbacks may be added during a fit.
         key = hook, tuple(id(callback) for callback in callbacks)
         if key not in self._readers:
-            # By exact class: what a subclass of a known one reads is not known.
+            # Compared by exact class, because a subclass of a known callback may read weights.
             known = {CompletionGuard, *_NON_READERS}
             unknown = (one for one in (*callbacks, module) if type(one) not in known)
             readers = (type(one).__name__ for one in unknown if is_overridden(hook, one))
@@ -114,10 +133,16 @@ class CompletionGuard(Callback):
 
 
 def gradient_readers(owners: Iterable[Callback | LightningModule]) -> dict[str, list[str]]:
-    """Returns hook -> names of the classes that override it, for hooks that may see `.grad`."""
+    """Returns hook -> names of classes that override it, for hooks between backward and step.
+
+    Hooks that no class overrides have no entry.
+
+    Args:
+        owners: The trainer's callbacks and the module.
+    """
     readers: dict[str, list[str]] = {}
     for owner in owners:
-        # Ours stands in front of those that read.
+        # `CompletionGuard` has these hooks itself, and reads no gradient.
         for hook in () if isinstance(owner, CompletionGuard) else (*_AFTER_BACKWARD, *_BEFORE_STEP):
             if hasattr(owner, hook) and is_overridden(hook, owner):
                 readers.setdefault(hook, []).append(type(owner).__name__)

@@ -1,4 +1,4 @@
-"""Records two real steps and draws what overlapped with what."""
+"""Records two batches of a fit, and draws when compute and communication ran."""
 
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,20 @@ _NUM_STEPS = 2
 class TimelineCallback(Callback):
     """Writes `timeline.json` (Chrome trace, opens in Perfetto) and `timeline.png` on rank 0.
 
-    The picture needs matplotlib, which the extra `apps` brings; without it a warning says so.
+    The picture needs matplotlib, which the extra `apps` installs. Without it only the JSON file is
+    written, with a warning.
 
-    Two steps in a row are recorded, so that the first one's all-gathers are seen beside the second
-    one's forward. Recording costs some time, in those two steps alone. With the environment
-    variable LIGHTNING_DEAR_TIMELINE=FOLDER each training under `strategy="dear"` has one, which
-    writes there.
+    Two batches in a row are recorded, since the all-gathers of the first step overlap with the
+    forward of the second one. Recording makes these two steps slower. The files are written before
+    the batch after them, or at the end of training. Under other strategies nothing is recorded, and
+    rank 0 warns. The environment variable LIGHTNING_DEAR_TIMELINE=FOLDER adds this callback, with
+    FOLDER as `dirpath`, to each fit under `strategy="dear"` whose trainer has no such callback.
 
     Args:
-        step: Number of the first recorded batch. Batch 0 records the execution order and does not
-            overlap yet; with accumulation, choose one that ends in an optimizer step.
-        dirpath: Where the files go; None: the trainer's `default_root_dir`.
+        step: Index of the first recorded batch, counted from 0 through all epochs of the fit. Batch
+            0 overlaps nothing, since the plan does not exist yet. If gradients accumulate, name a
+            batch that ends in an optimizer step.
+        dirpath: Folder of the files. None means the trainer's `default_root_dir`.
 
     Raises:
         ValueError: If `step` is negative.
@@ -62,8 +65,8 @@ class TimelineCallback(Callback):
             self._write(trainer)
         elif hasattr(trainer.strategy, "timeline") and self._num_seen <= self.step:
             rank_zero_warn(
-                f"No timeline was written: training ended after {self._num_seen} steps, before"
-                f" TimelineCallback(step={self.step})."
+                f"No timeline was written: training ended after {self._num_seen} batches. Use a"
+                f" smaller step than in TimelineCallback(step={self.step}), or train longer."
             )
 
     def _write(self, trainer: Trainer) -> None:

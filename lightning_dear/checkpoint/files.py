@@ -1,9 +1,10 @@
-"""Files of checkpoints: written whole or not at all, and read only as they were written.
+"""Writes checkpoint files atomically, and checks that a file holds the bytes that were written.
 
-A format number marks a checkpoint as ours, so that a later one can be refused.
+The strategies write a format number into their checkpoints (`stamp`), so that an older version of
+the package can refuse a checkpoint that it would read wrongly.
 
-torch.save writes a zip archive, which states the CRC-32 of each of its records: those are the
-digests. torch.load does not compare them.
+torch.save writes a zip archive that states the CRC-32 of each of its records. torch.load does not
+compare these digests with the data, so `check_records` does.
 """
 
 from __future__ import annotations
@@ -23,37 +24,49 @@ import torch
 from lightning_dear.optimizers.masters import MASTER_KEY
 
 CHECKPOINT_KEY = "lightning_dear"
-"""Under which a checkpoint holds what only this package reads."""
+"""Key of a checkpoint dict. Its value is a dict that only this package reads, with the format
+number under "format"."""
 
 FORMAT = 1
-"""Of what is written now. Grows when what older versions would read wrongly is written."""
+"""Format number of the checkpoints that this version writes. It is raised whenever older versions
+would read a new checkpoint wrongly."""
 
 METADATA_FILE = ".metadata"
-"""torch.distributed.checkpoint's own; a folder without it is not a complete checkpoint."""
+"""Name of the file that torch.distributed.checkpoint writes after all tensors. `folder.load`
+refuses a folder without it as incomplete."""
 
 
 class CheckpointError(ValueError):
-    """Says what is wrong with a checkpoint, in words for people, on one line."""
+    """Raised for a checkpoint that cannot be loaded. Its message is one line for the user.
 
-    def __init__(self, said: str) -> None:
-        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in said))
+    Args:
+        message: What is wrong. Characters that cannot be printed, such as line breaks, are escaped,
+            since parts of the message may come from a damaged file.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in message))
 
 
-# --- what marks a checkpoint ----------------------------------------------------------------------
+# --- the format number, and state that only this package can read ---------------------------------
 
 
 def stamp(checkpoint: dict[str, Any]) -> None:
-    """Writes the format number into `checkpoint`, under `CHECKPOINT_KEY`."""
+    """Writes the format number into `checkpoint`, under `CHECKPOINT_KEY`. Mutates `checkpoint`.
+
+    Other entries of the dict under that key are kept.
+    """
     checkpoint[CHECKPOINT_KEY] = {**checkpoint.get(CHECKPOINT_KEY, {}), "format": FORMAT}
 
 
 def check_format(checkpoint: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint that this version cannot read.
+    """Raises if `checkpoint` has another format number than `FORMAT`.
 
-    A checkpoint without `CHECKPOINT_KEY` is DDP's and can be read.
+    A checkpoint without `CHECKPOINT_KEY` passes: another strategy, such as DDP, wrote it.
 
     Raises:
-        ValueError: Naming the format number and what to do.
+        ValueError: If the format number is another one, or is missing under `CHECKPOINT_KEY`. The
+            message names it and says what to do.
     """
     own = checkpoint.get(CHECKPOINT_KEY, {"format": FORMAT})
     number = own.get("format") if isinstance(own, Mapping) else None
@@ -61,17 +74,23 @@ def check_format(checkpoint: Mapping[str, Any]) -> None:
         return
     advice = "Load it with the version of lightning-dear that wrote it"
     if isinstance(number, int) and number > FORMAT:
-        advice = "A newer lightning-dear wrote it: upgrade this one (pip install -U lightning-dear)"
+        advice = "A newer version wrote it: upgrade with `pip install -U lightning-dear`"
     raise ValueError(
-        f"The checkpoint has lightning_dear format {number!r}; this version reads {FORMAT}."
-        f" {advice}, or drop checkpoint['{CHECKPOINT_KEY}'] to load it as DDP's own."
+        f"The checkpoint has lightning_dear format {number!r}, and this version reads {FORMAT}."
+        f" {advice}, or delete checkpoint['{CHECKPOINT_KEY}'] to load it as a checkpoint of DDP."
     )
 
 
 def forget_masters(checkpoint: Mapping[str, Any]) -> None:
-    """Drops masters from the optimizers' states in `checkpoint`, which another strategy wrote.
+    """Deletes the fp32 masters from the optimizer states in `checkpoint`. Mutates those states.
 
-    It has stepped the weights, and kept the masters as it keeps all state that it does not know.
+    For a checkpoint that another strategy wrote after it had loaded one of this package. That
+    strategy stepped the weights. It saved the masters unchanged, as it saves all optimizer state
+    that it does not know, so that the masters are older than the weights.
+
+    Args:
+        checkpoint: Checkpoint dict. Every value, and every item of a value that is a list, is taken
+            for an optimizer state if it has the keys "state" and "param_groups".
     """
     for value in checkpoint.values():
         for state in value if isinstance(value, list) else [value]:
@@ -85,13 +104,16 @@ def forget_masters(checkpoint: Mapping[str, Any]) -> None:
 
 
 def write(value: object, target: Path) -> None:
-    """Writes `value` with torch.save; `target` appears when all is on the disk. Blocks.
+    """Writes `value` with torch.save, to a temporary file that is then renamed. Local. Blocks.
 
-    What a killed call for the same path has left behind goes with it.
+    The file gets the name `target` only when all data is on the disk. Until then a file that had
+    this name before is still there. A temporary file that a killed call for the same path has left
+    behind is overwritten and removed. Missing parent folders are made.
 
     Raises:
-        OSError: With its number and `target`, for instance since the disk is full. What was there
-            before is still there, and nothing else.
+        OSError: If writing fails, for instance since the disk is full. The error has the system's
+            error number and names `target`. A file that `target` named before is still there, and
+            the temporary file is removed.
     """
     unfinished = beside(target, "writing")
     with naming(target):
@@ -100,7 +122,8 @@ def write(value: object, target: Path) -> None:
             with unfinished.open("wb") as file:
                 torch.save(value, file)
                 file.flush()
-                # Before it gets its name, or a crash could leave a name without data.
+                # Synced before the rename: otherwise a crash of the machine could leave a file
+                # that has its final name and lacks its data.
                 os.fsync(file.fileno())
             unfinished.replace(target)
         finally:
@@ -109,33 +132,46 @@ def write(value: object, target: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Generator[None, None, None]:
-    """Lets a failed write in the block tell the system's reason and `path`; torch tells neither.
+    """A context in which a failed write raises an OSError with the system's reason and `path`.
+
+    torch's own error has neither.
 
     Raises:
-        OSError: In the place of the one that was raised, or that led to what was raised.
+        OSError: Instead of an OSError that the block raised, or of torch's RuntimeError "enforce
+            fail" that followed an OSError. Other exceptions pass unchanged.
     """
     try:
         yield
     except Exception as error:
-        # What else has failed before this save is none of its causes.
-        causes = (error, error.__context__ if "enforce fail" in str(error) else None)
-        cause = next((one for one in causes if isinstance(one, OSError)), None)
+        # `__context__` is read only of torch's "enforce fail" error: in any other exception it may
+        # be an earlier failure, unrelated to this write.
+        errors = (error, error.__context__ if "enforce fail" in str(error) else None)
+        cause = next((one for one in errors if isinstance(one, OSError)), None)
         if cause is None:
             raise
         raise OSError(cause.errno, cause.strerror or str(cause), str(path)) from error
 
 
 def beside(path: str | Path, what: str) -> Path:
-    """Returns a name in the same folder that depends on `path` and has none of its letters.
+    """Returns the path of a hidden temporary file or folder in the folder of `path`.
 
-    Lightning takes whatever has "last" in its name for a last checkpoint.
+    Creates nothing. The result depends only on the arguments, so that a later save to `path` finds
+    what a killed one has left. The name holds a hash of the file name instead of the file name:
+    Lightning takes every file with "last" in its name for a last checkpoint.
+
+    Args:
+        path: The checkpoint that the temporary file or folder belongs to.
+        what: First word of the name, such as "writing".
     """
     path = Path(path)
     return path.with_name(f".{what}-{hashlib.sha256(path.name.encode()).hexdigest()[:12]}")
 
 
 def delete(path: Path) -> None:
-    """Removes a file, a folder with all that is in it, or a link; nothing need be there."""
+    """Removes a file, a folder with its content, or a link. Does nothing if `path` is not there.
+
+    What a link points to is kept.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -146,17 +182,22 @@ def delete(path: Path) -> None:
 
 
 def read(path: str | Path, load: Callable[[], Any], *, check_digests: bool) -> dict[str, Any]:
-    """Returns the dict that `load` makes of the file or folder `path`.
+    """Returns the checkpoint dict that `load` reads from `path`, and checks its format number.
+
+    Local.
 
     Args:
-        path: To be named with whatever `load` raises, in one sentence.
-        load: Reads it, for instance with torch.load.
-        check_digests: See `check_records`, of a file on this machine. Costs one more reading.
+        path: File or folder, for error messages and for `check_digests`.
+        load: Reads the checkpoint, for instance with torch.load.
+        check_digests: Whether to run `check_records` first, if `path` is a file on this machine.
+            That reads the file once more. Without it a changed byte may go unnoticed.
 
     Raises:
-        ValueError: If it is empty, cut off, damaged, no checkpoint, or of a later version of this
-            package.
-        UnpicklingError: If it is whole, but `load` refuses to run what it names.
+        ValueError: If the checkpoint is empty, cut off, damaged, not a checkpoint at all, or of an
+            unknown format. This includes every other exception of `load`.
+        UnpicklingError: If `load` refuses to run code that the file names. The file is a zip
+            archive, as torch.save writes it, so that it is probably not damaged.
+        FileNotFoundError, PermissionError, MemoryError: As `load` has raised them.
     """
     try:
         if check_digests and Path(path).is_file():
@@ -170,39 +211,44 @@ def read(path: str | Path, load: Callable[[], Any], *, check_digests: bool) -> d
     except Exception as error:
         if isinstance(error, UnpicklingError) and zipfile.is_zipfile(path):
             raise UnpicklingError(f"{path}: {error}") from error
-        # Without torch's advice to load with weights_only=False, which is for other cases.
-        said = f"{type(error).__name__}: {error}".splitlines()[0].partition(" In PyTorch ")[0]
+        # Cuts off torch's advice to set weights_only=False, which would not help with a damaged
+        # file.
+        cause = f"{type(error).__name__}: {error}".splitlines()[0].partition(" In PyTorch ")[0]
         raise CheckpointError(
-            f"{path} cannot be loaded ({said}). Unless that says more, it is empty,"
-            " cut off, damaged or no checkpoint: copy it again, or use another."
+            f"{path} cannot be loaded ({cause}). Copy it again, or use another checkpoint: it is"
+            " empty, cut off, damaged or no checkpoint, unless the brackets name another reason."
         ) from error
     check_format(content)
     return content
 
 
 def check_records(file: IO[bytes], path: str | Path, name: str | None = None) -> None:
-    """Compares all bytes that torch.save has written with the digests that it has written.
+    """Compares the bytes of a torch.save archive with the CRC-32 digests in the archive.
 
-    Where there are none (`torch.serialization.set_crc32_options(False)`, or torch before 1.6)
-    nothing is compared.
+    Nothing is checked if `file` is no zip archive, as with torch older than 1.6. If the archive has
+    no digests (`torch.serialization.set_crc32_options(False)` was in effect), its data is not
+    compared. Only a record with the flag of a folder is found then.
 
     Args:
-        file: Or the part of one that torch.save has written; read, and left at its start.
-        path: Of the file, to be named.
-        name: Of the tensor in it; None: the archive's record is named.
+        file: Binary stream of the archive. It is read, and left at its start unless this raises.
+        path: Path of the file, for the error message.
+        name: Name of the tensor in the archive, for the error message. None means that the message
+            names the record of the archive.
 
     Raises:
-        ValueError: Naming the file, and what in it has changed first.
+        ValueError: If a record differs or has the flag of a folder. The message names the file, and
+            `name` or the first such record.
     """
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
-            stated = any(record.CRC for record in archive.infolist())
-            # Of a record with the flag of a folder torch reads nothing, and says nothing.
+            has_digests = any(record.CRC for record in archive.infolist())
+            # 16 is the flag of a folder, which torch.save never sets. For a record whose damaged
+            # flags say folder, torch.load would silently read no data.
             folders = (one.filename for one in archive.infolist() if one.external_attr & 16)
-            changed = next(folders, archive.testzip() if stated else None)
+            changed = next(folders, archive.testzip() if has_digests else None)
         if changed is not None:
             raise CheckpointError(
-                f"{path} is damaged: {name or changed} is not what was written. Copy it again, or"
-                " use an earlier checkpoint; check_digests=False loads it all the same."
+                f"{path} is damaged: {name or changed} is not what was written. Copy it again, use"
+                " an earlier checkpoint, or load it all the same with check_digests=False."
             )
     file.seek(0)

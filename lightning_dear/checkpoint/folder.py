@@ -1,12 +1,15 @@
-"""Checkpoints as folders into which every rank writes its own pieces; nobody gathers the state.
+"""Saves and loads checkpoint folders, into which every rank writes its own part of the state.
+
+No rank gathers the whole optimizer state. The command
 
     python -m lightning_dear.checkpoint.folder FOLDER FILE
 
-makes an ordinary checkpoint file of a folder, for DDP, a single device or `torch.load`.
+converts a folder to an ordinary checkpoint file, for DDP, a single device or `torch.load`.
 
-The folder holds the tensors as torch.distributed.checkpoint writes them, and `checkpoint.pt`:
-everything else, with names in place of tensors, and where these are. torch's own `.metadata` is
-written for others, and not read: it is a pickle that may run code.
+A folder holds the tensors, in the file format of torch.distributed.checkpoint, and
+`checkpoint.pt`. The latter holds the rest of the checkpoint, with a name in place of each tensor,
+and says in which files the tensors are. torch's own `.metadata` is written for other readers. Here
+only its presence is checked. It is never read, since it is a pickle that may run code.
 """
 
 from __future__ import annotations
@@ -25,27 +28,34 @@ import torch
 from lightning_dear.checkpoint import files
 
 SKELETON_FILE = "checkpoint.pt"
-"""What is no large tensor; written by rank 0."""
+"""Name of the file that holds the checkpoint without its large tensors. Rank 0 writes it when all
+ranks have written their tensors."""
 
 
 def save(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
-    """Writes `checkpoint` to the folder `path`, every rank its part. Collective, blocks.
+    """Writes `checkpoint` to the folder `path`, each rank a part of it. Collective. Blocks.
 
-    Rank 0 writes what all ranks have, except that the optimizers' parameters are spread over the
-    ranks, and each rank its chunks of every `ShardedState`. Nobody holds more than its share and
-    one chunk. The folder appears under its name when it is complete; a file or folder of that name
-    is replaced then, not before. Runs on the default process group, with its timeout.
+    Each rank writes its own chunks of every `ShardedState`. All ranks hold the optimizers'
+    parameters, and each rank writes some of them. Rank 0 writes the rest. Beside its own state a
+    rank needs memory for one chunk.
+
+    The folder is written under a temporary name, and rank 0 renames it when it is complete. Only
+    then is a file or folder that had the name `path` replaced. Runs on the default process group
+    with its timeout, or without a group in a training of one rank.
 
     Args:
-        path: Equal on all ranks, on storage that all ranks share.
-        checkpoint: Lightning's ordinary dict; its `optimizer_states` may be `ShardedState`.
+        path: Path of the folder, equal on all ranks, on storage that all ranks share.
+        checkpoint: Lightning's checkpoint dict. The entries of its `optimizer_states` may be
+            `ShardedState`.
 
     Raises:
-        ValueError: If `path` is no local path.
-        CheckpointException: On all ranks, if writing failed on any; it says why, and names `path`.
-            Nothing of it is left then.
+        ValueError: If `path` is a URL, or if a tensor is on the meta device and is not a stand-in
+            of a `ShardedState`.
+        CheckpointException: On all ranks, if writing failed on any rank. It names the cause and
+            `path`. What was written so far has been removed.
     """
-    # Here, because torch.distributed.checkpoint takes long to import and few write folders.
+    # Imported here, because torch.distributed.checkpoint is slow to import and few trainings
+    # write folders.
     from lightning_dear.checkpoint.storage import FilePlace, take_apart, write_tensors
 
     target = _local(path)
@@ -65,20 +75,24 @@ def save(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
 def load(
     path: str | Path, *, weights_only: bool | None = None, check_digests: bool = True
 ) -> dict[str, Any]:
-    """Returns the ordinary checkpoint dict, with whole tensors on the CPU. Local.
+    """Returns the checkpoint dict of a folder, with whole tensors on the CPU. Local.
 
-    Any process may call, in any world or in none. Needs memory for the result and two chunks.
+    Works in any process, with or without a process group. Needs memory for the result and two
+    chunks. If a save was killed while it replaced the folder, this warns and loads the checkpoint
+    that the save was to replace.
 
     Args:
-        path: A folder that `save` has written.
-        weights_only: As in `torch.load`, whose default is None: True unless an environment variable
-            says otherwise. False lets the checkpoint run code of its own.
-        check_digests: Whether all bytes must be those that were written.
+        path: Folder that `save` has written.
+        weights_only: Same as the argument of `torch.load`. None means True, unless an environment
+            variable of torch says otherwise. False lets the checkpoint run code of its own.
+        check_digests: Whether to compare all bytes with the digests that were written. Without it a
+            changed byte may go unnoticed.
 
     Raises:
-        FileNotFoundError: If there is no such folder.
-        ValueError: If it is incomplete, damaged, or of an unknown format; it names the file.
-        UnpicklingError: If `weights_only` refuses what is in it.
+        FileNotFoundError: If the folder does not exist.
+        ValueError: If the folder is incomplete, damaged, or of an unknown format. The message
+            names the file.
+        UnpicklingError: If `weights_only` forbids to load an object in the folder.
     """
     from lightning_dear.checkpoint.storage import put_together, read_tensors
 
@@ -86,8 +100,8 @@ def load(
     for name in (files.METADATA_FILE, SKELETON_FILE):
         if not (folder / name).is_file():
             raise files.CheckpointError(
-                f"{folder} is not a complete checkpoint folder ({name} is missing): saving or"
-                " removing it was interrupted, or something else wrote it. Use an earlier one."
+                f"{folder} is not a complete checkpoint folder ({name} is missing). Use an earlier"
+                " one: saving or removing it was interrupted, or another program wrote it."
             )
     path = folder / SKELETON_FILE
     skeleton = partial(torch.load, path, map_location="cpu", weights_only=weights_only)
@@ -101,15 +115,23 @@ def load(
 
 
 def is_folder(path: str | Path) -> bool:
-    """Tells whether `load` reads `path`: it is a folder, or was just being replaced."""
+    """Tells whether `path` names a checkpoint folder, not a file. Does not look into the folder.
+
+    True if `path` is a folder. Also true if nothing is there, but a save that was replacing a
+    folder `path` was killed: `load` then reads the replaced folder, which has a temporary name.
+    """
     path = Path(path)
     return path.is_dir() or (not path.exists() and files.beside(path, "replaced").is_dir())
 
 
 def remove(path: str | Path) -> None:
-    """Removes a checkpoint folder, so that what a kill leaves of it does not look complete."""
+    """Removes a checkpoint folder, and a replaced one that a killed save has left beside it. Local.
+
+    The metadata file is removed first: if the process is killed meanwhile, `load` refuses what is
+    left of the folder. If `path` is a symbolic link, only the link is removed.
+    """
     folder = Path(path)
-    # Of a link only the link goes: what it points to is another checkpoint.
+    # The folder that a link points to is another checkpoint and must stay complete.
     if not folder.is_symlink():
         (folder / files.METADATA_FILE).unlink(missing_ok=True)
     files.delete(folder)
@@ -117,27 +139,37 @@ def remove(path: str | Path) -> None:
 
 
 def convert(folder: str | Path, file: str | Path, *, weights_only: bool | None = None) -> None:
-    """Writes the ordinary checkpoint file of a folder; needs memory for the whole checkpoint.
+    """Converts a checkpoint folder to an ordinary checkpoint file. Local.
+
+    Needs memory for the whole checkpoint.
 
     Args:
-        folder: That `save` has written.
-        file: Must not exist; appears when it is complete.
-        weights_only: As in `load`.
+        folder: Folder that `save` has written.
+        file: Path of the file to write. It must not exist. The file gets this name only when it is
+            complete.
+        weights_only: Same as the argument of `load`.
 
     Raises:
         FileExistsError: If `file` exists.
+        Exception: All that `load` and `files.write` raise.
     """
     target = _local(file)
     if target.exists():
-        raise FileExistsError(f"{target} exists; remove it or name another file.")
+        raise FileExistsError(f"{target} exists already. Remove it or name another file.")
     files.write(load(folder, weights_only=weights_only), target)
 
 
 def _publish(folder: Path, target: Path) -> None:
+    """Renames the complete `folder` to `target`, and removes the checkpoint that was there.
+
+    Runs on rank 0.
+    """
     replaced = files.beside(target, "replaced")
-    # Moved aside, not removed: a kill at any moment leaves the old one or the new one whole.
+    # The old checkpoint is renamed first and removed last, so that a kill at any moment leaves
+    # either the old or the new checkpoint complete.
     if os.path.lexists(target):
-        # If `target` is not there, a save was killed between the two renames and this is the last.
+        # If `target` is missing, a save was killed between the two renames. Then `replaced` is the
+        # last complete checkpoint, and must stay until the new one has its name.
         files.delete(replaced)
         target.rename(replaced)
     folder.rename(target)
@@ -147,13 +179,13 @@ def _publish(folder: Path, target: Path) -> None:
 def _existing(path: str | Path) -> Path:
     folder = _local(path)
     if not is_folder(folder):
-        raise FileNotFoundError(f"{folder} is not a folder; nothing to load.")
+        raise FileNotFoundError(f"{folder} is not a folder. Name an existing checkpoint folder.")
     if folder.is_dir():
         return folder
     replaced = files.beside(folder, "replaced")
     warnings.warn(
-        f"{folder} was being replaced when its process was killed; loading the one before it, which"
-        f" is still there as {replaced.name}.",
+        f"{folder} was being replaced when its process was killed. The checkpoint before it, which"
+        f" is still there as {replaced.name}, is loaded instead.",
         stacklevel=3,
     )
     return replaced
@@ -162,21 +194,26 @@ def _existing(path: str | Path) -> Path:
 def _local(path: str | Path) -> Path:
     if "://" in str(path):
         raise ValueError(
-            f"Checkpoint folders are written and read through the file system, not at '{path}':"
-            " give a path that all hosts have mounted, or leave out"
-            " save_distributed_checkpoint=True."
+            f"A checkpoint folder must be in the file system, not at '{path}'. Give a path on"
+            " storage that all hosts have mounted, or leave out save_distributed_checkpoint=True."
         )
     return Path(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command: it turns a checkpoint folder into an ordinary checkpoint file."""
+    """Runs the command of this module, which converts a checkpoint folder to a checkpoint file.
+
+    If that fails, the process exits with code 1 and prints the message of the error.
+
+    Args:
+        arguments: Command-line arguments. None means those of this process.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m lightning_dear.checkpoint.folder",
-        description="Make an ordinary checkpoint file of a checkpoint folder.",
+        description="Convert a checkpoint folder to an ordinary checkpoint file.",
     )
-    parser.add_argument("folder", help="written with save_distributed_checkpoint=True")
-    parser.add_argument("file", help="to write; must not exist")
+    parser.add_argument("folder", help="folder written with save_distributed_checkpoint=True")
+    parser.add_argument("file", help="file to write; it must not exist")
     parser.add_argument(
         "--trusted",
         action="store_true",

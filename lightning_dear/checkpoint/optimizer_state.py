@@ -1,4 +1,9 @@
-"""Sharded optimizer state in torch's ordinary format: by parameter number, whole or as it lies."""
+"""Converts sharded optimizer state to and from torch's state dicts, keyed by parameter index.
+
+Tensors of the state are either gathered to whole tensors, or left sharded for a checkpoint folder.
+In the latter case a *stand-in* takes the place of each such tensor: a tensor on the meta device,
+which has the shape, strides and dtype of the whole tensor and no data.
+"""
 
 from __future__ import annotations
 
@@ -18,32 +23,42 @@ from lightning_dear.bucket import Chunk, Piece
 from lightning_dear.checkpoint.moving import Item, Wanted, move
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState
-from lightning_dear.optimizers.sharded import OptimizerShards, SpreadState
+from lightning_dear.optimizers.sharded import SpreadState, SteppedPieces
 
 CLASS = "optimizer_class"
-"""Key in a state dict: the name of the class that has written it."""
+"""Key of an optimizer's state dict: the name of the optimizer class that the state belongs to."""
 
 _WHOLE = -1
-"""In the place of a bucket's number."""
+"""Stands for the parameter index and the bucket number in a `Piece` that is a whole parameter
+outside all buckets."""
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """Holds a tensor that all ranks have alike (`step`), and whether it came from the CPU."""
+    """A state tensor that has no value for each element (`step`), as it is sent to other ranks.
+
+    It is taken to be equal on all ranks that have the parameter's state.
+
+    Attributes:
+        value: The tensor, on the CPU.
+        is_on_cpu: Whether the optimizer keeps it on the CPU, and not on the parameter's device.
+    """
 
     value: Tensor
     is_on_cpu: bool
 
 
 class ShardedState(dict[str, Any]):
-    """Holds `optimizer.state_dict()`, with meta tensors in place of sharded ones.
+    """An optimizer's state dict in which stand-ins take the place of sharded tensors.
 
-    It can be looked at like the ordinary one, but only `folder.save` can write it.
+    `sharded_state` makes it. It can be read like an ordinary state dict, but only `folder.save` can
+    write it. To pickle or copy it, or to pass it to `load_state_dict`, raises TypeError.
 
     Args:
         packed: The state dict.
-        chunks: (stand-in, this rank's chunks of it), for every stand-in in `packed`.
-        parameters: The optimizer's, which all ranks hold alike.
+        chunks: (stand-in, this rank's chunks of the tensor), for every stand-in in `packed`.
+        parameters: The optimizer's parameters. All ranks hold them, so `folder.save` lets each rank
+            write some of them, instead of rank 0 all.
     """
 
     def __init__(
@@ -60,56 +75,63 @@ class ShardedState(dict[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "This optimizer state is sharded, or whole on rank 0 alone, and cannot be pickled,"
-            " copied or loaded: save it with trainer.save_checkpoint on all ranks. Without"
-            " save_distributed_checkpoint=True strategy.optimizer_state(optimizer,"
-            " on_all_ranks=True) is whole on all."
+            " copied or loaded. Save it with trainer.save_checkpoint on all ranks. To get it whole"
+            " on all ranks, leave out save_distributed_checkpoint=True and call"
+            " strategy.optimizer_state(optimizer, on_all_ranks=True)."
         )
 
     @override
     def copy(self) -> NoReturn:
-        # What `load_state_dict` does first.
+        # `Optimizer.load_state_dict` copies its argument first, and so raises this error.
         self.__reduce_ex__(2)
 
 
 def check_class(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Refuses the state of another optimizer; earlier versions and DDP do not say whose it is.
+    """Raises if `state_dict` is the state of another optimizer class.
+
+    State that earlier versions or other strategies have saved does not name its class, and passes.
+    Classes are compared by name.
 
     Raises:
-        ValueError: Naming both classes.
+        ValueError: If the saved class is neither the optimizer's class nor a base of it. The
+            message names both.
     """
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
     saved = state_dict.get(CLASS, kinds[0])
     if saved not in kinds:
         raise ValueError(
-            f"This is the state of {saved}, from which {kinds[0]} cannot go on: train with {saved},"
-            f" or load the weights alone. To load it all the same, drop its key '{CLASS}'."
+            f"This is the state of {saved}, from which {kinds[0]} cannot go on. Train with {saved},"
+            f" or load the weights alone. To load the state all the same, delete its key '{CLASS}'."
         )
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def spread_state(sharded: OptimizerShards, collectives: Collectives) -> SpreadState:
-    """Returns the state as it lies. Collective, blocks; moves descriptions, no state.
+def spread_state(stepper: SteppedPieces, collectives: Collectives) -> SpreadState:
+    """Returns the optimizer state of all ranks, with stand-ins for sharded tensors.
 
-    The chunks are views of the state that the optimizer works on, but for what a plan has left.
+    Collective. Blocks. Ranks send each other dtypes and scalars, but no sharded tensors. This
+    rank's chunks are views of the state that the optimizer steps with, so the next step changes
+    them. Parameters without state have no entry. If an ended plan has left its state in
+    `stepper.left`, that is returned, and nothing is sent.
     """
-    if sharded.left is not None:
-        return sharded.left
+    if stepper.left is not None:
+        return stepper.left
     parts: defaultdict[int, list[tuple[Piece, Mapping[str, Any]]]] = defaultdict(list)
-    for piece in sharded.pieces:
-        if own := sharded.state_of(piece):
+    for piece in stepper.pieces:
+        if own := stepper.state_of(piece):
             parts[piece.tensor_index].append((piece, own))
     described = {
         index: {key: _described(value, piece) for key, value in own.items()}
         for index, pieces in parts.items()
         for piece, own in pieces
     }
-    everyones = collectives.all_gather_object(described)
-    merged = {index: entries for one in everyones for index, entries in one.items()}
+    of_ranks = collectives.all_gather_object(described)
+    merged = {index: entries for of_rank in of_ranks for index, entries in of_rank.items()}
     entries: dict[Parameter, dict[str, Any]] = {}
     chunks: list[tuple[Tensor, list[Chunk]]] = []
     for index, own in sorted(merged.items()):
-        like, layout = sharded.shards.parameters[index], sharded.shards.layouts[index]
+        like, layout = stepper.shards.parameters[index], stepper.shards.layouts[index]
         entries[like] = {key: _restored(value, like, *layout) for key, value in own.items()}
         for key, value in entries[like].items():
             if _is_stand_in(value):
@@ -119,24 +141,31 @@ def spread_state(sharded: OptimizerShards, collectives: Collectives) -> SpreadSt
     return SpreadState(entries, chunks)
 
 
-def sharded_state(sharded: OptimizerShards, collectives: Collectives) -> ShardedState:
-    """Returns `spread_state` by the numbers of parameters: save before the next step."""
-    spread = spread_state(sharded, collectives)
-    parameters = sharded.shards.parameters or list(spread.entries)
-    return ShardedState(packed(sharded.optimizer, spread.entries), spread.chunks, parameters)
+def sharded_state(stepper: SteppedPieces, collectives: Collectives) -> ShardedState:
+    """Returns the state dict of the optimizer, with its tensors left sharded. Collective. Blocks.
+
+    The chunks are views, as in `spread_state`. Write or gather them before the next step, which
+    changes them.
+    """
+    spread = spread_state(stepper, collectives)
+    parameters = stepper.shards.parameters or list(spread.entries)
+    return ShardedState(packed(stepper.optimizer, spread.entries), spread.chunks, parameters)
 
 
 @torch.no_grad()
 def gathered(
     state: ShardedState, collectives: Collectives, device: torch.device, *, on_rank_0: bool
 ) -> dict[str, Any]:
-    """Returns `state` with whole tensors, on the CPU, where sharded. Collective, blocks.
+    """Returns `state` with whole tensors on the CPU in place of stand-ins. Collective. Blocks.
+
+    Elements that no rank has are 0. If `state` has no stand-ins, nothing is sent.
 
     Args:
-        state: What `sharded_state` returns.
-        collectives: Of the pipeline.
-        device: Where ranks meet.
-        on_rank_0: Whether other ranks get a `ShardedState` that nobody can save, instead.
+        state: State dict that `sharded_state` has returned.
+        collectives: Collectives of the pipeline, which send the chunks.
+        device: Device of the messages that are sent.
+        on_rank_0: Whether only rank 0 gets whole tensors. Other ranks then get a `ShardedState`
+            that keeps the stand-ins and has no chunks, so that it cannot be saved.
     """
     if not state.chunks:
         return dict(state)
@@ -148,7 +177,7 @@ def gathered(
         return whole[id(stand_in)]
 
     wanted = [[Wanted(0, one.numel(), partial(made, one))] * holds for one, _ in state.chunks]
-    # Lists of their own: what is had stays where it is.
+    # `move` clears the lists of chunks, so it gets copies: the optimizer still has its state.
     parts = zip(state.chunks, wanted, strict=True)
     items = [Item(like.dtype, list(chunks), want) for (like, chunks), want in parts]
     move(items, collectives, device)
@@ -156,33 +185,42 @@ def gathered(
 
 
 def _filled(value: Any, whole: Mapping[int, Tensor]) -> Any:
-    """`value` with whole tensors in the place of stand-ins, by their `id`."""
+    """Returns the nested dict `value` with each stand-in replaced by `whole[id(stand-in)]`."""
     if type(value) is dict:
-        return {key: _filled(one, whole) for key, one in value.items()}
+        return {key: _filled(item, whole) for key, item in value.items()}
     return whole.get(id(value), value)
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def hand_on(
-    left: SpreadState, sharded: OptimizerShards, known: set[Parameter], collectives: Collectives
+    left: SpreadState, stepper: SteppedPieces, known: set[Parameter], collectives: Collectives
 ) -> AdoptedState:
-    """Moves what an earlier plan has left to whoever steps it now. Collective, blocks.
+    """Moves the optimizer state of an ended plan to the ranks that step it now.
 
-    The state of parameters that are in no plan is whole in `optimizer.state` afterwards, on every
-    rank. What lies there already wins.
+    Collective. Blocks. Parameters that are in no bucket now get their whole state in
+    `optimizer.state`, on every rank. Entries of `optimizer.state` that are there already are kept.
 
     Args:
-        left: What is sent of its chunks is let go of.
-        sharded: Mutated: of the new plan, or of none.
-        known: The module's parameters; what was of others is forgotten.
-        collectives: What moves the bytes.
+        left: State that the ended plan has left. Mutated: its lists of chunks are cleared as they
+            are sent, to free memory.
+        stepper: Has the pieces of the new plan, or none if there is no plan. Mutated: gets the
+            state and the masters.
+        known: The module's parameters. State of other parameters is dropped.
+        collectives: Collectives that send the state.
+
+    Returns:
+        Whether a piece of this rank took over its master, and whether the master of a piece of this
+        rank was dropped, since its bucket has no masters now. Weights are not compared.
+
+    Raises:
+        ValueError: If a parameter has another shape or memory format than its state.
     """
     pieces: defaultdict[Tensor, list[Piece]] = defaultdict(list)
-    for piece in sharded.pieces:
-        pieces[sharded.shards.parameters[piece.tensor_index]].append(piece)
-    for one in known - set(sharded.shards.parameters):
-        pieces[one] = [Piece(_WHOLE, 0, one.numel(), _WHOLE, 0, one, None)]
+    for piece in stepper.pieces:
+        pieces[stepper.shards.parameters[piece.tensor_index]].append(piece)
+    for parameter in known - set(stepper.shards.parameters):
+        pieces[parameter] = [Piece(_WHOLE, 0, parameter.numel(), _WHOLE, 0, parameter, None)]
     chunks = {id(stand_in): own for stand_in, own in left.chunks}
     items: list[Item] = []
     new: list[tuple[Piece, dict[str, Any]]] = []
@@ -194,12 +232,12 @@ def hand_on(
             if _is_stand_in(value):
                 items.append(Item(value.dtype, chunks[id(value)], want))
         new += places
-    move(items, collectives, sharded.device)
+    move(items, collectives, stepper.device)
     had_master: set[bool] = set()
     for piece, own in new:
-        state = sharded.shards.state
+        state = stepper.shards.state
         if piece.bucket == _WHOLE:
-            state = sharded.optimizer.state
+            state = stepper.optimizer.state
             own.update(state.get(piece.parameter, {}))
         elif MASTER_KEY in own:
             del own[MASTER_KEY]
@@ -211,25 +249,44 @@ def hand_on(
 
 
 def _check_layout(parameter: Parameter, described: Mapping[str, Any]) -> None:
-    def layout(one: Tensor) -> list[tuple[int, int]]:
-        return [own for own in zip(one.shape, one.stride(), strict=True) if own[0] != 1]
+    """Raises if the state was made for a parameter of another shape or memory format.
+
+    Raises:
+        ValueError: In that case. Only stand-ins in `described` are compared with `parameter`.
+    """
+
+    def layout(tensor: Tensor) -> list[tuple[int, int]]:
+        # The stride of a dimension of size 1 means nothing and may be any number.
+        return [pair for pair in zip(tensor.shape, tensor.stride(), strict=True) if pair[0] != 1]
 
     if any(_is_stand_in(one) and layout(one) != layout(parameter) for one in described.values()):
         raise ValueError(
             f"A parameter of shape {tuple(parameter.shape)} has another shape or memory format than"
-            " when its optimizer's state was made. Change these before the first fit, or with"
-            " another optimizer; or save a checkpoint first, and resume from that."
+            " when its optimizer's state was made. Change it before the first fit, or with a new"
+            " optimizer, or save a checkpoint before the change and resume from that."
         )
 
 
 def _wanted(key: str, value: Any, piece: Piece, own: dict[str, Any]) -> list[Wanted]:
-    """Puts what is described into a piece's own state; or returns what will be put there."""
+    """Prepares the state of `piece` under `key`. Returns the range to receive, if any.
+
+    A value that is no stand-in is put into `own` at once, and nothing is to be received. For a
+    stand-in, the returned range has memory for the piece's elements of the tensor: for a master the
+    `piece.parameter` itself, otherwise a new tensor that is put into `own`. Nothing is received of
+    a master if the piece has no master now, so that the old one is dropped.
+
+    Args:
+        key: Key of the state, such as "exp_avg".
+        value: The value, or the stand-in of a sharded tensor.
+        piece: Piece of the new plan, or a whole parameter in no bucket.
+        own: State of the piece. Mutated.
+    """
     is_master = key == MASTER_KEY and piece.bucket != _WHOLE
     if not _is_stand_in(value):
         own[key] = value.clone() if isinstance(value, Tensor) else value
     if not _is_stand_in(value) or (is_master and not piece.role.has_master):
         return []
-    # Beside fp32 masters state is fp32, see `cut_state`.
+    # State of pieces that have fp32 masters is fp32 too, as in `cut_state`.
     is_cast = piece.role.has_master and value.is_floating_point()
     dtype = piece.parameter.dtype if is_cast else value.dtype
 
@@ -243,13 +300,17 @@ def _wanted(key: str, value: Any, piece: Piece, own: dict[str, Any]) -> list[Wan
 
 
 def packed(optimizer: Optimizer, state: Mapping[Parameter, Any]) -> dict[str, Any]:
-    """Returns `optimizer.state_dict()` with `state` added, by number; its own wins."""
-    # torch numbers parameters inside `state_dict` alone, so that it is lent the state.
+    """Returns `optimizer.state_dict()` with the entries of `state` added.
+
+    Where both `optimizer.state` and `state` have an entry, that of `optimizer.state` counts: it was
+    put there later, for instance by `load_state_dict`. State of parameters that are in no parameter
+    group is left out.
+    """
+    # Only `state_dict` knows the parameter indices, so `optimizer.state` is replaced meanwhile.
     whole: dict[Any, Any] = dict(optimizer.state)
-    # What somebody has put there since the state was left wins.
     whole.update((one, {**own, **whole.get(one, {})}) for one, own in state.items())
     held = {one for group in optimizer.param_groups for one in group["params"]}
-    # Of those that left the groups it would say KeyError, and nobody could remove them here.
+    # `state_dict` raises KeyError for a parameter that is in no group any more.
     for gone in {key for key in whole if isinstance(key, Tensor)} - held:
         del whole[gone]
     own, optimizer.state = optimizer.state, defaultdict(dict, whole)
@@ -265,17 +326,31 @@ def _is_stand_in(value: Any) -> bool:
 
 
 def _described(value: Any, piece: Piece) -> Any:
-    """For other ranks: of a tensor with a number for each element the dtype, else all of it."""
+    """Returns what other ranks are told of a state value of `piece`.
+
+    That is the dtype of a tensor with an element for each of the piece's elements, a `Scalar` for
+    another tensor, and otherwise the value itself.
+    """
     if not isinstance(value, Tensor):
         return value
     if value.shape == (piece.numel,):
         return value.dtype
-    # It is pickled for other ranks, which may not have the device that it is on.
+    # Moved to the CPU because it is pickled for other ranks, which may not have its device.
     return Scalar(value.cpu(), value.device.type == "cpu")
 
 
 def _restored(value: Any, like: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Any:
-    """What was described, where it came from; a stand-in for what has a number for each element."""
+    """Returns the state value that `_described` has described: the inverse of that function.
+
+    A dtype becomes a stand-in for the whole tensor. A `Scalar` becomes a tensor on the CPU or on
+    the device of `like`, wherever the optimizer keeps it.
+
+    Args:
+        value: Description that a rank has sent.
+        like: The parameter, whose device is used.
+        shape: Shape of the stand-in.
+        strides: Strides of the stand-in.
+    """
     if isinstance(value, torch.dtype):
         return torch.empty_strided(shape, strides, dtype=value, device="meta")
     if isinstance(value, Scalar):

@@ -1,4 +1,8 @@
-"""Residuals between buckets, plans and an optimizer's state dict."""
+"""Moves residuals between buckets, from one plan to the next, and to and from state dicts.
+
+A residual is what a compressor has left out of its messages so far. It is sent in later steps
+(error feedback).
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,7 @@ from torch.optim import Optimizer
 from lightning_dear.bucket import Chunk
 from lightning_dear.checkpoint import residuals
 from lightning_dear.checkpoint.optimizer_state import CLASS, ShardedState, check_class
-from lightning_dear.checkpoint.residuals import (
-    FACTORS,
-    RESIDUALS_KEY,
-    STEERING,
-    Residuals,
-    RowLayout,
-)
+from lightning_dear.checkpoint.residuals import FACTORS, RESIDUALS_KEY, STEERING, Residuals
 from lightning_dear.collectives.work import STATE_TAGS, Collectives
 from lightning_dear.exchange import CompressedBucket
 from lightning_dear.exchange.options import ExchangeOptions
@@ -29,15 +27,17 @@ from lightning_dear.planning.plan import Slice
 
 
 class ResidualKeeper:
-    """Holds what encoding has left to be sent of parameters that are in no bucket.
+    """Keeps one optimizer's residuals, in buckets and outside of them, and saves and loads them.
 
-    That is all of them while there is no plan, and later those that are frozen, until another plan
-    has them again. Buckets hold the rest: it takes it out of them and puts it in.
+    The buckets of the active plan hold the residuals of their parameters. This object holds the
+    residuals of parameters that are in no bucket: of all parameters while there is no plan, and
+    later of frozen parameters, until a plan has these again. `PlanLifecycle` owns it.
 
     Args:
-        optimizer: Whose state dict brings residuals; mutated: a hook.
-        present: Says what moves the bytes at present.
-        options: What travels, and how.
+        optimizer: The user's optimizer. Mutated: gets a hook that reads the residuals in every
+            state dict that is loaded.
+        present: Returns the collectives that are in use now.
+        options: The exchange options of the training.
     """
 
     def __init__(
@@ -57,45 +57,67 @@ class ResidualKeeper:
     def attach(
         self, coded: Sequence[CompressedBucket], parameters: Sequence[Parameter], seed: int
     ) -> None:
-        """Gives what is held of `parameters`, which are all of a new plan's, to its buckets.
+        """Puts the residuals that this object holds into the buckets of a new plan. Local.
+
+        Residuals of other parameters than `parameters` stay in this object. Rank 0 warns of
+        residuals that the buckets cannot keep, which are dropped.
 
         Args:
-            coded: Of the new plan.
-            parameters: See above.
-            seed: Of what they draw at random, if none is in use and none was loaded.
+            coded: Buckets of the new plan. Empty if nothing is encoded.
+            parameters: Parameters of the plan, by tensor index.
+            seed: Seed of the random numbers of codecs. It is used only if no seed is in use and
+                none was loaded.
         """
         self._coded, self._parameters = coded, parameters
         self._seed = seed if self._seed is None else self._seed
-        for one in coded:
-            one.start_anew(self._seed)
+        for bucket in coded:
+            bucket.start_anew(self._seed)
         if self._held is not None:
             self._put_in(self._held)
 
     def release(self) -> None:
-        """Takes over what the buckets have; their plan ends. Collective, blocks."""
+        """Copies the residuals in the buckets into this object, before their plan ends.
+
+        Collective. Blocks. Nothing is sent if there are no compressed buckets.
+        """
         if self._coded:
             self._held = self.taken()
         self._coded = self._parameters = ()
 
     def inherit(self, others: Iterable[ResidualKeeper]) -> None:
-        """Holds what others hold, whose plans have ended; to be called before the first plan."""
+        """Takes over copies of the residuals of earlier trainings, before the first plan.
+
+        Collective. Blocks. Of a parameter whose residuals several keepers have, this keeper's own
+        are used, or else those of the first of `others`.
+
+        Args:
+            others: Keepers of the same optimizer whose trainings have ended.
+        """
         for held in (other.taken(self._present()) for other in others):
             if not held.is_of_nothing or held.seed is not None:
                 self._held = held if self._held is None else self._held.joined(held)
 
     def detach(self) -> None:
-        """Removes the hook and lets go of the flat buffers; residuals stay readable. Idempotent."""
+        """Removes the hook and drops the flat buffers. Local. Idempotent.
+
+        Residuals stay in this object, for `taken` and `add_to_sharded`.
+        """
         if self._is_detached:
             return
         self._is_detached = True
         self._hook.remove()
-        for one in self._coded:
-            one.detach()
+        for bucket in self._coded:
+            bucket.detach()
 
     # --- into buckets ---------------------------------------------------------------------------
 
     def _put_in(self, held: Residuals) -> None:
-        """Gives buckets what they can have of `held`, holds what is in no bucket; says the rest."""
+        """Overwrites the residuals in the buckets with `held`. Local.
+
+        Residuals of parameters that are in no bucket stay in this object, in place of those that
+        it has held. Rank 0 warns if `held` has residuals that are not 0 and that the buckets
+        cannot keep. Such residuals are dropped.
+        """
         self._seed = self._seed if held.seed is None else held.seed
         planned = set(self._parameters)
         own, others = held.of(lambda one: one in planned), held.of(lambda one: one not in planned)
@@ -104,104 +126,120 @@ class ResidualKeeper:
         lost = self._unknown_names(own)
         if lost and self._present().world.rank == 0:
             warnings.warn(
-                f"What a compressor had left to be sent ({', '.join(lost)}) is dropped: this"
-                " training has another compressor, none, or another gather, for some or all"
-                " parameters. Keep these as they were to have it sent.",
+                f"What a compressor had left to be sent ({', '.join(lost)}) is dropped. Use the"
+                " same compressor and gather as before to have it sent: this training has another"
+                " one, or none, for some or all parameters.",
                 stacklevel=2,
             )
 
     @torch.no_grad()
     def _overwrite(self, own: Residuals) -> None:
-        """Overwrites what is kept in buckets; what `own` does not know becomes 0. Local.
+        """Overwrites all that the buckets keep between steps with `own`. Local.
 
-        A factor that it does not know, or of another rank, becomes what it was at the start.
-        Numbers of which it does not know the rate count as of this training's, as earlier versions
-        took all of them.
+        Residuals that `own` lacks become 0. Counts, and thresholds and regions of sparse selection,
+        that `own` lacks get their starting values. So does a low-rank factor that `own` lacks or
+        has with another approximation rank. The seed stays if `own` has none. Residuals without a
+        saved rate count as residuals at this training's rate, since earlier versions saved no rate.
         """
-        for one in self._coded:
-            one.start_anew(own.seed)
-            one.counts.update(own.counts)
-            steering = own.get(STEERING, self._first(one))
+        for bucket in self._coded:
+            bucket.start_anew(own.seed)
+            bucket.counts.update(own.counts)
+            steering = own.get(STEERING, self._first(bucket))
             if steering is not None:
-                one.steer(steering)
-            for number, factor in one.factors.items():
-                saved = own.get(FACTORS, self._parameters[number])
+                bucket.steer(steering)
+            for index, factor in bucket.factors.items():
+                saved = own.get(FACTORS, self._parameters[index])
                 if saved is not None and saved.shape == factor.shape:
                     factor.copy_(saved)
-            for name in one.worker.names:
-                one.worker.load(name, one.part_of(self._collected(one, ("worker", name), own)))
-            for name in one.owner.names:
-                one.owner.load(name, self._collected(one, ("owner", name), own)[one.own])
+            worker, owner = bucket.worker, bucket.owner
+            for name in worker.names:
+                worker.load(name, bucket.part_of(self._collected(bucket, ("worker", name), own)))
+            for name in owner.names:
+                owner.load(name, self._collected(bucket, ("owner", name), own)[bucket.own])
 
     def _collected(
-        self, one: CompressedBucket, kind: residuals.ResidualKind, own: Residuals
+        self, bucket: CompressedBucket, kind: residuals.ResidualKind, own: Residuals
     ) -> Tensor:
-        """Flat, as the bucket is, at its rate; 0 where there is nothing of that kind."""
+        """Returns the residuals of one kind in the layout of the bucket, flat.
+
+        They are 0 for parameters that have no residual of the kind, and in the padding. Residuals
+        of error feedback were saved as the unsent error times a rate, so they are multiplied by the
+        bucket's rate over that rate.
+        """
         device = self._parameters[0].device
-        flat = torch.zeros(one.spec.padded_numel, dtype=torch.float32, device=device)
-        for part in one.spec.slices:
+        flat = torch.zeros(bucket.spec.padded_numel, dtype=torch.float32, device=device)
+        for part in bucket.spec.slices:
             parameter = self._parameters[part.tensor]
             source = own.get(kind, parameter)
             if source is None:
                 continue
-            numbers = flat[part.offset : part.offset + part.numel]
-            numbers.copy_(source[part.start : part.stop])
-            rate = own.rates.get(parameter, one.rate)
-            if kind[1] == "residual" and rate != one.rate:
-                numbers.mul_(one.rate / rate)
+            values = flat[part.offset : part.offset + part.numel]
+            values.copy_(source[part.start : part.stop])
+            rate = own.rates.get(parameter, bucket.rate)
+            if kind[1] == "residual" and rate != bucket.rate:
+                values.mul_(bucket.rate / rate)
         return flat
 
     def _unknown_names(self, own: Residuals) -> list[str]:
-        """Names of what `own` has, not zero, of a parameter of which its bucket keeps no such."""
+        """Returns the names of residuals in `own` that are not 0 and that no bucket can keep.
+
+        A residual can be kept if the bucket of its parameter has a memory of that kind.
+        """
         known = {
-            ((whose, name), self._parameters[part.tensor])
-            for one in self._coded
-            for whose, memory in (("worker", one.worker), ("owner", one.owner))
+            ((half, name), self._parameters[part.tensor])
+            for bucket in self._coded
+            for half, memory in (("worker", bucket.worker), ("owner", bucket.owner))
             for name in memory.names
-            for part in one.spec.slices
+            for part in bucket.spec.slices
         }
-        said = {"worker": "", "owner": "owner's "}
+        prefixes = {"worker": "", "owner": "owner's "}
         return [
-            said[kind[0]] + kind[1]
-            for kind, numbers in own.kept.items()
-            if kind[0] in said
-            and any((kind, one) not in known and kept.any() for one, kept in numbers.items())
+            prefixes[kind[0]] + kind[1]
+            for kind, values in own.kept.items()
+            if kind[0] in prefixes
+            and any((kind, one) not in known and kept.any() for one, kept in values.items())
         ]
 
     # --- out of buckets -------------------------------------------------------------------------
 
     @torch.no_grad()
     def taken(self, through: Collectives | None = None) -> Residuals:
-        """Returns copies of all residuals, in buckets and not; no bucket may be pending.
+        """Returns the residuals of whole parameters, in buckets and outside. Collective. Blocks.
 
-        Collective, blocks; through the keeper's own collectives if no others are given.
+        Residuals in buckets are copied. The others are shared with this object. Nothing is sent if
+        there are no compressed buckets. No gather of the plan may be pending.
+
+        Args:
+            through: Collectives to gather with. None means those in use.
         """
         collectives = through or self._present()
         taken = self._common()
         taken.kept[FACTORS] = {one: own.clone() for one, own in taken.kept[FACTORS].items()}
-        for one in self._coded:
+        for bucket in self._coded:
             whole: dict[residuals.ResidualKind, Tensor] = {}
-            for name, kept in one.worker.kept.items():
-                whole["worker", name] = flat = one.whole_of(kept)
-                if len(one.encoded) > 1:
-                    # What this rank encodes may be another part of the next plan.
-                    collectives.launch_gather_of_host(flat, STATE_TAGS + one.number).wait()
-            for name, shard in one.owner.kept.items():
-                flat = whole["owner", name] = shard.new_zeros(one.spec.padded_numel)
-                flat[one.own] = shard
-                collectives.launch_all_gather(flat, STATE_TAGS + one.number).wait()
-            for (kind, flat), part in product(whole.items(), one.spec.slices):
+            for name, kept in bucket.worker.kept.items():
+                whole["worker", name] = flat = bucket.whole_of(kept)
+                if len(bucket.encoded) > 1:
+                    # Each rank of a host encodes other elements, and under the next plan again
+                    # others, so all ranks of the host get the residuals of all elements.
+                    collectives.launch_gather_of_host(flat, STATE_TAGS + bucket.number).wait()
+            for name, shard in bucket.owner.kept.items():
+                flat = whole["owner", name] = shard.new_zeros(bucket.spec.padded_numel)
+                flat[bucket.own] = shard
+                collectives.launch_all_gather(flat, STATE_TAGS + bucket.number).wait()
+            for (kind, flat), part in product(whole.items(), bucket.spec.slices):
                 parameter, target = self._parameters[part.tensor], taken.kept.setdefault(kind, {})
                 if parameter not in target:
                     target[parameter] = flat.new_zeros(parameter.numel())
-                numbers = flat[part.offset : part.offset + part.numel]
-                target[parameter][part.start : part.stop] = numbers
+                values = flat[part.offset : part.offset + part.numel]
+                target[parameter][part.start : part.stop] = values
         return taken if self._held is None else taken.joined(self._held)
 
     def _common(self) -> Residuals:
-        """What all ranks have alike: factors, the buckets' own, counts, rates and the seed. Local.
+        """Returns the data of the buckets that needs no gathering. Local.
 
-        And by what this rank selects, which is as long on all of them.
+        Factors, rates, counts and the seed are equal on all ranks. The steering (thresholds and
+        regions of sparse selection) is this rank's own, and has the same length on all ranks.
         """
         coded, parameters = self._coded, self._parameters
         halves = coded[0].counts if coded else ()
@@ -212,38 +250,43 @@ class ResidualKeeper:
                 STEERING: {first: own for first, own in steered if own is not None},
             },
             {parameters[part.tensor]: one.rate for one in coded for part in one.spec.slices},
-            # The most, as some buckets may travel as they are.
+            # The maximum, because the counts of buckets that the plan leaves uncompressed stay 0.
             {half: max(one.counts[half] for one in coded) for half in halves},
             coded[0].seed if coded else None,
         )
 
     @property
-    def _rows(self) -> RowLayout:
+    def _rows(self) -> residuals.RowLayout:
         collectives = self._present()
-        return RowLayout(collectives.world, self._options.ranks_together(collectives))
+        return residuals.RowLayout(collectives.world, self._options.ranks_together(collectives))
 
-    def _first(self, one: CompressedBucket) -> Parameter:
-        """The parameter that a bucket is known by."""
-        return self._parameters[one.spec.slices[0].tensor]
+    def _first(self, bucket: CompressedBucket) -> Parameter:
+        """Returns the first parameter in the bucket, under which its steering is saved."""
+        return self._parameters[bucket.spec.slices[0].tensor]
 
-    def _parts(self) -> Iterator[residuals.ResidualChunk]:
-        """What lies in the buckets; every rank names the same, whatever it has of it."""
-        for one in self._coded:
-            for part in one.spec.slices:
+    def _chunks(self) -> Iterator[residuals.ResidualChunk]:
+        """Yields this rank's residuals in the buckets, as chunks of parameters, which are views.
+
+        All ranks yield the same kinds and parameters. A chunk is empty if this rank has no element
+        of the parameter's slice.
+        """
+        for bucket in self._coded:
+            for part in bucket.spec.slices:
                 parameter = self._parameters[part.tensor]
-                for name, kept in one.worker.kept.items():
-                    pieces = torch.split(kept, [own.stop - own.start for own in one.encoded])
-                    for own, piece in zip(one.encoded, pieces, strict=True):
-                        yield ("worker", name), parameter, _part_in(own, part, piece)
-                for name, shard in one.owner.kept.items():
-                    yield ("owner", name), parameter, _part_in(one.own, part, shard)
+                for name, kept in bucket.worker.kept.items():
+                    values = torch.split(kept, [one.stop - one.start for one in bucket.encoded])
+                    for place, own in zip(bucket.encoded, values, strict=True):
+                        yield ("worker", name), parameter, _chunk_of(part, place, own)
+                for name, shard in bucket.owner.kept.items():
+                    yield ("owner", name), parameter, _chunk_of(part, bucket.own, shard)
 
     # --- into and out of state dicts ------------------------------------------------------------
 
     def add_to_sharded(self, state: ShardedState) -> ShardedState:
-        """Returns `state` with this rank's chunks of all residuals, if there are any. Local.
+        """Returns `state` with stand-ins of all residuals, and this rank's chunks of them. Local.
 
-        And whose it is; mutated.
+        Mutates `state`: the name of the optimizer's class is added. If there are no compressed
+        buckets and no residuals, `state` itself is returned, without an entry for residuals.
         """
         state[CLASS] = type(self._optimizer).__name__
         if not self._coded and self._held is None:
@@ -253,18 +296,25 @@ class ResidualKeeper:
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
         held = self._held or Residuals()
         whole = self._common().joined(held.of(lambda one: one in numbers))
-        own, chunks = residuals.sharded(self._parts(), whole, numbers, self._rows)
+        own, chunks = residuals.sharded(self._chunks(), whole, numbers, self._rows)
         return ShardedState(
             {**state, RESIDUALS_KEY: own}, (*state.chunks, *chunks), state.parameters
         )
 
     def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Pre-hook of `load_state_dict`: what was kept before belongs to other weights."""
+        """Pre-hook of `load_state_dict`: replaces all residuals by those in `state_dict`. Local.
+
+        Residuals that `state_dict` lacks become 0, since the present ones belong to other weights.
+        If `state_dict` has other numbers of parameters, nothing is replaced.
+
+        Raises:
+            ValueError: If the state belongs to another optimizer class, see `check_class`.
+        """
         check_class(optimizer, state_dict)
         saved = [group["params"] for group in state_dict["param_groups"]]
         present = [group["params"] for group in optimizer.param_groups]
         if list(map(len, saved)) != list(map(len, present)):
-            # torch refuses that, and says so: nothing is loaded.
+            # `load_state_dict` raises in this case and loads nothing, so residuals stay too.
             return
         held = None
         if RESIDUALS_KEY in state_dict:
@@ -276,8 +326,16 @@ class ResidualKeeper:
             self._held = held
 
 
-def _part_in(own: slice, part: Slice, numbers: Tensor) -> Chunk:
-    """What of `part` lies in `numbers`, which are the bucket's in `own`; perhaps nothing."""
-    begin = max(part.offset, own.start)
-    end = max(begin, min(part.offset + part.numel, own.stop))
-    return Chunk(part.start + begin - part.offset, numbers[begin - own.start : end - own.start])
+def _chunk_of(part: Slice, place: slice, values: Tensor) -> Chunk:
+    """Returns the elements of `part` that lie in `values`, as a chunk of the parameter.
+
+    The chunk is a view of `values`, and empty if no element lies there.
+
+    Args:
+        part: Slice of a parameter in the bucket.
+        place: Range of the bucket that `values` holds.
+        values: Elements of the bucket in that range, flat.
+    """
+    begin = max(part.offset, place.start)
+    end = max(begin, min(part.offset + part.numel, place.stop))
+    return Chunk(part.start + begin - part.offset, values[begin - place.start : end - place.start])

@@ -1,21 +1,23 @@
-"""What encoding has left to be sent, parameter by parameter; and how it stands in state dicts.
+"""Residuals by parameter instead of by bucket, and their format in an optimizer's state dict.
 
-Each rank keeps something of its own for every element that it encodes, and owners keep something
-besides for their shards. In a state dict both stand beside the optimizer's state:
+A residual is what encoding has left out so far, kept for the next steps. Each rank keeps residuals
+of the gradients that it encodes. The owner of a shard may keep further residuals of the shard's
+mean. A state dict holds both beside the optimizer's state:
 
-    residuals: worker:  name -> parameter number -> [E, *shape], E being how many encode an element:
-                        every rank, or on hosts of several ranks one of each host
-               owner:   name -> parameter number -> [*shape]
-               factors: parameter number -> the low-rank factor that all ranks have
-               counts:  half -> how often a bucket was encoded
-               seed:    of what codecs draw at random; rank 0's, when training began
-               rates:   parameter number -> of its feedback: a "residual" is what is still to be
-                        sent, times this
-               steering: number of a bucket's first parameter -> [number of ranks, n] fp64: by what
-                        each rank selects numbers in that bucket
+    residuals: worker:  name -> parameter index -> [E, *shape]. E is the number of ranks that encode
+                        each element: the world size, or the number of hosts if the ranks of a host
+                        encode the host's sum together.
+               owner:   name -> parameter index -> [*shape]
+               factors: parameter index -> low-rank factor, equal on all ranks
+               counts:  "reduce" or "gather" -> how often a bucket was encoded in that half
+               seed:    seed of the codecs' random numbers: rank 0's seed when training began
+               rates:   parameter index -> rate of its error feedback. A saved "residual" is the
+                        unsent error times this rate.
+               steering: index of a bucket's first parameter -> [world size, n] fp64. The thresholds
+                        and regions by which each rank selects elements of that bucket.
 
-Whoever goes on from that draws by its seed, whatever his own is. Earlier versions saved none, and
-drew without: what goes on from theirs does so too.
+A resumed run uses the saved seed and not its own. State of earlier versions has no seed. A run that
+resumes from such state draws random numbers without a seed, as that version did.
 """
 
 from __future__ import annotations
@@ -33,32 +35,36 @@ from lightning_dear.collectives.world import World
 from lightning_dear.exchange import NO_SEED
 
 RESIDUALS_KEY = "residuals"
-"""In an optimizer's state dict."""
+"""Key of the residuals in an optimizer's state dict."""
 
 ResidualKind = tuple[str, str]
-"""("worker" or "owner", name of what is kept), `FACTORS` or `STEERING`."""
+"""Kind of a residual: ("worker", name) or ("owner", name), with a name of `Memory.names` such as
+"residual", or `FACTORS` or `STEERING`."""
 
 FACTORS, STEERING = ("factors", ""), ("steering", "")
+"""Kinds without a name: low-rank factors, and the thresholds and regions of sparse selection."""
 
 OF_ALL = ("owner", "factors")
-"""Of these all ranks have the same, of others each its own, or each host."""
+"""First words of the kinds that are equal on all ranks. Other kinds differ by rank or by host, and
+have a row for each in a state dict."""
 
 T = TypeVar("T")
 
 
 @dataclass
 class Residuals:
-    """Holds what lies here, whole parameters each, whatever bucket they are in, or none.
+    """Residuals of whole parameters, whatever bucket a parameter is in.
 
     Attributes:
-        kept: Kind -> parameter -> numbers. Of "worker": this rank's own, or what the ranks of its
-            host have together, flat, in the order of its storage; of "owner": what owners keep,
-            likewise, the same on all ranks; `FACTORS`: its low-rank factor, the same on all ranks;
-            `STEERING`: `CompressedBucket.steering` of the bucket of which it is the first
-            parameter, this rank's.
-        rates: Parameter -> `CompressedBucket.rate` of where its numbers come from.
-        counts: Half -> how often it was encoded.
-        seed: `CompressedBucket.seed` of all of them; None: not known.
+        kept: Kind -> parameter -> tensor. Tensors of "worker" and "owner" kinds are flat, in the
+            order of the parameter's storage. "worker": residuals of this rank, or of its host if
+            the host's ranks encode together. "owner": residuals of the owners of the parameter's
+            shards, equal on all ranks. `FACTORS`: the parameter's low-rank factor, equal on all
+            ranks. `STEERING`: this rank's `CompressedBucket.steering` of the bucket that begins
+            with the parameter.
+        rates: Parameter -> `CompressedBucket.rate` of the bucket that its residuals come from.
+        counts: "reduce" or "gather" -> how often a bucket was encoded in that half.
+        seed: `CompressedBucket.seed` of all buckets. None means that no seed is known.
     """
 
     kept: dict[ResidualKind, dict[Tensor, Tensor]] = field(default_factory=dict)
@@ -68,27 +74,30 @@ class Residuals:
 
     @property
     def is_of_nothing(self) -> bool:
-        """Tells whether no parameter has anything here."""
+        """Tells whether no parameter has a residual or a factor. Steering and seed do not count."""
         return not any(own for kind, own in self.kept.items() if kind != STEERING)
 
     def get(self, kind: ResidualKind, parameter: Tensor) -> Tensor | None:
-        """Returns what a parameter has of a kind, if anything."""
+        """Returns a parameter's tensor of a kind. None means that it has none."""
         return self.kept.get(kind, {}).get(parameter)
 
     def of(self, belongs: Callable[[Tensor], bool]) -> Residuals:
-        """Returns what parameters have for which `belongs` holds, the counts and the seed.
+        """Returns the residuals of the parameters for which `belongs` returns True.
 
-        Tensors are shared.
+        The result has the same counts and seed. Tensors are shared, not copied.
         """
 
-        def own(numbers: Mapping[Tensor, T]) -> dict[Tensor, T]:
-            return {one: number for one, number in numbers.items() if belongs(one)}
+        def own(by_parameter: Mapping[Tensor, T]) -> dict[Tensor, T]:
+            return {one: value for one, value in by_parameter.items() if belongs(one)}
 
         kept = {kind: left for kind, all_own in self.kept.items() if (left := own(all_own))}
         return replace(self, kept=kept, rates=own(self.rates), counts=dict(self.counts))
 
     def joined(self, other: Residuals) -> Residuals:
-        """Returns this and what `other` has besides; tensors are shared."""
+        """Returns the union of these residuals and `other`'s. Tensors are shared, not copied.
+
+        Where both have an entry, the entry of `self` is used.
+        """
         return Residuals(
             {
                 kind: {**other.kept.get(kind, {}), **self.kept.get(kind, {})}
@@ -102,25 +111,25 @@ class Residuals:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Says who has which row in a state dict.
+    """Says which row of a saved residual belongs to which rank.
 
     Attributes:
-        world: The ranks.
-        together: How many ranks of a host share a row, see `ExchangeOptions.ranks_together`. They
-            have alike what is held in whole.
+        world: The ranks of the training.
+        together: Number of ranks of a host that encode together and so share a row, as
+            `ExchangeOptions.ranks_together` returns it. 1 means a row for each rank.
     """
 
     world: World
     together: int = 1
 
     def of(self, kind: ResidualKind) -> tuple[int, int]:
-        """Returns (number of this rank's row, number of rows)."""
+        """Returns (index of this rank's row, number of rows) for a kind that has rows."""
         together = self.together if kind[0] == "worker" else 1
         return self.world.rank // together, self.world.size // together
 
 
 ResidualChunk = tuple[ResidualKind, Tensor, Chunk]
-"""Kind, parameter, and what lies here of it, perhaps nothing."""
+"""Kind, parameter, and this rank's chunk of the parameter's residual, which may be empty."""
 
 
 def sharded(
@@ -129,16 +138,22 @@ def sharded(
     number_of: Mapping[Tensor, int],
     rows: RowLayout,
 ) -> tuple[dict[str, Any], list[tuple[Tensor, list[Chunk]]]]:
-    """Returns residuals as in a state dict, on the meta device, and this rank's chunks. Local.
+    """Converts residuals to a state dict's entry with stand-ins, and chunks for them. Local.
 
     Args:
-        parts: Of what lies here in parts; every rank names the same kinds and parameters.
-        whole: What lies here in whole, and what all ranks have alike.
-        number_of: Parameter -> its number in the optimizer's state dict.
-        rows: Which of them are this rank's.
+        parts: This rank's chunks of the residuals in buckets. All ranks name the same kinds and
+            parameters.
+        whole: Residuals of whole parameters outside buckets. Also counts, rates, factors, steering
+            and seed of all.
+        number_of: Parameter -> its index in the optimizer's state dict.
+        rows: Which rows of the residuals are this rank's.
+
+    Returns:
+        The entry under `RESIDUALS_KEY`, with a stand-in on the meta device for each tensor, and
+        (stand-in, this rank's chunks of the tensor) for each of them.
     """
     chunks: dict[ResidualKind, dict[Tensor, list[Chunk]]] = {}
-    # Of what a host's ranks have alike, one of them says it.
+    # Ranks that share a row hold equal whole residuals, and the first of them saves them.
     is_first = rows.world.rank % rows.together == 0
     others = (
         (kind, one, Chunk(0, values if is_first or kind[0] != "worker" else values[:0]))
@@ -170,10 +185,10 @@ def sharded(
 def _layout(
     kind: ResidualKind, parameter: Tensor, own: Tensor, rows: RowLayout
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides in a state dict; with rows, where ranks have their own."""
+    """Returns the shape and strides of a saved tensor, with a dimension of rows if it has rows."""
     shape, strides = own.shape, own.stride()
     if kind[1]:
-        # However much of it lies here, there is a number for each of the parameter's elements.
+        # Kinds with a name have a value for each element of the parameter. `own` may be a chunk.
         shape, strides = parameter.shape, storage_strides(parameter)
     if kind[0] in OF_ALL:
         return shape, strides
@@ -183,23 +198,29 @@ def _layout(
 def unpacked(
     state: Mapping[str, Any], parameter_of: Mapping[int, Tensor], rows: RowLayout
 ) -> Residuals:
-    """Returns this rank's row of a state dict's entry, on the parameters' device. Local.
+    """Converts a state dict's entry to this rank's residuals, on the parameters' device. Local.
 
-    With another number of rows than were saved, each is an equal share of all that workers kept.
+    If another number of rows was saved than there are now, each row gets an equal share of the sum
+    of the saved rows. Steering that was saved at another world size is dropped.
+
+    Args:
+        state: The entry under `RESIDUALS_KEY`, with whole tensors.
+        parameter_of: Parameter index in the state dict -> parameter.
+        rows: Which rows are this rank's.
     """
     number, count = rows.of(("worker", ""))
 
     def own(saved: Tensor) -> Tensor:
-        # Ranks' gradients are added up, so that a sum in equal shares is still sent in whole.
+        # Receivers sum what the ranks send, so only the sum of the rows matters.
         return saved[number] if len(saved) == count else saved.sum(0) / count
 
-    def copied(parameter: Tensor, numbers: Tensor) -> Tensor:
-        # In the order of the parameter's storage, where collectives need it.
-        flat = as_flat(numbers, storage_strides(parameter))
+    def copied(parameter: Tensor, values: Tensor) -> Tensor:
+        # In storage order, as in a bucket, and on the device that collectives send from.
+        flat = as_flat(values, storage_strides(parameter))
         return flat.to(parameter.device, copy=True)
 
     def by_parameter(saved: Mapping[int, T]) -> Iterator[tuple[Tensor, T]]:
-        return ((parameter_of[number], one) for number, one in saved.items())
+        return ((parameter_of[index], value) for index, value in saved.items())
 
     kept: dict[ResidualKind, dict[Tensor, Tensor]] = {}
     for name, saved in state["worker"].items():
@@ -207,17 +228,16 @@ def unpacked(
             one: copied(one, own(all_own)) for one, all_own in by_parameter(saved)
         }
     for name, saved in state["owner"].items():
-        kept["owner", name] = {one: copied(one, numbers) for one, numbers in by_parameter(saved)}
-    # Earlier versions have saved no factors, no rates, no seed and no steering.
+        kept["owner", name] = {one: copied(one, values) for one, values in by_parameter(saved)}
+    # `get`, because earlier versions have saved no factors, rates, seed and steering.
     kept[FACTORS] = {
         one: factor.to(one.device, copy=True)
         for one, factor in by_parameter(state.get("factors", {}))
     }
     kept[STEERING] = {
-        # Where collectives need it, too.
         one: saved[rows.world.rank].to(one.device, copy=True)
         for one, saved in by_parameter(state.get("steering", {}))
-        # Regions are of as many ranks.
+        # A bucket has one region for each rank, so another world size needs other regions.
         if len(saved) == rows.world.size
     }
     rates: dict[Tensor, float] = dict(by_parameter(state.get("rates", {})))

@@ -1,7 +1,8 @@
-"""A checkpoint's tensors to and from a folder, in the format of torch.distributed.checkpoint.
+"""Writes and reads the tensors of a checkpoint folder, in torch.distributed.checkpoint's format.
 
-The nested checkpoint is taken apart into a small skeleton and named tensors, and put together.
-Every tensor is stored 1-D, in storage order and in chunks, so that any rank can write any part.
+`take_apart` splits a nested checkpoint into a small skeleton and named tensors, and `put_together`
+is its inverse. Every tensor is stored 1-D, in storage order and in chunks, so that any rank can
+write any part of it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from lightning_dear.checkpoint import files
 from lightning_dear.checkpoint.optimizer_state import ShardedState
 
 MAX_CHUNK_NUMEL = 1 << 22
-"""Longer chunks are cut: one at a time is copied to the CPU, written or read."""
+"""Most elements of a chunk in a file. Longer chunks are cut, because a whole chunk is in memory
+while it is copied to the CPU, written or read."""
 
 _MARK = "lightning_dear.tensor"
 _SMALL_BYTES = 1024
@@ -35,7 +37,8 @@ _SMALL_BYTES = 1024
 _Path = tuple[str, ...]
 
 FilePlace = tuple[str, int, str, int, int]
-"""Name of a tensor and number of a chunk's first element; file, offset and length in bytes."""
+"""Where a chunk is: tensor name, index of the chunk's first element, file name, offset in the file
+in bytes, length in bytes."""
 
 
 # --- the nested checkpoint, taken apart and put together ------------------------------------------
@@ -43,12 +46,12 @@ FilePlace = tuple[str, int, str, int, int]
 
 @dataclass(frozen=True)
 class Stored:
-    """Describes a tensor to write, as far as it lies here.
+    """A tensor to write, with the chunks of it that this rank has.
 
     Attributes:
-        stand_in: Its shape, strides and dtype, on the meta device, without gaps.
-        chunks: What lies here of it; a chunk that several ranks have, one of them writes.
-        is_rank_0s: Whether only what rank 0 has is written.
+        stand_in: Tensor on the meta device with the shape, strides and dtype, without gaps.
+        chunks: This rank's chunks. If several ranks have a chunk, one of them writes it.
+        is_rank_0s: Whether only rank 0's chunks are written. If not, the chunks of all ranks are.
     """
 
     stand_in: Tensor
@@ -57,20 +60,30 @@ class Stored:
 
 
 def take_apart(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Stored]]:
-    """Returns the checkpoint with names in place of tensors, and what they name; copies little.
+    """Replaces the tensors of a nested checkpoint by names. `checkpoint` is not mutated.
 
-    A tensor's name is its path, "state_dict.net.weight". One that stands in several places (tied
-    weights) is named once. The smallest ones stay where they are.
+    A name is the path of keys, such as "state_dict.net.weight". A tensor that occurs several times
+    (tied weights) gets one name. Tensors of at most 1 KiB stay in the skeleton, and so do tensors
+    that are more than a flat list of elements, such as sparse ones.
+
+    Returns:
+        The skeleton, and name -> tensor. Strided tensors that stay in the skeleton are copied, the
+        others are not.
 
     Raises:
-        ValueError: For a tensor without data whose pieces are not known.
+        ValueError: For a tensor on the meta device that is not a stand-in of a `ShardedState`.
     """
     walk = _Walk(checkpoint)
     return walk.taken_apart(checkpoint, ()), walk.stored
 
 
 def put_together(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Returns the checkpoint with `tensors` in the places of their names."""
+    """Returns the nested checkpoint: the skeleton with tensors in place of their names.
+
+    Args:
+        skeleton: Skeleton that `take_apart` has returned. Its dicts are mutated.
+        tensors: Name -> tensor, for all names in the skeleton.
+    """
     if type(skeleton) in (list, tuple):
         return type(skeleton)(put_together(item, tensors) for item in skeleton)
     if type(skeleton) not in (dict, OrderedDict):
@@ -83,7 +96,14 @@ def put_together(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 class _Walk:
-    """Through a whole checkpoint; `stored` is what was found so far."""
+    """Walks once through a nested checkpoint for `take_apart`, and collects its tensors.
+
+    Args:
+        checkpoint: The whole checkpoint, whose `ShardedState` says which chunks this rank has.
+
+    Attributes:
+        stored: Name -> tensor, of the tensors found so far.
+    """
 
     def __init__(self, checkpoint: Mapping[str, Any]) -> None:
         self.stored: dict[str, Stored] = {}
@@ -101,7 +121,8 @@ class _Walk:
         if isinstance(value, ShardedState):
             value = dict(value)
         if type(value) in (dict, OrderedDict):
-            # Not value.copy(): a module's state dict carries its version as an attribute.
+            # `copy.copy` also copies attributes, such as `_metadata` of a module's state dict,
+            # which `value.copy()` would drop.
             copied = copy.copy(value)
             for key, item in value.items():
                 copied[key] = self.taken_apart(item, (*path, str(key)))
@@ -116,10 +137,11 @@ class _Walk:
             if id(value) not in self._chunks:
                 raise ValueError(
                     f"checkpoint['{'.'.join(path)}'] is a tensor without data (on the meta device)."
-                    " Put a copy of the state, or nothing, into the checkpoint."
+                    " Save a tensor with data under this key, or leave the key out."
                 )
             return self._named(value, path, self._chunks[id(value)], is_rank_0s=False)
-        # Subclasses, sparse and quantized tensors are more than flat numbers: they stay, pickled.
+        # Subclasses, sparse and quantized tensors are more than a flat list of elements, so they
+        # stay in the skeleton and are pickled.
         if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized:
             return value
         if _place(value) not in self._seen:
@@ -128,15 +150,16 @@ class _Walk:
 
     def _kept(self, value: Tensor, path: _Path) -> Any:
         if value.nbytes <= _SMALL_BYTES or value.is_conj() or value.is_neg():
-            # A copy: a view would take the buffer that it is a part of into the file.
+            # Cloned, because torch.save writes the whole storage that a view belongs to.
             return value.clone()
-        is_everybodys = _place(value) in self._parameters
-        return self._named(value, path, [Chunk(0, value)], is_rank_0s=not is_everybodys)
+        # Parameters are equal on all ranks, so writing them is divided among the ranks.
+        is_rank_0s = _place(value) not in self._parameters
+        return self._named(value, path, [Chunk(0, value)], is_rank_0s=is_rank_0s)
 
     def _named(
         self, value: Tensor, path: _Path, chunks: Sequence[Chunk], *, is_rank_0s: bool
     ) -> dict[str, str]:
-        """What stands for a tensor, which is stored by its name."""
+        """Adds a tensor to `stored`, and returns the dict that names it in the skeleton."""
         name = ".".join(path)
         while name in self.stored:
             name += "'"
@@ -145,6 +168,10 @@ class _Walk:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Returns a key that is equal for two tensors if they are the same view of memory.
+
+    Of tensors that have elements and lie on one device, only such views have equal keys.
+    """
     return tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride()
 
 
@@ -157,28 +184,29 @@ def write_tensors(
     finish: Callable[[list[FilePlace]], None],
     target: Path,
 ) -> None:
-    """Writes every rank's part of `tensors` into `folder`. Collective, blocks.
+    """Writes every rank's chunks of `tensors` into `folder`. Collective. Blocks.
 
-    Runs on the default process group. What `finish` raises, all ranks raise. Whatever is raised,
-    the folder is gone then.
+    Runs on the default process group. If writing or `finish` raises on any rank, all ranks raise
+    and the folder is removed.
 
     Args:
-        folder: On storage that all ranks share; what it holds is removed.
-        tensors: By name; a name that several ranks have is the same tensor.
-        finish: Called on rank 0, with the places of all chunks, when all tensors are written, and
-            what torch reads them by.
-        target: Named where writing fails.
+        folder: Temporary folder on storage that all ranks share. Rank 0 removes what is in it.
+        tensors: Name -> tensor. Ranks that have the same name have parts of the same tensor.
+        finish: Called on rank 0 with the places of all chunks, after all tensors and torch's
+            metadata are written.
+        target: Path of the checkpoint, for error messages.
     """
     with warnings.catch_warnings():
-        # Without a process group there is one rank, as it says.
+        # torch warns of saving without a process group, which is fine for one rank.
         warnings.filterwarnings("ignore", "torch.distributed is (unavailable|disabled)")
-        # torch 2.6 uses what it deprecates.
+        # torch 2.6 itself uses this deprecated class.
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")
         writer = _Writer(folder, finish, target)
         try:
             dcp.state_dict_saver.save(dict(tensors), storage_writer=writer, planner=_SavePlanner())
         except BaseException:
-            # No rank writes any more: they have agreed on it, or one of them is gone.
+            # Safe to remove: torch raises on all ranks together once one has failed, or a rank has
+            # died and the others have stopped writing.
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
@@ -189,30 +217,31 @@ def read_tensors(
     places: list[FilePlace],
     check_digests: bool = True,
 ) -> dict[str, Tensor]:
-    """Returns name -> the whole tensor on the CPU, shaped like its stand-in. Local.
+    """Reads whole tensors from a folder: name -> tensor on the CPU. Local.
 
     Needs memory for the result and two chunks.
 
     Args:
-        folder: That `write_tensors` has written.
-        stand_ins: Name -> shape, strides and dtype of what is to be read.
-        places: Of all chunks, as `finish` was told.
-        check_digests: Whether the bytes of each chunk must be those that were written.
+        folder: Folder that `write_tensors` has written.
+        stand_ins: Name -> meta tensor with the shape, strides and dtype of the tensor to read.
+        places: Places of all chunks, as `finish` got them.
+        check_digests: Whether to compare the bytes of each chunk with the written digest. Without
+            it a changed byte may go unnoticed.
 
     Raises:
-        ValueError: If the folder is not complete, or damaged.
-        Exception: Of other kinds, if what is in it makes no sense.
+        ValueError: If the folder is incomplete or damaged.
+        Exception: Of another type, such as KeyError, if the data in the folder is malformed.
     """
     tensors = {name: torch.empty_like(like, device="cpu") for name, like in stand_ins.items()}
     ends = dict.fromkeys(tensors, 0)
     for name, start, file, offset, length in sorted(places):
         path = folder / file
-        # A stranger's file may name others' files.
+        # The checkpoint may come from an untrusted source and name files outside its folder.
         is_here = path.parent == folder and path.is_file()
         if not is_here or path.stat().st_size < offset + length:
             raise files.CheckpointError(
-                f"{path} is missing or cut off, or checkpoint.pt is not of this checkpoint: it was"
-                " not copied in whole, or is damaged. Copy it again, or use an earlier one."
+                f"{path} is missing or cut off, or checkpoint.pt is not of this checkpoint. Copy"
+                " the folder again, or use an earlier one: it is damaged, or was copied in part."
             )
         if start == ends.get(name):
             with path.open("rb") as opened:
@@ -226,14 +255,18 @@ def read_tensors(
     for name, tensor in tensors.items():
         if ends[name] != tensor.numel():
             raise files.CheckpointError(
-                f"{folder} holds {ends[name]} of the {tensor.numel()} elements of '{name}': it is"
-                " damaged. Use an earlier checkpoint."
+                f"{folder} is damaged: it holds {ends[name]} of the {tensor.numel()} elements of"
+                f" '{name}'. Use an earlier checkpoint."
             )
     return tensors
 
 
 class _SavePlanner(dcp.default_planner.DefaultSavePlanner):
-    """Offers the chunks that lie here; the inherited part spreads what several ranks offer."""
+    """Plans to write this rank's chunks of each `Stored`, unless only rank 0's are written.
+
+    The base class removes duplicates: of several ranks that plan to write the same chunk, one is
+    chosen so that all ranks write about equally much.
+    """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -258,6 +291,7 @@ class _SavePlanner(dcp.default_planner.DefaultSavePlanner):
 
 
 def _cut(stored: Stored) -> Iterator[Chunk]:
+    """Yields this rank's chunks as flat tensors of at most `MAX_CHUNK_NUMEL` elements."""
     for chunk in stored.chunks:
         flat = as_flat(chunk.values, storage_strides(chunk.values))
         for start in range(0, flat.numel(), MAX_CHUNK_NUMEL):
@@ -276,6 +310,16 @@ def _write_item(name: str, stand_in: Tensor, chunk: Chunk) -> dcp.planner.WriteI
 
 
 class _Writer(dcp.filesystem.FileSystemWriter):
+    """torch's writer. Also removes old files, gives files unique names, and calls `finish`.
+
+    Rank 0 removes the old files before any rank writes, and calls `finish` after all have written.
+
+    Args:
+        folder: Same as the argument of `write_tensors`.
+        finish: Same as the argument of `write_tensors`.
+        target: Same as the argument of `write_tensors`.
+    """
+
     def __init__(
         self, folder: Path, finish: Callable[[list[FilePlace]], None], target: Path
     ) -> None:
@@ -285,8 +329,8 @@ class _Writer(dcp.filesystem.FileSystemWriter):
     @override
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
-            # Others may make the folder at the same time, so that it stays; they write only after
-            # rank 0 has planned.
+            # The folder itself is not replaced, since other ranks may create it at the same time.
+            # Removing files is safe: other ranks write only after rank 0 has planned.
             self._folder.mkdir(parents=True, exist_ok=True)
             for left in self._folder.iterdir():
                 with suppress(OSError):
@@ -297,7 +341,8 @@ class _Writer(dcp.filesystem.FileSystemWriter):
     def prepare_global_plan(self, plans: list[dcp.planner.SavePlan]) -> list[dcp.planner.SavePlan]:
         plans = super().prepare_global_plan(plans)
         for plan in plans:
-            # Of this save alone: a file of another, copied into the folder, has another name.
+            # File names are unique for each save, so that a file of another checkpoint that was
+            # copied into this folder is never taken for one of this checkpoint.
             plan.storage_data.prefix += f"{self.save_id}_"
         return plans
 
@@ -308,13 +353,14 @@ class _Writer(dcp.filesystem.FileSystemWriter):
 
     @override
     def finish(self, metadata: dcp.metadata.Metadata, results: list[list[Any]]) -> None:
-        # A folder of each host's own looks complete there, but lacks the others' files.
+        # Rank 0 runs this. If the folder is not on shared storage, it does not see the files of
+        # other hosts.
         places = [_place_of(one) for result in results for one in result]
         missing = sorted({file for _, _, file, *_ in places if not (self._folder / file).exists()})
         if missing:
             raise RuntimeError(
                 f"Rank 0 does not see {', '.join(missing)} in {self._folder}, which other ranks"
-                " have written: save to a folder that all hosts share, or leave out"
+                " have written. Save to a folder that all hosts share, or leave out"
                 " save_distributed_checkpoint=True."
             )
         with files.naming(self._target):

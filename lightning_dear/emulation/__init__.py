@@ -1,7 +1,7 @@
-"""Emulates a cluster on one Linux machine: a network namespace per host, shaped links.
+"""Emulates a cluster on one Linux machine: a network namespace for each host, and shaped links.
 
-Needs iproute2, and root: of this machine, or of namespaces of the user's own. Imports neither torch
-nor Lightning.
+Needs iproute2 and root, either real root or root of the user's own namespaces. Imports neither
+torch nor Lightning.
 """
 
 from lightning_dear.emulation.cluster import EmulatedCluster, EmulatedHost, remove_stale_namespaces

@@ -31,8 +31,8 @@ NAMESPACES = Path("/run/netns")
 
 MAX_HOSTS = 200
 
-# A small queue drops packets, TCP collapses, and the rig is what gets measured: at 1 Gb/s,
-# 16 MiB is 0.13 s of queue, and then an all-reduce runs within 10 % of the line rate.
+# With a small queue packets are dropped, and TCP's recovery would be measured instead of the
+# strategy. At 1 Gb/s, 16 MiB is 0.13 s of queue; an all-reduce then reaches 90 % of the rate.
 _QUEUE_MIB = 16
 _TBF_BURST = "64kb"
 
@@ -51,10 +51,10 @@ class EmulatedHost:
     """A host of a running `EmulatedCluster`; a plain record that may be pickled.
 
     Attributes:
-        index: Its place in the cluster, from 0.
-        namespace: Its name in `ip netns list`.
+        index: Number of the host in the cluster, from 0.
+        namespace: Name of its network namespace in `ip netns list`.
         address: IPv4 address, without prefix length.
-        interface: The interface that carries `address`; gloo's `GLOO_SOCKET_IFNAME`.
+        interface: Interface that has `address`; ranks get it as `GLOO_SOCKET_IFNAME`.
     """
 
     index: int
@@ -63,17 +63,17 @@ class EmulatedHost:
     interface: str
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """Return `argv` prefixed so that it runs on this host."""
+        """Return the command that runs `argv` on this host."""
         return ["ip", "netns", "exec", self.namespace, *argv]
 
     def wire_bytes(self) -> tuple[int, int]:
         """Return the bytes that the interface has sent and received since the cluster started.
 
-        The kernel's counters: payload and the headers of Ethernet, IP and TCP. A segmented packet
-        counts its headers once. May be called from inside the host or outside.
+        These kernel counters include payload and the headers of Ethernet, IP and TCP. A segmented
+        packet counts its headers once. Works inside the host and outside.
 
         Raises:
-            EmulationUnavailable: The cluster has ended.
+            EmulationUnavailable: If the cluster has ended.
         """
         argv = ["ip", "-n", self.namespace, "-s", "-j", "link", "show", "dev", self.interface]
         counters = json.loads(run(argv))[0]["stats64"]
@@ -82,29 +82,30 @@ class EmulatedHost:
 
 @dataclass(eq=False)
 class EmulatedCluster:
-    """Hosts with one link each into one switch: a context manager.
+    """Hosts that are linked by one switch; a context manager.
 
         with EmulatedCluster(num_hosts=2, rate_mbit=1000) as cluster:
             subprocess.run(cluster.hosts[0].command(["ping", "-c1", cluster.hosts[1].address]))
 
-    Entering creates the namespaces, leaving removes them and ends what runs in them, also after
-    an exception. What a killed process leaves, the next cluster on this machine removes.
+    Entering creates the namespaces. Leaving, also by an exception, kills all processes in them and
+    removes them. Namespaces of a process that was killed are removed by the next cluster on this
+    machine.
 
     Args:
         num_hosts: Number of hosts, 1 to 200.
         rate_mbit: Rate of each link and direction in 10^6 bits per second, as the kernel counts
-            them (with the headers of Ethernet, IP and TCP). None: not shaped.
+            them (with the headers of Ethernet, IP and TCP). None means no limit.
         mtu: Largest packet in bytes, on every interface.
         congestion_control: TCP's algorithm between hosts and within them, whatever this machine is
-            set to; it moves figures by up to a third. "cubic" is Linux's default.
-        socket_buffer_bytes: What a socket may hold of what it sends, at most, and half of what it
-            may hold of what it receives. None: as the kernel sets it.
+            set to; it changes figures by up to a third. "cubic" is Linux's default.
+        socket_buffer_bytes: Most bytes of a socket's send buffer, and half of the most bytes of its
+            receive buffer. None means the kernel's limits.
 
     Attributes:
         hosts: The hosts in order; empty while the cluster is not entered.
 
     Raises:
-        ValueError: An argument is out of range.
+        ValueError: If an argument is out of range.
     """
 
     num_hosts: int
@@ -115,31 +116,32 @@ class EmulatedCluster:
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_hosts <= MAX_HOSTS:
-            raise ValueError(f"num_hosts must be 1 to {MAX_HOSTS}, not {self.num_hosts}")
+            raise ValueError(f"num_hosts={self.num_hosts} is not valid. Choose 1 to {MAX_HOSTS}.")
         if self.rate_mbit is not None and not self.rate_mbit > 0:
             raise ValueError(
-                f"rate_mbit must be positive, or None for no limit, not {self.rate_mbit}"
+                f"rate_mbit={self.rate_mbit} is not valid. Choose a rate above 0, or None."
             )
         if not 576 <= self.mtu <= 65535:
-            raise ValueError(f"mtu must be 576 to 65535 bytes, not {self.mtu}")
+            raise ValueError(f"mtu={self.mtu} is not valid. mtu must be 576 to 65535 bytes.")
         most = self.socket_buffer_bytes
         if most is not None and not _LEAST_BUFFER <= most < 1 << 30:
             raise ValueError(
-                f"socket_buffer_bytes must be {_LEAST_BUFFER} to 2^30 - 1, or None for the kernel's"
-                f" own, not {most}"
+                f"socket_buffer_bytes={most} is not valid. socket_buffer_bytes must be"
+                f" {_LEAST_BUFFER} to 2^30 - 1, or None for the kernel's own."
             )
         self.hosts: tuple[EmulatedHost, ...] = ()
         self._namespaces: list[str] = []
 
     def __enter__(self) -> EmulatedCluster:
-        """Create the namespaces, links and shapes; takes some 0.1 s per host.
+        """Create the namespaces, links and rate limits. Takes about 0.1 s for each host.
 
         Raises:
-            EmulationUnavailable: Not root, iproute2 is missing, or the kernel refuses.
-            RuntimeError: The cluster is entered already.
+            EmulationUnavailable: If the user is not root, iproute2 is missing, or the kernel
+                refuses.
+            RuntimeError: If the cluster is entered already.
         """
         if self._namespaces:
-            raise RuntimeError("this cluster is entered already; make a second one")
+            raise RuntimeError("This cluster is entered already. Make another EmulatedCluster.")
         if reason := why_unavailable():
             raise EmulationUnavailable(reason)
         remove_stale_namespaces()
@@ -155,12 +157,15 @@ class EmulatedCluster:
         self._remove()
 
     def end_processes(self) -> None:
-        """Kill everything that runs on the hosts, whoever started it; block until it is gone."""
+        """Kill all processes on the hosts. Blocks until they have ended, for at most 5 s."""
         if left := end_processes_in(self._namespaces):
-            warnings.warn(f"processes {left} on the emulated cluster do not end", stacklevel=2)
+            warnings.warn(f"Processes {left} on the cluster do not end. Kill them.", stacklevel=2)
 
     def describe(self, ranks_per_host: int) -> str:
-        """Return in one line what figures measured here depend on; the cluster is entered."""
+        """Return one line on hosts, links and sockets, to head figures measured on this cluster.
+
+        The cluster must be entered.
+        """
         limits = (f"/proc/sys/net/ipv4/{name}" for name in ("tcp_wmem", "tcp_rmem"))
         buffers = run(self.hosts[0].command(["cat", *limits])).splitlines()
         most = [f"{int(buffer.split()[2]) / (1 << 20):g}" for buffer in buffers]
@@ -193,7 +198,7 @@ class EmulatedCluster:
         _ip(switch, f"link add {port} mtu {self.mtu} type veth peer {ends}")
         _ip(name, f"address add {host.address}/24 dev {host.interface}")
         for namespace, interface in ((name, host.interface), (switch, port)):
-            # Neighbour discovery would be counted as bytes; a kernel without IPv6 refuses.
+            # IPv6 neighbour discovery would count as sent bytes. A kernel without IPv6 refuses.
             with suppress(EmulationUnavailable):
                 _ip(namespace, f"link set {interface} addrgenmode none")
         _ip(name, f"link set {host.interface} up")
@@ -209,8 +214,8 @@ class EmulatedCluster:
         return host
 
     def _set_congestion_control(self, host: EmulatedHost) -> None:
-        # By the route: a namespace's own setting takes only what the machine allows everybody.
-        # The first leads to other hosts, the rest stay within this one.
+        # Set on each route, because the namespace's sysctl accepts only algorithms that the machine
+        # allows to all users. The first route leads to other hosts, the rest stay within this one.
         routes = (
             f"10.0.0.0/24 dev {host.interface} scope link src {host.address}",
             f"local {host.address} dev {host.interface} table local scope host src {host.address}",
@@ -223,14 +228,14 @@ class EmulatedCluster:
                 _ip(host.namespace, f"route change {route} {chosen}")
         except EmulationUnavailable as error:
             raise EmulationUnavailable(
-                f"TCP knows no congestion_control={self.congestion_control!r} here ({error}):"
-                " choose one of /proc/sys/net/ipv4/tcp_available_congestion_control"
+                f"TCP knows no congestion_control={self.congestion_control!r} here ({error})."
+                " Choose one of /proc/sys/net/ipv4/tcp_available_congestion_control"
             ) from None
 
     def _limit_socket_buffers(self, host: EmulatedHost) -> None:
         if self.socket_buffer_bytes is None:
             return
-        # Of what is received, half is for the window, and the rest for the kernel's own needs.
+        # The kernel uses half of a receive buffer for the window and the rest for bookkeeping.
         for name, usual, times in (("tcp_wmem", 16 << 10, 1), ("tcp_rmem", 128 << 10, 2)):
             most = times * int(self.socket_buffer_bytes)
             limits = f"{_LEAST_BUFFER} {min(usual, most)} {most}"
@@ -244,7 +249,7 @@ class EmulatedCluster:
 
 
 def remove_stale_namespaces() -> list[str]:
-    """Remove the namespaces of emulated clusters whose process has gone, and what runs in them.
+    """Remove namespaces of emulated clusters whose process is gone, and kill processes in them.
 
     Returns:
         Names of the removed namespaces.
@@ -259,7 +264,7 @@ def remove_stale_namespaces() -> list[str]:
 
 
 def processes_in(namespaces: Iterable[str]) -> list[int]:
-    """Return the numbers of all processes, but for this one, that run in one of the namespaces."""
+    """Return the ids of all processes, except this one, that run in one of the namespaces."""
     found: set[int] = set()
     for name in namespaces:
         command = ["ip", "netns", "pids", name]
@@ -269,14 +274,14 @@ def processes_in(namespaces: Iterable[str]) -> list[int]:
 
 
 def end_processes_in(namespaces: Iterable[str]) -> list[int]:
-    """Kill all processes in the namespaces; return those that are left after 5 s.
+    """Kill all processes in the namespaces; return the ids of those that are left after 5 s.
 
-    Finds children that have left their parent's session too, since a network namespace is
-    inherited by all that a process starts. Blocks until they are gone.
+    Also finds children that have left their parent's session, since every child inherits the
+    network namespace. Blocks until all have ended, for at most 5 s.
     """
     names = list(namespaces)
     deadline = time.monotonic() + _KILL_S
-    # Again and again, because a process may have started another one meanwhile.
+    # Repeated, because a process may start another one before it is killed.
     while (left := processes_in(names)) and time.monotonic() < deadline:
         for process in left:
             with suppress(ProcessLookupError):
@@ -293,6 +298,6 @@ def _delete_namespace(name: str) -> None:
     try:
         run(["ip", "netns", "delete", name])
     except EmulationUnavailable as error:
-        # Not there: never made, or removed by another process that found it stale.
+        # It may not exist: it was never made, or another process found it stale and removed it.
         if (NAMESPACES / name).exists():
-            warnings.warn(f"network namespace {name} is left behind: {error}", stacklevel=2)
+            warnings.warn(f"{name} remains ({error}). Run: ip netns delete {name}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Start one process per rank on the hosts of an emulated cluster, as torchrun does on real ones."""
+"""Starts a process for each rank on an emulated cluster's hosts, as torchrun does on real ones."""
 
 import math
 import os
@@ -15,10 +15,10 @@ from typing import IO
 from lightning_dear.emulation.cluster import EmulatedCluster, EmulatedHost
 
 HOST_VARIABLE = "LIGHTNING_DEAR_EMULATED_HOST"
-"""Set in every rank to the number of its host: tells that it runs inside an emulated cluster."""
+"""Variable that each rank on an emulated cluster has, with the number of its host."""
 
 RIG_VARIABLE = "LIGHTNING_DEAR_EMULATED_RIG"
-"""Set in every rank to what `emulated_rig` returns."""
+"""Variable that each rank on an emulated cluster has, with the text that `emulated_rig` returns."""
 
 _MASTER_PORT = 29500  # every cluster is a network of its own, so no port is taken
 _POLL_S = 0.05
@@ -28,7 +28,7 @@ _TAIL_LINES = 40
 
 
 def emulated_rig() -> str:
-    """Return the line that heads every table measured on emulated hosts; on others it is empty."""
+    """Return the line on hosts and links that heads tables measured here; empty on real hosts."""
     return os.environ.get(RIG_VARIABLE, "")
 
 
@@ -40,42 +40,42 @@ def run_on_cluster(
     env: Mapping[str, str] | None = None,
     cwd: str | None = None,
 ) -> int:
-    """Run a command once per rank, spread over the hosts; block until all have ended.
+    """Run a command once for each rank, spread over the hosts. Blocks until all ranks have ended.
 
     Ranks find each other through the variables that torchrun sets (`RANK`, `LOCAL_RANK`,
     `WORLD_SIZE`, `MASTER_ADDR`, ...), and `GLOO_SOCKET_IFNAME`. Rank 0 writes to this process's
-    stdout and stderr. The end of what the others write is printed if the run fails. When a rank
-    fails, the others have 5 s to say so and to end, then they are killed, with everything else that
-    runs on the cluster. Ctrl-C, or the signal whose exit code a KeyboardInterrupt names, goes to
-    all ranks, with the same 5 s. When the thread that called this is killed, the kernel kills the
-    ranks.
+    stdout and stderr. The last lines of another rank are printed if it fails. When a rank fails,
+    the others have 5 s to end, and then all processes on the cluster are killed. A
+    KeyboardInterrupt sends SIGINT, or the signal whose exit code is its argument, to all ranks,
+    with the same 5 s. When the calling thread is killed, the kernel kills the ranks.
 
     Args:
         cluster: A cluster that is entered.
         argv: Program and arguments, the same on every rank.
-        ranks_per_host: Ranks on each host; rank r runs on host r // ranks_per_host.
-        env: Variables for all ranks, over those of this process and those set here.
-        cwd: Folder in which the ranks start; None: this process's.
+        ranks_per_host: Number of ranks on each host; rank r runs on host r // ranks_per_host.
+        env: Variables for all ranks; they override those of this process and those set here.
+        cwd: Folder in which the ranks start. None means this process's folder.
 
     Returns:
-        0; else the first failed rank's code, or 128 + a signal's number.
+        0 if all ranks ended with 0, otherwise the exit code of the first failed rank, or 128 plus
+        the number of the signal that killed it.
 
     Raises:
-        RuntimeError: The cluster is not entered.
-        ValueError: `ranks_per_host` is not positive.
-        KeyboardInterrupt: Once more, when all ranks have ended.
+        RuntimeError: If the cluster is not entered.
+        ValueError: If `ranks_per_host` is not positive.
+        KeyboardInterrupt: If this process was interrupted; raised when all ranks have ended.
     """
     if not cluster.hosts:
-        raise RuntimeError("enter the cluster first: with EmulatedCluster(...) as cluster")
+        raise RuntimeError("The cluster is not entered. Use: with EmulatedCluster(...) as cluster")
     if ranks_per_host < 1:
-        raise ValueError(f"ranks_per_host must be at least 1, not {ranks_per_host}")
+        raise ValueError(f"ranks_per_host={ranks_per_host} is not valid. Choose 1 or more.")
     variables = {RIG_VARIABLE: cluster.describe(ranks_per_host), **(env or {})}
     ranks: list[_Rank] = []
     with ExitStack() as outputs:
         try:
             for rank in range(len(cluster.hosts) * ranks_per_host):
                 told = {**_variables(cluster.hosts, rank, ranks_per_host), **variables}
-                # Killed with this process, even where it cannot end them any more.
+                # The kernel kills the rank when this process ends, even if that is by SIGKILL.
                 bound = ["setpriv", "--pdeathsig", "KILL", *argv]
                 command = cluster.hosts[rank // ranks_per_host].command(bound)
                 output = outputs.enter_context(TemporaryFile()) if rank else None
@@ -97,7 +97,7 @@ def run_on_cluster(
 def _started(
     command: Sequence[str], variables: Mapping[str, str], cwd: str | None, output: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
-    # Ctrl-C reaches this process, which hands it on to each rank once: they have a session each.
+    # Each rank has its own session, so that Ctrl-C reaches only this process, which passes it on.
     env = {**os.environ, **variables}
     return subprocess.Popen(
         command, env=env, cwd=cwd, stdout=output, stderr=output, start_new_session=True
@@ -106,14 +106,14 @@ def _started(
 
 @dataclass
 class _Rank:
-    """A started process; what it writes goes to `output`, or is heard."""
+    """A started rank. None as its output means this process's stdout and stderr."""
 
     number: int
     process: subprocess.Popen[bytes]
     output: IO[bytes] | None
 
     def ending(self) -> int:
-        """Say how it failed; return the exit code for all."""
+        """Print how this rank failed; return the exit code of the whole run."""
         code = self.process.returncode
         killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
         how = killed or f"exited with code {code}"
@@ -121,7 +121,7 @@ class _Rank:
         return int(code if code > 0 else 128 - code)
 
     def print_tail(self) -> None:
-        """Print how its output ends, if it failed and was not heard."""
+        """Print the last lines of this rank's output, if it failed and has an output file."""
         if self.output is None or not self.process.returncode:
             return
         self.output.seek(max(0, self.output.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -145,7 +145,7 @@ def _variables(hosts: Sequence[EmulatedHost], rank: int, ranks_per_host: int) ->
         "MASTER_ADDR": hosts[0].address,
         "MASTER_PORT": _MASTER_PORT,
         "GLOO_SOCKET_IFNAME": hosts[node].interface,
-        # By this name torch and Lightning know that somebody else has started the ranks.
+        # From this variable torch and Lightning know that a launcher has started the ranks.
         "TORCHELASTIC_RUN_ID": "emulated",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", num_threads),
         HOST_VARIABLE: node,
@@ -154,7 +154,7 @@ def _variables(hosts: Sequence[EmulatedHost], rank: int, ranks_per_host: int) ->
 
 
 def _watch(ranks: Sequence[_Rank]) -> int:
-    """Wait until all have ended, or one has failed and its grace is over."""
+    """Block until all ranks have ended, or 5 s after one has failed; return the exit code."""
     code, end_s, is_running = 0, math.inf, True
     while is_running and time.monotonic() < end_s:
         time.sleep(_POLL_S)
@@ -166,12 +166,12 @@ def _watch(ranks: Sequence[_Rank]) -> int:
 
 
 def _is_running(ranks: Sequence[_Rank]) -> bool:
-    """Whether one of them does; looks at each."""
+    """Whether a rank still runs. Polls every rank, so that each has its return code."""
     return None in [rank.process.poll() for rank in ranks]
 
 
 def _interrupt(ranks: Sequence[_Rank], number: int) -> None:
-    # A second Ctrl-C ends the grace.
+    # A second Ctrl-C ends the 5 s early.
     with suppress(KeyboardInterrupt):
         for rank in ranks:
             rank.process.send_signal(number)

@@ -1,4 +1,4 @@
-"""Run `ip` and `tc`, and say in one sentence why they cannot do what was asked."""
+"""Runs `ip` and `tc`, and turns their failures into one message."""
 
 import os
 import shutil
@@ -7,16 +7,17 @@ import sys
 from collections.abc import Sequence
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "setpriv": "util-linux", "unshare": "util-linux"}
-"""Programs that the emulation runs, and what they belong to."""
+"""Programs that the emulation runs -> package that contains them."""
 
-# `ip netns` keeps names in /run/netns, where users may not write.
+# `ip netns` writes to /run/netns, where only root may; so the user's namespace mounts its own.
 _OWN_RUN = (
     "mount -t tmpfs none /run/netns 2>&- || { mount -t tmpfs none /run && mkdir /run/netns; }"
 )
 _OWN_NAMESPACES = ("unshare", "--user", "--map-root-user", "--net", "--mount")
 
 AS_OWN_ROOT = (*_OWN_NAMESPACES, "sh", "-c", f'{_OWN_RUN} && exec "$@"', "sh")
-"""Before a command: runs it as root of namespaces of its own. Outside it has its user's rights."""
+"""Prefix of a command that runs it as root of new namespaces. Outside of these it has only the
+user's rights."""
 
 _COMMAND_TIMEOUT_S = 30.0
 
@@ -26,22 +27,22 @@ class EmulationUnavailable(RuntimeError):
 
 
 def why_unavailable(*, as_own_root: bool = False) -> str | None:
-    """Say what this machine lacks for an emulated cluster; None if nothing obvious.
+    """Return what this machine lacks for an emulated cluster. None means that nothing is missing.
 
-    Looks at the system, the user and the installed programs, and changes nothing: a kernel or a
-    container that forbids namespaces to root shows only when a cluster is set up.
+    Checks the system, the user and the installed programs, and changes nothing. A kernel or a
+    container that forbids namespaces even to root is noticed only when a cluster is set up.
 
     Args:
-        as_own_root: Whether users other than root may be `AS_OWN_ROOT`, if the kernel lets them.
+        as_own_root: Whether a user other than root may use `AS_OWN_ROOT`, if the kernel allows it.
     """
     if sys.platform != "linux":
-        return f"an emulated cluster needs Linux, not {sys.platform}"
+        return f"an emulated cluster needs Linux, not {sys.platform}: run this on a Linux machine"
     if os.geteuid() != 0 and not as_own_root:
         return "an emulated cluster needs root, to create network namespaces: use sudo"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         packages = " and ".join(dict.fromkeys(TOOLS[tool] for tool in missing))
-        return f"an emulated cluster needs {' and '.join(missing)}: install {packages}"
+        return f"an emulated cluster needs {' and '.join(missing)}, not found: install {packages}"
     if os.geteuid() != 0:
         try:
             run([*AS_OWN_ROOT, "true"])
@@ -57,13 +58,13 @@ def why_unavailable(*, as_own_root: bool = False) -> str | None:
 
 
 def run(argv: Sequence[str]) -> str:
-    """Run one command and return what it printed.
+    """Run one command and return its stdout.
 
     Args:
         argv: Program and arguments; no shell interprets them.
 
     Raises:
-        EmulationUnavailable: The command cannot be started, fails or takes too long.
+        EmulationUnavailable: If the command cannot be started, fails or takes too long.
     """
     command = " ".join(argv)
     try:
@@ -71,9 +72,9 @@ def run(argv: Sequence[str]) -> str:
             argv, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False
         )
     except FileNotFoundError:
-        raise EmulationUnavailable(f"`{command}`: {argv[0]} is not installed") from None
+        raise EmulationUnavailable(f"`{command}`: {argv[0]} is missing. Install it") from None
     except subprocess.TimeoutExpired:
-        raise EmulationUnavailable(f"`{command}` took over {_COMMAND_TIMEOUT_S:g} s") from None
+        raise EmulationUnavailable(f"`{command}` took {_COMMAND_TIMEOUT_S:g} s. Retry") from None
     if done.returncode != 0:
-        raise EmulationUnavailable(f"this machine refused `{command}`: {done.stderr.strip()}")
+        raise EmulationUnavailable(f"refused `{command}`, try it as root: {done.stderr.strip()}")
     return done.stdout

@@ -24,7 +24,7 @@ from lightning_dear.engine.whole_gradients import WholeGradients
 from lightning_dear.exchange import Exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.sparse.figures import figures_of
-from lightning_dear.optimizers.sharded import OptimizerShards
+from lightning_dear.optimizers.sharded import SteppedPieces
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, check_plan
 
@@ -35,7 +35,8 @@ _NORM_TAG = 1 << 19
 class ActivePlan:
     """Everything that one plan of one optimizer needs, until the next plan or the end.
 
-    `PlanLifecycle` makes it. The step calls its parts in the order in which they stand here.
+    `PlanLifecycle` makes it. A step uses `collector`, `round`, `whole_gradients` (if the user asks
+    for mean gradients) and `gatherer`, in this order.
 
     Attributes:
         plan: The plan, equal on all ranks.
@@ -43,8 +44,9 @@ class ActivePlan:
         collector: Copies gradients into buckets.
         round: Reduces full buckets to the means of their owners' shards.
         whole_gradients: Shows mean gradients in `.grad`, and takes them back.
-        gatherer: Gathers what was stepped, and makes reads wait for it.
-        exchange: Launches the messages of buckets in both halves.
+        gatherer: Gathers stepped parameters (or mean gradients), and makes reads of parameters
+            wait.
+        exchange: Launches the messages of buckets in the reduce half and in the gather half.
     """
 
     plan: BucketPlan
@@ -58,15 +60,17 @@ class ActivePlan:
     def encoding_figures(self) -> dict[str, Tensor | float]:
         """Figures of the compressor, by name. Empty without a compressor.
 
-        Local. Blocks only for the device, if `OkTopk(mode="static")` has counts there.
+        Local. Does not block, except for the device if `OkTopk(mode="static")` has counts there.
 
-        - "compression_ratio": bytes of both halves without a compressor, over bytes with it. Sparse
-          all-reduces send another number in each step; theirs is the usual ratio.
+        - "compression_ratio": bytes of both halves without a compressor, over bytes with it. A
+          sparse all-reduce sends another number of bytes in each step; its ratio is the usual one.
         - "residual_norm": 2-norm of what this rank's encoding has left out so far. With error
           feedback at a rate, residuals are divided by that rate. In sparse all-reduces values that
-          were sent do not count, although their owners may return some.
+          were sent do not count, although their owners may return some. Missing if the compressor
+          keeps no residuals.
         - "lag": 2-norm of the difference between this rank's shards and their replicas, over the
-          2-norm of the shards. Only of buckets that have arrived.
+          2-norm of the shards. Only buckets that are not being gathered count. Missing if replicas
+          equal their shards, since the compressor encodes no differences of parameters.
         - Sparse all-reduces: also the figures of their last step, see `figures_of`.
         """
         exchange = self.exchange
@@ -88,8 +92,8 @@ class ActivePlan:
     def global_norm(self, pieces: Sequence[Piece], norm_type: float) -> Tensor:
         """Norm of the whole mean gradient, to which each rank adds its pieces. Collective, blocks.
 
-        Equal on all ranks bit by bit, since every rank adds in rank order. It differs from
-        `torch.nn.utils.clip_grad_norm_` only in the order of summation.
+        Equal on all ranks bit by bit, since every rank adds in rank order. It is the norm that
+        `torch.nn.utils.clip_grad_norm_` computes, except for the order of summation.
 
         Args:
             pieces: This rank's pieces, with mean gradients in `.grad` of their `parameter`.
@@ -100,7 +104,7 @@ class ActivePlan:
         """
         collectives, like = self.exchange.collectives, self.flat.buckets[0].shard
         num_ranks, rank = collectives.world.size, collectives.world.rank
-        # All ranks have the pieces of all-reduced buckets. Only one rank may count each.
+        # All ranks have the pieces of all-reduced buckets. Each piece is counted by one rank only.
         gradients = [
             piece.parameter.grad
             for piece in pieces
@@ -119,18 +123,21 @@ class ActivePlan:
     def sync_replicas(self) -> None:
         """Makes lagging replicas equal to their owners' shards. Collective, blocks.
 
-        No bucket may be pending.
+        Replicas lag behind if the compressor encodes differences of parameters (`Role.lags`). Does
+        nothing for other buckets. No bucket may be pending.
         """
         for bucket in self.flat.buckets:
             self.exchange.sync(bucket)
 
-    def unscale(self, unscale: Callable[[Optimizer], None], shards: OptimizerShards) -> None:
+    def unscale(self, unscale: Callable[[Optimizer], None], shards: SteppedPieces) -> None:
         """Calls a GradScaler's `unscale_` on this rank's pieces. Collective, blocks.
 
-        If one rank has inf or nan in its pieces, the scalers of all ranks find inf.
+        If any rank has inf or nan in its pieces, the scalers of all ranks find inf, so that all
+        ranks skip the step.
 
         Args:
-            unscale: Divides the optimizer's gradients, and looks for inf and nan in them.
+            unscale: Divides the gradients of an optimizer by the loss scale, and looks for inf and
+                nan in them.
             shards: This rank's pieces, whose gradients are mutated.
         """
         like = self.flat.buckets[0].shard
@@ -138,14 +145,20 @@ class ActivePlan:
         if gradients := shards.gradients:
             overflow.copy_(~torch.isfinite(_norms(gradients, math.inf)).all())
         self.exchange.collectives.launch_max(overflow).wait()
-        # A scaler only looks at gradients, and needs one. This one tells it of other ranks' inf.
+        # A scaler reads nothing but gradients, and raises without any. The gradient of this extra
+        # tensor is inf if any rank has found inf or nan.
         vote = torch.zeros(1, dtype=like.dtype, device=like.device)
         vote.grad = torch.where(overflow.bool(), math.inf, 0.0).to(like.dtype)
         with shards.on_shards(vote):
             unscale(shards.optimizer)
 
     def release(self) -> Sequence[Parameter]:
-        """Removes hooks and gates. Returns the parameters that are still views of `flat`."""
+        """Removes forward pre-hooks and gates, and ends the round's thread. Local.
+
+        Returns:
+            The parameters that are still views of `flat`. The user has replaced the `data` of the
+            others.
+        """
         self.gatherer.detach()
         self.round.release()
         return [one.parameter for one in self.flat.placements if not one.was_replaced()]
@@ -162,11 +175,12 @@ class Recording:
     Attributes:
         tensors: Each parameter as a planner sees it, with its place in the order of first reads and
             in the order of gradients.
-        expected: For each parameter how often its gradient hook is called in one backward.
+        expected: For each parameter how often its gradient hook is called in one backward. 1 for a
+            parameter without a gradient in the recorded step.
         ungated: This rank's own `ForwardRecorder.ungated`.
         codecs: For each parameter its codec. None means no codec. Tensors with different codecs
             never share a bucket.
-        seed: Seed of torch's random numbers.
+        seed: Rank 0's `torch.initial_seed()`, for compressors that draw random numbers.
     """
 
     tensors: list[TensorSpec]
@@ -179,16 +193,16 @@ class Recording:
     def agreed(
         cls, trained: TrainedParameters, collectives: Collectives, options: ExchangeOptions
     ) -> Recording:
-        """Makes all ranks use rank 0's order of reads and gradients, and rank 0's seed.
+        """Makes a recording with rank 0's order of reads and gradients, and rank 0's seed.
 
-        Collective, blocks.
+        Collective, blocks. Other ranks' orders are not used, except for `ungated`.
         """
         names, parameters, recorder = trained.names, trained.parameters, trained.recorder
         own = recorder.first_use, recorder.gradients, torch.initial_seed()
         first_use, gradients, seed = collectives.all_gather_object(own)[0]
         named = list(zip(names, parameters, strict=True))
         codecs = [options.codec_of(name, parameter.ndim) for name, parameter in named]
-        # Without any gradient, backward is assumed to go through the parameters in reverse.
+        # If the step had no gradient, backward is assumed to go through parameters in reverse.
         order = list(gradients) or range(len(parameters) - 1, -1, -1)
         ready = {index: turn for turn, index in enumerate(order)}
         specs = [
@@ -211,7 +225,8 @@ class Recording:
 
         Raises:
             ValueError: If ranks have different plans, or the plan is for another model or number of
-                ranks, or has too many buckets, or mixes votes with uncompressed buckets.
+                ranks, or has more than `MAX_BUCKETS` buckets, or leaves buckets uncompressed
+                although the compressor votes.
         """
         if any(other != plan for other in collectives.all_gather_object(plan)):
             raise ValueError(
@@ -246,12 +261,14 @@ class Recording:
 def audit(trained: TrainedParameters, active: ActivePlan) -> ReadMode:
     """A context in which reading a parameter that is still being gathered raises.
 
-    It also sees reads that no gate sees, under `no_grad` and through `.data`. Without it only
-    `ParameterGatherer.check_was_complete` guards those, and only if they take part in backward.
-    Slow, since it checks the arguments of every torch function.
+    It also sees reads that no gate sees, under `no_grad` and through `.data`. Without this context
+    such reads return old values. Only `ParameterGatherer.check_was_complete` finds them then, and
+    only if they take part in backward. Slow, since it checks the arguments of every torch function.
 
     Raises:
-        RuntimeError: At such a read, or a read on a CUDA stream that does not wait for gathers.
+        RuntimeError: When such a parameter is read. Also when a parameter of `trained` is read on a
+            CUDA stream that does not wait for gathers: no recorded forward has read parameters on
+            it, and no step has run on it.
     """
     index_of = {id(parameter): index for index, parameter in enumerate(trained.parameters)}
 

@@ -2,8 +2,8 @@
 
 While a parameter of a module is being gathered, an instance of a dict subclass replaces the
 module's `_parameters`. Any read or write through it (`self.weight`, `parameters()`, `state_dict()`,
-`to()`) first blocks until the module's parameters have arrived. Then the module's own dict is put
-back, so that later reads cost nothing.
+`to()`) first blocks until all parameters in that dict have arrived. Then the module's own dict is
+put back, so that later reads cost nothing. Reads in C, such as TorchScript's, do not wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ get items values copy pop popitem setdefault update clear
 
 
 def _opening(name: str) -> Any:
-    """Makes a method that opens the gate, and then calls the plain dict's method `name`."""
+    """Makes a method that opens the gates, which may block, and calls the plain dict's `name`."""
 
     def call(self: ParameterGate, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._opened(), name)(*args, **kwargs)
@@ -33,9 +33,10 @@ def _opening(name: str) -> Any:
 
 
 class ParameterGate(dict[str, Any]):
-    """Replaces `module._parameters` while a `ModuleGate` of that module is closed.
+    """Dict that replaces `module._parameters` while a `ModuleGate` of that module is closed.
 
-    It holds the same items, so that reads in C find the right tensors, though without a wait.
+    It holds the same items, so that reads in C find the right tensors, though without a wait: the
+    tensors may still have old values then.
 
     Args:
         plain: The module's own dict, which gets all writes.
@@ -57,11 +58,12 @@ class ParameterGate(dict[str, Any]):
         return self.plain
 
     def __iter__(self) -> Iterator[str]:
-        # With an `__iter__` of the subclass, dict(gate) and {**gate} call `__getitem__`, and wait.
+        # Without an `__iter__` of the subclass, dict(gate) and {**gate} would copy in C, without a
+        # wait. With it they call `__getitem__`, which waits.
         return iter(self.plain)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copied or pickled module has complete parameters, and so an ordinary dict.
+        # Waits first. A copied or pickled module then has new values, and an ordinary dict.
         return dict, (dict(self._opened()),)
 
 
@@ -70,7 +72,10 @@ for _name in _READ_OR_WRITE.split():
 
 
 def plain_parameters(module: Module) -> dict[str, Any]:
-    """The module's own dict of parameters, read without a wait. For TorchScript it is a copy."""
+    """Returns the module's own dict of parameters, without a wait, also if a gate is closed.
+
+    The values of the parameters may be old then. For TorchScript's modules the dict is a copy.
+    """
     parameters: Any = private_names.PARAMETERS.of(module)
     if isinstance(parameters, ParameterGate):
         return parameters.plain
@@ -78,7 +83,10 @@ def plain_parameters(module: Module) -> dict[str, Any]:
 
 
 def owners(module: Module, parameters: Sequence[Parameter]) -> dict[Module, dict[str, int]]:
-    """Submodules that own any of `parameters` -> name there -> index in `parameters`."""
+    """Returns: submodule that owns any of `parameters` -> name in it -> index in `parameters`.
+
+    Waits for no parameter. `module` itself counts as a submodule.
+    """
     indices = {id(parameter): index for index, parameter in enumerate(parameters)}
     found = {
         part: {
@@ -92,27 +100,34 @@ def owners(module: Module, parameters: Sequence[Parameter]) -> dict[Module, dict
 
 
 def has_gate(module: Module) -> bool:
-    """Whether the module can have a gate. TorchScript's modules cannot: they have no such dict."""
+    """Whether the module can have a gate: its `_parameters` is a dict, unlike in TorchScript."""
     return isinstance(private_names.PARAMETERS.of(module), dict)
 
 
 class ModuleGate:
-    """Makes reads of one module's parameters call a function while the gate is closed.
+    """Makes reads of one module's parameters call a function while this gate is closed.
+
+    A module may have several gates. They share one `ParameterGate`.
 
     Args:
         module: Module that can have a gate, see `has_gate`.
-        wait: Called at a read or write. Must open the gate, and may block before.
     """
 
-    __slots__ = ("_spare", "_vars", "_wait")
+    __slots__ = ("_spare", "_vars")
 
-    def __init__(self, module: Module, wait: Callable[[], None]) -> None:
-        self._vars, self._wait = module.__dict__, wait
-        # The `ParameterGate` of the last time. Using it again takes half as long as making one.
+    def __init__(self, module: Module) -> None:
+        self._vars = module.__dict__
+        # The `ParameterGate` that `close` has made before. Using it again takes half as long as
+        # making a new one.
         self._spare: ParameterGate | None = None
 
-    def close(self) -> None:
-        """Lets reads and writes call `wait` from now on. Idempotent."""
+    def close(self, wait: Callable[[], None]) -> None:
+        """Lets reads and writes call `wait` until `open`. Does not block. Idempotent.
+
+        Args:
+            wait: Called at each read or write while this gate is closed. Must call `open`, and may
+                block before.
+        """
         present, spare = self._vars[_PARAMETERS], self._spare
         if type(present) is not ParameterGate:
             if spare is not None and spare.plain is present:
@@ -121,10 +136,13 @@ class ModuleGate:
             else:
                 spare = self._spare = ParameterGate(present)
             self._vars[_PARAMETERS] = present = spare
-        present.closed[self] = self._wait
+        present.closed[self] = wait
 
     def open(self) -> None:
-        """Lets reads go on. The last gate of the module restores the plain dict. Idempotent."""
+        """Lets reads go on without calling `wait`. Does not block. Idempotent.
+
+        Once no gate of the module is closed, `module._parameters` is the plain dict again.
+        """
         present = self._vars.get(_PARAMETERS)
         if type(present) is ParameterGate:
             present.closed.pop(self, None)

@@ -21,36 +21,44 @@ def _references_of_a_local() -> int:
 
 
 _OF_A_LOCAL = _references_of_a_local()
-"""What `getrefcount` returns for an object that one local variable refers to. It differs between
-versions of Python."""
+"""What `getrefcount` returns for an object that only one local variable refers to. It differs
+between versions of Python."""
 
 
 def _most_held(bucket: Bucket) -> int:
-    """Number of elements up to which a gradient is held, and copied when its bucket is full."""
+    """Number of elements up to which a gradient is held until its bucket is full.
+
+    Then all held gradients are copied into the bucket by one call. A longer gradient is copied into
+    it as soon as autograd has produced it.
+    """
     if saves_calls(bucket.parameters.device):
-        # Holding all gradients of a large bucket would take much memory.
+        # On an accelerator each call costs a kernel launch. But to hold all gradients of a large
+        # bucket would take much memory.
         return 1 << (20 if bucket.parameters.numel() > 1 << 24 else 24)
-    # To copy a longer one takes longer than a call, and it would have left the cache by then.
+    # On a CPU, copying a gradient longer than this takes longer than the call that is saved. Held
+    # until later it would have left the cache.
     return 1 << 12
 
 
 class GradientCollector:
-    """Copies gradients, times the round's weight, into buckets, and tells the round of full ones.
+    """Copies gradients into buckets, times `Weight.scale`, and marks full buckets in the round.
 
-    The step's gradient hooks call it in backward. It is the only writer of buckets that knows
-    `.grad`; it knows nothing of optimizers and plans to come.
+    The step's gradient hooks call it in backward. It reads `.grad`, and knows nothing of
+    optimizers and plans to come.
 
     A hook may be called several times for one parameter in one backward. The gradient is taken at
-    the last call, counted as in the recorded step. Small gradients are held until their bucket is
-    full, and then copied by one call. A gradient that comes after its bucket was launched is late.
-    It stays in `.grad` for another round.
+    the last of these calls; their number is known from the recorded step. Small gradients are held
+    until their bucket is full, and then copied by one call.
+
+    A gradient is late if it comes after its bucket was launched. On gloo it stays in `.grad` for
+    another round. On NCCL it is refused.
 
     Args:
         flat: The buckets, and where each gradient lies in them.
         names: Names of the parameters, for messages.
         expected: For each parameter how often its hook is called in one backward, as recorded.
         plan: Gives the order in which buckets are launched.
-        bucket_round: The round that launches buckets and says which were launched.
+        bucket_round: The round that launches buckets and knows which were launched.
         collectives: Has the streams of the device.
     """
 
@@ -69,7 +77,7 @@ class GradientCollector:
         self._num_tensors = [len(bucket.spec.slices) for bucket in flat.buckets]
         turns = {number: turn for turn, number in enumerate(plan.reduce_order)}
         # For each parameter: how many buckets are launched before the first bucket that holds it.
-        # Once more buckets than that are launched, its gradient is late.
+        # Once more buckets than that are launched, a gradient of the parameter is late.
         self._turns = [min(map(turns.__getitem__, one.buckets)) for one in flat.placements]
         most = [_most_held(bucket) for bucket in flat.buckets]
         self._may_be_held = [
@@ -79,15 +87,16 @@ class GradientCollector:
         self.begin()
 
     def begin(self) -> None:
-        """Begins a round, whose buckets hold no gradient yet."""
+        """Begins a round: forgets which gradients were taken. Buckets count as empty."""
         # For each parameter: calls of its hook, and whether its gradient was taken.
         self._num_calls = [0] * len(self._placements)
         self._is_collected = [False] * len(self._placements)
-        # For each bucket: tensors whose gradient was not taken yet.
+        # For each bucket: number of tensors whose gradient was not taken yet.
         self._num_missing = list(self._num_tensors)
-        # Bucket number -> (view of the bucket, gradient), copied by one call once it is full.
+        # Bucket number -> (view of the bucket, gradient) of each held gradient of the bucket.
         self._held: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        # Gradients that other streams may still read, so that their memory is not reused yet.
+        # Gradients that were copied, but that a stream may still read: their memory must not be
+        # reused before the round ends.
         self._kept: list[Tensor] = []
 
     # --- in backward ----------------------------------------------------------------------------
@@ -95,9 +104,12 @@ class GradientCollector:
     def on_gradient(self, index: int) -> None:
         """Takes the `.grad` of parameter `index`, at the last call expected for it in a backward.
 
+        Takes nothing at earlier calls, nor if the gradient is late, nor if means of an earlier
+        round of the step are there. Then `.grad` keeps it for `collect_rest`.
+
         Raises:
-            RuntimeError: If the gradient is late on NCCL. There ranks do not read flags, which
-                would block the host, so other ranks would not learn of another round.
+            RuntimeError: If the gradient is late on NCCL. To read flags would block the host there,
+                so other ranks would not learn of another round. Also if the gradient is sparse.
         """
         if self._round.has_means or len(self._round.launched) > self._turns[index]:
             self._check_may_be_late(index)
@@ -124,7 +136,7 @@ class GradientCollector:
         parameter, home = placement.parameter, placement.gradient
         gradient, is_first = parameter.grad, not self._is_collected[index]
         if gradient is None:
-            # A hook has cleared it. DistributedDataParallel averages zeros then.
+            # A hook has cleared `.grad`. DistributedDataParallel averages zeros then.
             gradient = torch.zeros_like(parameter)
         if gradient.is_sparse:
             raise RuntimeError(
@@ -133,7 +145,8 @@ class GradientCollector:
             )
         if home is not None:
             parameter.grad = None
-            # Other code that refers to the gradient could change it before the bucket is full.
+            # A gradient that other code refers to is copied at once: that code could change it
+            # before the bucket is full.
             is_ours = not gradient.requires_grad and getrefcount(gradient) <= _OF_A_LOCAL
             if not is_first:
                 self._copy_held(placement.buckets[0])
@@ -152,29 +165,34 @@ class GradientCollector:
                     self._round.mark_full(number)
 
     def _copy_held(self, number: int) -> None:
-        """Copies the held gradients of bucket `number` into it, scaled."""
+        """Copies the held gradients of bucket `number` into it, times `Weight.scale`.
+
+        Does nothing if none is held.
+        """
         if (held := self._held.pop(number, None)) is None:
             return
         scale = self._round.weight.scale
         self._collectives.streams.follow(self._round.written_on)
         homes, gradients = map(list, zip(*held, strict=True))
-        # Both ways give the same bits. `_foreach_mul_` would not: on a CPU it rounds the factor.
+        # Both branches give the same bits as `torch.mul`. The in-place `_foreach_mul_` would not:
+        # on a CPU it rounds the factor.
         if len(held) == self._num_tensors[number]:
             torch._foreach_copy_(homes, gradients)
             self._buckets[number].gradients.mul_(scale)
         else:
             torch._foreach_copy_(homes, torch._foreach_mul(gradients, scale))
-        # With several streams, freed memory could be overwritten while this copy still reads it.
+        # With several streams, freed memory of gradients could be overwritten by another stream
+        # while this copy still reads it. `begin` frees it.
         streams = self._round.written_on | self._collectives.streams.readers
         self._kept += gradients if len(streams) > 1 else []
 
     # --- after backward -------------------------------------------------------------------------
 
     def collect_rest(self) -> list[int]:
-        """Takes gradients that no hook call has taken, and writes zeros where there is none.
+        """Takes gradients that no hook call has taken, and writes zeros where there is no gradient.
 
-        Clears `.grad` of parameters whose gradients lie in buckets. Afterwards all buckets may be
-        launched.
+        Late gradients stay in `.grad`. For others, `.grad` becomes None if they have a place in a
+        bucket. Afterwards all buckets may be launched.
 
         Returns:
             This rank's flag for each parameter: UNUSED, USED or LATE.
@@ -182,7 +200,8 @@ class GradientCollector:
         num_launched = len(self._round.launched)
         late = set[int]()
         for index, placement in enumerate(self._placements):
-            # A local variable here would be a second reference, and the gradient not be held.
+            # `_collect` holds a gradient only if nothing else refers to it, as a local variable
+            # here would.
             if placement.parameter.grad is not None:
                 if num_launched > self._turns[index]:
                     late.add(index)

@@ -19,8 +19,9 @@ from lightning_dear import private_names
 from lightning_dear.optimizers.sharded import is_nested
 
 OnGradient = Callable[[int, tuple[()], tuple[Tensor | None]], None]
-"""Hook of a parameter's gradient. Its arguments are the parameter index, an empty tuple, and a
-tuple that holds the gradient of this backward alone, or None."""
+"""Hook that is called after a backward has added a gradient to a parameter's `.grad`. Its arguments
+are the parameter index, an empty tuple, and a tuple of one element: what this accumulation has
+added, or None if the backward has no gradient for the parameter."""
 
 
 class GradientHooks:
@@ -29,17 +30,18 @@ class GradientHooks:
     When a parameter gets a gradient, torch calls the tensor's hooks, adds the gradient to `.grad`,
     and calls the post-accumulate hooks. Then it calls hooks of the parameter's `AccumulateGrad`
     node, of which the engine's hook is one. So other hooks see this rank's own gradient, and their
-    changes count.
+    changes to it are reduced.
 
     Args:
         parameters: Parameters that have the hook until `remove`, also while they are frozen.
-        on_gradient: The function that is called.
+        on_gradient: The function that is called, in autograd's thread.
     """
 
     def __init__(self, parameters: Sequence[Parameter], on_gradient: OnGradient) -> None:
         self._parameters: Sequence[Any] = parameters
         frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-        # Held here, since a parameter does not hold its node, and the node holds the hook.
+        # Nodes are held here, since a parameter does not keep its node alive. A node that is freed
+        # would take the hook with it.
         self._nodes = [get_gradient_edge(one.requires_grad_()).node for one in parameters]
         for parameter in frozen:
             parameter.requires_grad_(False)
@@ -48,19 +50,24 @@ class GradientHooks:
         self._lists: list[Any] = [private_names.HOOKS_OF_HANDLE.of(hook)() for hook in self._hooks]
 
     def stay_last(self) -> None:
-        """Moves these hooks behind hooks that were registered at the same nodes since."""
+        """Moves these hooks behind hooks that were registered at the same nodes since.
+
+        To be called before each backward. Does nothing if no node has another hook.
+        """
         if max(map(len, self._lists), default=0) > 1:
             for hook, hooks in zip(self._hooks, self._lists, strict=True):
-                # `move_to_end` would not do: autograd reads the order of a plain dict's insertions.
+                # `OrderedDict.move_to_end` would not do: autograd iterates in C, which follows the
+                # order of insertion.
                 hooks[hook.id] = hooks.pop(hook.id)
 
     def refuse_another_sum(self) -> None:
-        """Refuses a second backward of a step, if a hook would see another `.grad` than under DDP.
+        """Refuses post-accumulate hooks in a second backward of a step.
 
-        DDP has averaged the first gradients by then; the engine has not.
+        To be called before that backward, if DDP would have averaged gradients after the first one.
+        The hook would see another `.grad` than under DDP, since the engine has averaged nothing.
 
         Raises:
-            RuntimeError: If a parameter has a post-accumulate hook.
+            RuntimeError: If a parameter has a post-accumulate hook. Otherwise nothing happens.
         """
         if any(map(private_names.POST_ACCUMULATE_GRAD_HOOKS.of, self._parameters)):
             raise RuntimeError(
@@ -80,16 +87,17 @@ class GradientHooks:
 class StepHooks:
     """The engine's hooks around one optimizer's `step`.
 
-    torch calls pre-hooks of all optimizers, pre-hooks of this optimizer, the step, post-hooks of
-    this optimizer, and post-hooks of all optimizers. Pre-hooks of other code are called between
-    `before` and `begin`, and see the user's parameters in the parameter groups. Post-hooks of other
-    code are called after `end`.
+    In each step torch calls, in this order: pre-hooks of all optimizers (registered for the whole
+    process), pre-hooks of this optimizer, the step, post-hooks of this optimizer, and post-hooks of
+    all optimizers. Pre-hooks of other code are called between `before` and `begin`, and see the
+    user's parameters in the parameter groups. Post-hooks of other code are called after `end`.
+    Nothing is called for a `super().step()` within a step, see `is_nested`.
 
     Args:
         optimizer: The optimizer. It has the hooks until `remove`.
-        before: Called before all pre-hooks.
+        before: Called before the pre-hooks of other code.
         begin: Called after all pre-hooks, and after the closure if there is one.
-        end: Called before all post-hooks, with torch's arguments.
+        end: Called before the post-hooks of other code, with torch's arguments.
     """
 
     def __init__(self, optimizer: Optimizer, before: Any, begin: Any, end: Any) -> None:
@@ -108,7 +116,8 @@ class StepHooks:
             self._lists[place].move_to_end(hook.id, last=False)
 
     def _on_step(self, optimizer: Optimizer) -> None:
-        # `inner_step` removes hooks of this optimizer, but not the hooks of all optimizers.
+        # Hook of all optimizers, called before every step. `inner_step` replaces the hooks of this
+        # optimizer while it steps shards, but not the hooks of all optimizers.
         is_inner = vars(optimizer).get(private_names.STEP_PRE_HOOKS.name) is not self._lists[1]
         if optimizer is self._optimizer and not is_inner and not is_nested(optimizer):
             self._lists[1].move_to_end(self._begin.id)
@@ -116,13 +125,13 @@ class StepHooks:
 
     @property
     def are_in_front(self) -> bool:
-        """Whether there are pre-hooks that are not the engine's."""
+        """Whether other code has pre-hooks of `step`: of this optimizer, or of all optimizers."""
         ours = 1 + sum(getattr(hook, "func", None) is _call for hook in self._lists[0].values())
         return len(self._lists[0]) + len(self._lists[1]) > ours
 
     @property
     def are_behind(self) -> bool:
-        """Whether there are post-hooks that are not the engine's."""
+        """Whether other code has post-hooks of `step`: of this optimizer, or of all optimizers."""
         return len(self._lists[2]) + len(self._lists[3]) > 1
 
     def remove(self) -> None:
@@ -132,7 +141,10 @@ class StepHooks:
 
 
 def before_every_step(method: Callable[[Optimizer], None]) -> RemovableHandle:
-    """Calls a bound method before each step of any optimizer, as long as its object lives."""
+    """Calls a bound method before each step of any optimizer in this process.
+
+    Calls end when the returned handle's `remove` is called, or when the method's object is freed.
+    """
     # A weak reference, since torch keeps a hook and what it refers to until the hook is removed.
     on_step = partial(_call, WeakMethod(method))
     return all_optimizers.register_optimizer_step_pre_hook(on_step)
@@ -143,7 +155,12 @@ def _unless_nested(hook: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> A
 
 
 def _behind_closure(begin: Callable[[], None], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Pre-hook of `step` that calls `begin` after the closure, or at once without a closure."""
+    """Pre-hook of `step` that calls `begin` after the closure, or at once without a closure.
+
+    Returns:
+        Arguments of `step` with another closure, which calls the user's closure and then `begin`.
+        It raises if it is called twice. None means that the arguments stay as they are.
+    """
     this, *rest = args
     closure = rest[0] if rest else kwargs.get("closure")
     if closure is None:
@@ -175,7 +192,7 @@ def _call(method: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def warn_of_hooks(optimizer: Optimizer) -> None:
-    """Warns that `.grad` is None in hooks of the step that other code has registered."""
+    """Warns that `.grad` is None in hooks of `step` that other code has registered."""
     warnings.warn(
         f"Hooks of the step of {type(optimizer).__name__} find no gradient in .grad under"
         " strategy='dear'. Move code that reads .grad to on_before_optimizer_step, or before the"
@@ -186,7 +203,10 @@ def warn_of_hooks(optimizer: Optimizer) -> None:
 
 
 def warn_of_leftovers(optimizer: Optimizer) -> None:
-    """Warns that gradients of the last step are gone, which plain torch would still add to."""
+    """Warns that `zero_grad` was not called since the last step.
+
+    Plain torch would add new gradients to those of the last step, which are gone here.
+    """
     warnings.warn(
         f"{type(optimizer).__name__}.zero_grad() was not called since its last step. Call it after"
         " each step, also if gradients are cleared in another way. To add up gradients of several"

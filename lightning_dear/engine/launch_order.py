@@ -1,4 +1,4 @@
-"""The order in which a step launches its collectives, for readers and for a test.
+"""The order in which one optimizer's step launches its collectives, for readers and for a test.
 
 NCCL matches messages by their order, so all ranks must launch in one order over all process groups.
 `launches_of_step` yields that order. A test compares it with what a step launches on a simulated
@@ -8,19 +8,26 @@ device (tests/streams/test_launch_order.py):
     ----------------------------------------------  -------  -------------------------------------
     gradients of each bucket                        reduce   reduce order; in backward, once full,
                                                              the rest of them before the step
-    module buffers, a message for each dtype        gather   after all gradients, once a forward
+    module buffers, a message for each dtype        gather   after all gradients, if a forward has
+                                                             run since the last such broadcast
     flags: used, late, notes, inf                   reduce   after the module buffers
     second factors of each bucket (PowerSGD)        reduce   reduce order, after the flags
-    new regions, if they are due (static Ok-Topk)   reduce   after the sums
+    new regions, if they are due (static Ok-Topk)   reduce   once all buckets' means have arrived
     parameters, or means, of each bucket            gather   gather order, while the step goes on
 
-The user's calls launch more between the sums and the gathers: a norm (one message in the gather
-group), GradScaler's unscaling (one in the reduce group), and whole gradients (one gather of each
-bucket, and flags in the reduce group when they are taken back).
+Calls of the user launch more, after the means have arrived and before the last row: a norm (one
+message in the gather group), GradScaler's unscaling (one in the reduce group), and whole gradients
+(one gather of each bucket, and flags in the reduce group when they are taken back).
 
-With several optimizers, each launches all of its messages before the next one begins. Late
-gradients need another round, which repeats all rows but the last. On NCCL they are refused, since
-the host does not read flags there.
+With several optimizers, the order in which the user calls them counts. If the first is stepped
+before the second is clipped, unscaled or stepped, all rows of the first come before those of the
+second. If the user clips or unscales both before stepping, all rows but the last of both come
+first, and then the last row of each.
+
+A gradient is late if it comes after its bucket was launched. It needs another round, which repeats
+three rows: gradients, flags and second factors. On NCCL late gradients raise an error: ranks would
+learn of another round from the flags. There the host reads flags only if a parameter is not USED on
+this rank or if ranks vote (see `BucketRound`), since reading them blocks it.
 """
 
 from __future__ import annotations
@@ -46,12 +53,12 @@ class Launch(NamedTuple):
 
 
 def launches_of_step(active: ActivePlan, num_buffers: int) -> Iterator[Launch]:
-    """Yields one optimizer's launches in one step, without those of the user's calls.
+    """Yields one optimizer's launches in one step with one round, without those of user's calls.
 
     Args:
         active: The present plan, after the step.
-        num_buffers: Number of messages for module buffers. 0 if an earlier step has sent them since
-            the last forward.
+        num_buffers: Number of messages for module buffers. 0 if an earlier step, such as of
+            another optimizer, has sent them since the last forward.
     """
     buckets, order = active.flat.buckets, active.plan.reduce_order
     calls = {number: active.exchange.reduce_calls(buckets[number]) for number in order}

@@ -15,7 +15,7 @@ from lightning_dear.engine.hooks import warn_of_leftovers
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle
 from lightning_dear.engine.step_state import StepProgress, StepState
 from lightning_dear.engine.training import Training
-from lightning_dear.optimizers.sharded import OptimizerShards
+from lightning_dear.optimizers.sharded import SteppedPieces
 
 
 @dataclass(eq=False)
@@ -23,32 +23,40 @@ class MeanGradient:
     """Reduces one optimizer's gradients, and lets callers use the mean before the step.
 
     `OptimizerPipeline` owns it. Strategies and GradScalers call it between the last backward and
-    the step. It runs rounds until no gradient is late, and gives the means to the stepper's pieces.
-    It knows the states of a step, but not how buckets travel or how an optimizer steps.
+    the step. It runs rounds (see `BucketRound`) until no gradient is late, which means that it came
+    after its bucket was launched. Then it gives the means to the stepper's pieces. It knows the
+    states of a step, but not how buckets travel or how an optimizer steps.
 
     Every public method is collective: all ranks call the same methods in one order. Every one
-    reduces first, unless the shards already hold the mean gradient.
+    reduces first, unless the gradients of this step have been reduced.
 
     Attributes:
         training: What all optimizers of the module share.
         progress: State of the optimizer's step, which the methods change.
         plans: Makes the plan at the first reduction.
         stepper: Has this rank's pieces, whose gradients are mutated.
-        has_leftovers: Whether gradients of the last step would be added to under plain torch, since
-            `zero_grad` was not called; to be assigned to.
+        has_leftovers: Whether `zero_grad` was not called since the last step, so that plain torch
+            would add to the last step's gradients. If so, the next reduction warns on rank 0; to be
+            assigned to.
     """
 
     training: Training
     progress: StepProgress
     plans: PlanLifecycle
-    stepper: OptimizerShards
+    stepper: SteppedPieces
     has_leftovers: bool = False
 
     def reduce(self) -> None:
         """Blocks until this rank's shards hold the mean gradient. Collective, idempotent.
 
-        Makes the plan in the first step. Afterwards `.grad` is None. Where gradients pass through
-        no buckets (world size 1, no compressor) `.grad` is left as it is.
+        Makes the plan in the first step. Afterwards `.grad` is None. If `.grad` showed the mean
+        gradient (`expose`), it is taken from there with the user's changes. If gradients pass
+        through no buckets (world size 1, no compressor) `.grad` is left as it is.
+
+        Raises:
+            RuntimeError: After `detach`, or if the optimizer's parameters have changed since
+                forward, or for late gradients of early buckets. Also what the backend raises.
+            ValueError: If ranks have different learning rates or other options.
         """
         self._bring()
         if self.progress.state is StepState.EXPOSED:
@@ -61,7 +69,7 @@ class MeanGradient:
         self.progress.enter(StepState.CHANGED)
 
     def _bring(self) -> None:
-        """Does what `reduce` does, but leaves a mean gradient that `.grad` shows there."""
+        """Does what `reduce` does, but leaves an exposed mean gradient in `.grad`."""
         self.progress.check_is_on()
         if self.progress.has_means:
             self.plans.trained.check_unchanged(counts_thawed=False)
@@ -83,7 +91,8 @@ class MeanGradient:
 
         Args:
             active: The present plan.
-            sends_buffers: Whether to broadcast the module's buffers after the last launch.
+            sends_buffers: Whether to broadcast the module's buffers after the round's last bucket
+                was launched, if a forward has run since their last broadcast.
         """
         is_late = True
         while is_late:
@@ -98,7 +107,11 @@ class MeanGradient:
         active.exchange.note_used(active.round.used, keeps=True)
 
     def _check_none_came_after_its_step(self, active: ActivePlan) -> None:
-        """Refuses a late gradient of an early bucket. Raises on all ranks, stepped yet or not."""
+        """Raises if a gradient of an early bucket was late on any rank in the last round.
+
+        Does nothing if this backward steps no early buckets. All ranks raise, also those that have
+        not stepped the bucket yet.
+        """
         for index in active.round.late:
             if not active.round.watched.isdisjoint(active.flat.placements[index].buckets):
                 raise RuntimeError(
@@ -119,7 +132,12 @@ class MeanGradient:
     def expose(self) -> None:
         """Puts the whole mean gradient into every `.grad`, as DDP does. Collective, blocks.
 
-        Costs one all-gather of every bucket. The step uses `.grad` with all changes made to it.
+        Costs one all-gather of every bucket. The step uses `.grad` with all changes made to it. A
+        `.grad` is None if no rank had a gradient. Does nothing if the gradient is exposed already.
+        Without buckets `.grad` is left as it is.
+
+        Raises:
+            RuntimeError: If this backward steps early buckets; also what `reduce` raises.
         """
         if self.progress.state is StepState.EXPOSED:
             return
@@ -132,7 +150,13 @@ class MeanGradient:
     def _on_shards(self, *, mutates: bool) -> Iterator[list[Tensor]]:
         """A context that gives this rank's pieces, whose `.grad` is their part of the mean.
 
-        If the user's `.grad` was exposed before, it is exposed again afterwards.
+        If the mean gradient was exposed in the user's `.grad`, it is exposed again afterwards.
+
+        Args:
+            mutates: Whether the caller changes these gradients. If so, the state becomes CHANGED.
+
+        Raises:
+            RuntimeError: If `mutates` and this backward steps early buckets.
         """
         if mutates:
             self._refuse_changes()
@@ -144,7 +168,8 @@ class MeanGradient:
             self.progress.enter(StepState.CHANGED)
         yield [piece.parameter for piece in self.stepper.pieces]
         if was_exposed:
-            # Buckets still hold the unchanged whole mean. With regions (Ok-Topk) they do not.
+            # If nothing was changed, buckets still hold the whole mean, which needs no gather. With
+            # regions (Ok-Topk) they do not.
             is_lost = mutates or self.training.options.is_scattered
             whole = self.plans.present.whole_gradients
             whole.expose() if is_lost else whole.show()
@@ -153,26 +178,38 @@ class MeanGradient:
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """Returns the norm of the whole mean gradient, as a scalar. Collective, blocks.
 
-        A compressor that encodes what is gathered may still change the gradient that is stepped.
+        With `gather="gradients"` and a compressor of that half, the gradient that is stepped is the
+        decoded one, so that its norm may differ.
         """
         with self._on_shards(mutates=False):
             return self.plans.present.global_norm(self.stepper.pieces, norm_type)
 
     def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales the mean to at most `max_norm`; returns the norm before. Collective, blocks."""
+        """Clips the mean gradient, as `torch.nn.utils.clip_grad_norm_` does. Collective, blocks.
+
+        If its norm is larger than `max_norm`, the mean gradient is scaled so that its norm becomes
+        `max_norm`. If not, it is left as it is. Returns the norm before clipping, as a scalar.
+        """
         with self._on_shards(mutates=True) as pieces:
             norm = self.plans.present.global_norm(self.stepper.pieces, norm_type)
             clip_grads_with_norm_(pieces, max_norm, norm)
             return norm
 
     def clip_by_value(self, clip_value: float) -> None:
-        """Clips every element to [-clip_value, clip_value]. Collective, blocks."""
+        """Clips each element of the mean gradient to [-clip_value, clip_value].
+
+        Collective, since it reduces first. Blocks.
+        """
         with self._on_shards(mutates=True) as pieces:
-            # torch raises without any gradient, but this rank may own no shard of used parameters.
+            # torch raises if there is no gradient, and this rank may own no shard of a parameter
+            # that has one.
             if any(piece.grad is not None for piece in pieces):
                 clip_grad_value_(pieces, clip_value)
 
     def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
-        """Calls a GradScaler's `unscale_` on the shards; see `ActivePlan.unscale`. Collective."""
+        """Calls a GradScaler's `unscale_` on the shards' mean gradients. Collective, blocks.
+
+        See `ActivePlan.unscale`.
+        """
         with self._on_shards(mutates=True):
             self.plans.present.unscale(unscale, self.stepper)

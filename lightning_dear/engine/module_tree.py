@@ -15,7 +15,10 @@ from lightning_dear import private_names
 
 
 def ignored_names(module: Module) -> frozenset[str]:
-    """Names of parameters and buffers that ranks do not share, as the user has told torch's DDP."""
+    """Names of parameters and buffers that the user has told torch's DDP to ignore.
+
+    Ranks do not compare, average or broadcast them. Empty if the user has told DDP nothing.
+    """
     return frozenset(getattr(module, private_names.IGNORED_NAMES.name, ()))
 
 
@@ -23,13 +26,14 @@ class ModuleTree:
     """A module and all modules in it, as they were at the last call of `look`.
 
     To walk over a thousand modules takes milliseconds of Python. `look` is faster: it compares by
-    identity what the modules' dicts hold, in one pass of C calls.
+    identity what the modules' dicts hold, in one pass of C calls. It walks only if these differ.
 
     Args:
         module: The root.
 
     Attributes:
-        version: Number of looks that have found other modules or parameters than the look before.
+        version: Number of looks that have found other modules or parameters than the look before,
+            the first look included.
     """
 
     def __init__(self, module: Module) -> None:
@@ -42,7 +46,10 @@ class ModuleTree:
         self.look()
 
     def look(self) -> None:
-        """Adds 1 to `version` if modules or parameters were exchanged since the last look."""
+        """Adds 1 to `version` if modules or parameters were replaced since the last look.
+
+        Modules or parameters that were added or removed count, too. Waits for no parameter.
+        """
         if self._seen and _are_same(self._seen, [*self._held()]):
             return
         self.version += 1
@@ -59,7 +66,7 @@ class ModuleTree:
         self._seen = [*self._held()]
 
     def _held(self) -> Iterator[Any]:
-        """All modules and parameters, in the order of the modules that hold them."""
+        """All submodules, then all parameters, each in the order of the modules that hold them."""
         for name in (private_names.MODULES.name, private_names.PARAMETERS.name):
             # `dict.values` reads a closed gate without a wait; the gate's own `values` would wait.
             yield from chain.from_iterable(map(dict.values, map(itemgetter(name), self._dicts)))
@@ -67,9 +74,10 @@ class ModuleTree:
             yield from chain(module.children(), module.parameters(recurse=False))
 
     def buffers(self) -> Sequence[list[Tensor]]:
-        """Buffers that are equal on all ranks, in one list for each dtype. Local.
+        """Returns the module's buffers, one list for each dtype, without `ignored_names`. Local.
 
-        Without buffers of modules that were put into the tree since the last look.
+        Buffers that were replaced in a module since the last call are found. Buffers of modules
+        that were put into the tree since the last `look` may be missing.
         """
         dicts = map(itemgetter(private_names.BUFFERS.name), self._dicts)
         own = chain.from_iterable(map(dict.values, dicts))

@@ -1,4 +1,8 @@
-"""The gather half: all-gathers are launched in the step, and waited for where a read happens."""
+"""The gather half: all-gathers are launched in the step, and waited for where parameters are read.
+
+A bucket is *pending* from the launch of its all-gather (an early bucket: from the end of that step)
+until a thread has waited for it. It is *complete* when its parameters hold the new values.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,12 @@ from lightning_dear.engine.gate import ModuleGate, has_gate, owners
 from lightning_dear.exchange import Exchange
 
 _NUM_EXPECTED_AHEAD = 4
-"""Number of buckets whose receives are posted before the bucket is stepped. Posting the receives of
-all buckets first would delay the first all-gather."""
+"""Number of buckets whose receives are posted when the step begins. After that, each `launch` posts
+one more. Posting the receives of all buckets first would delay the first all-gather."""
 
 _SECONDS_BETWEEN_LOOKS = 1.0
-"""A thread that waits for the end of a step checks this often whether the stepping thread lives."""
+"""Seconds after which a thread that waits for the end of a step checks, again and again, whether
+the stepping thread is still alive."""
 
 _PRE_HOOKS = private_names.FORWARD_PRE_HOOKS.name
 
@@ -35,27 +40,31 @@ Waiting = Callable[[str], AbstractContextManager[None]]
 class ParameterGatherer:
     """Launches the gathers of stepped buckets, and makes reads of parameters wait for them.
 
-    The step launches gathers. Modules' gates and forward pre-hooks call `complete`, and so does
-    `complete_parameters` of the strategy. It does not know how a bucket was stepped. A caller that
-    steps buckets itself and blocks until they have arrived can do with `Exchange.launch_gather`.
+    The step calls `launch`. Modules' gates and forward pre-hooks call `complete`, and so does
+    `complete_parameters` of the strategy. This class does not know how a bucket was stepped. Code
+    that steps buckets itself and at once blocks until they have arrived does not need it:
+    `Exchange.launch_gather` is enough.
 
     `complete` is a local wait. It launches no collective, so any rank may call it alone at any
-    time. Between `begin_step` and `end_step` only the stepping thread completes buckets; other
-    threads wait for the end of the step.
+    time. Between `begin_step` and `end_step` only the stepping thread completes buckets. Other
+    threads that call `complete` then wait for the end of the step.
 
     Args:
-        module: Module whose parameters are gathered. Mutated: gates and hooks.
+        module: Module whose parameters are gathered. Mutated: it gets gates and forward pre-hooks.
         buffers: The buckets, and where each parameter lies in them.
         exchange: Launches the all-gathers.
         ungated: Parameter index -> module whose forward must wait, since it reads the parameter
             through a reference that no gate sees; see `ForwardRecorder.ungated`.
         waiting: Reason -> context that is entered around every wait.
         on_arrival: Called with a bucket number once the bucket has arrived, by the thread that
-            waits for it. None means that nothing is called.
+            waits for it. With gathered gradients it steps the bucket. It is not called for a bucket
+            of which nothing is gathered. None means that nothing is called.
 
     Attributes:
-        pending: Bucket number -> work of its all-gather, until it was waited for; read-only.
-        entry: Numbers of the buckets that forward reads before any module runs.
+        pending: Bucket number -> work of its all-gather, until it was waited for; read-only. An
+            early bucket is in it only from the end of the step on.
+        entry: Numbers of the buckets that forward reads outside any module. The caller completes
+            them before forward.
         ungatable: Numbers of the buckets with parameters of modules that cannot have a gate, see
             `has_gate`. They are completed at the end of the step.
         arriving: Lock that a thread holds while it completes buckets.
@@ -88,7 +97,10 @@ class ParameterGatherer:
         self._find_readers(module, ungated)
 
     def _find_readers(self, module: Module, ungated: Mapping[int, Module | None]) -> None:
-        """Makes a `_Reader` for each module that owns parameters, or reads some without a gate."""
+        """Makes a `_Reader` for each module that owns parameters, or reads some without a gate.
+
+        Also sets `entry` and `ungatable`. Hooks are registered later, by `begin_step`.
+        """
         trained = [placement.parameter for placement in self._buffers.placements]
         found = owners(module, trained) if self._is_gated else {}
         held = {part: self._buckets_of(own.values()) for part, own in found.items()}
@@ -109,7 +121,9 @@ class ParameterGatherer:
                 self._readers_of[number].append(reader)
 
     def follow(self, module: Module, ungated: Mapping[int, Module | None]) -> None:
-        """Lets the modules wait that read parameters now. No bucket may be pending. Local.
+        """Looks anew for the modules that must wait, since modules were replaced. Local.
+
+        No bucket may be pending: its parameters would be read without a wait.
 
         Args:
             module: Same as the argument of the class, with other submodules than before.
@@ -123,7 +137,11 @@ class ParameterGatherer:
         return tuple(sorted({n for index in indices for n in placements[index].buckets}))
 
     def begin_step(self) -> None:
-        """Begins a step in the calling thread: other threads' reads wait for `end_step`."""
+        """Begins a step in the calling thread.
+
+        In other threads, forwards of modules that read parameters wait for `end_step`. Reads of
+        parameters outside forwards do not wait: gates are closed only at the end of the step.
+        """
         with self.arriving:
             self._stepping_thread = threading.current_thread()
             self._streams.readers.add(self._streams.current())
@@ -131,7 +149,10 @@ class ParameterGatherer:
                 reader.watch()
 
     def end_step(self) -> None:
-        """Lets other threads complete buckets again, also after a step that raised. Idempotent."""
+        """Lets other threads complete buckets again, also after a step that raised.
+
+        Does nothing if no step has begun. Idempotent.
+        """
         if self._stepping_thread is None:
             return
         with self.arriving:
@@ -139,11 +160,14 @@ class ParameterGatherer:
             self._step_ended.notify_all()
 
     def expect(self, *, early: bool) -> None:
-        """Posts receives of all-gathers, so that other ranks' shards may arrive. Does not block.
+        """On gloo, posts receives of all-gathers, so that other ranks' shards may arrive at once.
+
+        Does not block. An all-reduced bucket has no receives.
 
         Args:
             early: True means the receives of all early buckets, for the backward that steps them.
-                False means all other buckets: the first few now, one more with each `launch`.
+                False means all buckets that were not launched yet: the first few now, one more with
+                each `launch`.
         """
         self._unexpected.clear()
         for bucket in self._buffers.buckets:
@@ -157,19 +181,24 @@ class ParameterGatherer:
             self._exchange.expect_gather(self._unexpected.pop(number))
 
     def launch(self, number: int) -> None:
-        """Launches the all-gather of bucket `number`, which was stepped. Does not block."""
+        """Launches the all-gather of bucket `number`, which was stepped. Does not block.
+
+        Also posts the receives of one more bucket, see `expect`.
+        """
         bucket = self._buffers.buckets[number]
         self._unexpected.pop(number, None)
         work = self._exchange.launch_gather(bucket)
         if not work.is_done:
-            # An early bucket becomes pending when the step ends: backward reads its old values.
+            # An early bucket becomes pending only when the step ends: until then backward reads its
+            # old values, and must not wait.
             (self._staged if bucket.role.is_staged else self.pending)[number] = work
         self._expect_next(1)
 
     def close_gates(self) -> None:
         """Ends the step: modules that read pending buckets wait at their next read.
 
-        Blocks until `ungatable` buckets are complete, since their reads cannot be made to wait.
+        Blocks until `ungatable` buckets are complete, since reads of their parameters cannot be
+        made to wait.
         """
         with self.arriving:
             self.pending.update(self._staged)
@@ -185,16 +214,17 @@ class ParameterGatherer:
     def complete(self, numbers: Iterable[int] | None = None, reason: str = "read") -> None:
         """Blocks until buckets hold the new parameters. Local, idempotent, thread-safe.
 
-        While another thread steps, it first blocks until that step has ended.
+        While another thread steps, it first blocks until that step has ended. Buckets that are not
+        pending need no wait.
 
         Args:
-            numbers: Bucket numbers. None means all buckets.
+            numbers: Bucket numbers. None means all pending buckets.
             reason: What forces the wait, for the timeline.
 
         Raises:
             RuntimeError: What the backend raises if a rank has failed or the timeout has passed.
-                The buckets stay pending then, so that a later read raises again. Also if the
-                stepping thread has ended within its step.
+                The bucket stays pending then, so that a later read raises again. Also if the
+                stepping thread has died within its step.
         """
         with self._step_ended:
             while self._stepping_thread not in (None, threading.current_thread()):
@@ -222,8 +252,8 @@ class ParameterGatherer:
         # Other streams will read the bucket without a gate, and the stepping stream will free and
         # overwrite what was gathered. Both must come after this stream's wait.
         self._streams.lead_readers()
-        # The parameters have changed since an operation may have saved them for backward. With the
-        # version bumped, autograd raises then instead of returning a wrong gradient.
+        # An operation may have saved the old values for backward. With the version bumped, autograd
+        # raises in its backward, instead of computing a wrong gradient from the new values.
         torch.autograd.graph.increment_version(self._parameters_of[number])
         del self.pending[number]
         for reader in self._readers_of[number]:
@@ -231,9 +261,14 @@ class ParameterGatherer:
                 reader.open()
 
     def check_was_complete(self, index: int, name: str) -> None:
-        """Refuses a gradient of parameter `index` if its new value has not arrived yet.
+        """Raises if a gradient of parameter `index` was produced while its bucket was pending.
 
-        Forward must have read the old value then.
+        Then forward has read the parameter without waiting for it, and so its old value. To be
+        called when backward has produced the gradient.
+
+        Args:
+            index: Index of the parameter.
+            name: Its name, for the message.
 
         Raises:
             RuntimeError: If a bucket that holds the parameter is pending.
@@ -242,7 +277,7 @@ class ParameterGatherer:
             raise RuntimeError(
                 f"A gradient arrived for '{name}' although its new value was still being gathered."
                 " Read the parameter as an attribute of its module, or call"
-                " strategy.complete_parameters() before reading it; exchange modules before"
+                " strategy.complete_parameters() before reading it; replace modules before"
                 " training_step. Forward read the old value through a reference that"
                 " strategy='dear' cannot see: a compiled graph, a tensor kept outside the module,"
                 " or a module that was put into the model in mid-step."
@@ -254,11 +289,16 @@ class ParameterGatherer:
         return not self.pending and self._stepping_thread is None
 
     def detach(self) -> None:
-        """Removes hooks and gates. Does not wait: buckets that are pending keep old values."""
+        """Removes forward pre-hooks and gates, so that reads no longer wait. Does not block.
+
+        To be called when all buckets are complete. Parameters of buckets that are still pending may
+        have old values when they are read. They are no longer waited for at a read.
+        """
         self.end_step()
         for reader in self._readers:
             reader.open()
-        # Breaks a reference cycle, so that this object and the threads below it end at once.
+        # Breaks a reference cycle, so that this object is freed at once. Its exchange and the
+        # threads of that are then freed, too.
         self._readers.clear()
         self._readers_of = [[] for _ in self._readers_of]
 
@@ -271,13 +311,14 @@ class _Reader:
 
     Args:
         gatherer: Completes the buckets.
-        module: The module.
+        module: The module, which may have no gate (`has_gate`). Then only its forward waits.
         numbers: Numbers of the buckets that the module reads.
         name: Name of the module, for the timeline.
 
     Attributes:
         numbers: Same as the argument.
-        is_free: Returns whether none of the given bucket numbers is in `numbers`.
+        is_free: Function: bucket numbers -> whether none of them is in `numbers`. With the pending
+            buckets it tells whether the module need not wait.
     """
 
     def __init__(
@@ -286,30 +327,40 @@ class _Reader:
         self._gatherer, self._module = gatherer, module
         self.numbers, self._name = numbers, name
         self.is_free = frozenset(numbers).isdisjoint
-        self._gate = ModuleGate(module, self._wait) if has_gate(module) else None
+        self._gate = ModuleGate(module) if has_gate(module) else None
 
     def watch(self) -> None:
         """Adds the forward pre-hook, in front of others, until `open`."""
-        # Written into the dict: TorchScript's modules have no method to register a hook, and a
-        # module with hooks cannot be scripted, so that the hook is there only while it may wait.
+        # Written into the dict of hooks, since TorchScript's modules have no method to register a
+        # hook. It is there only while it may have to wait: a module with hooks cannot be scripted.
         hooks: Any = getattr(self._module, _PRE_HOOKS)
         hooks[id(self)] = self
         if len(hooks) > 1:
             hooks.move_to_end(id(self), last=False)
 
     def close(self) -> None:
-        """Closes the module's gate, if it has one, so that reads of its parameters wait, too."""
+        """Closes the module's gate, so that reads of its parameters outside its forward wait, too.
+
+        Does nothing if the module has no gate.
+        """
         if self._gate is not None:
-            self._gate.close()
+            self._gate.close(self._wait)
 
     def open(self) -> None:
-        """Removes the pre-hook and opens the gate: the module reads and runs without a wait."""
+        """Removes the pre-hook and opens the gate: the module reads and runs without a wait.
+
+        Idempotent.
+        """
         if self._gate is not None:
             self._gate.open()
         getattr(self._module, _PRE_HOOKS).pop(id(self), None)
 
     def __call__(self, module: Module, args: Any) -> None:
-        """Waits before the module's forward."""
+        """Blocks before the module's forward until its buckets are complete.
+
+        If another thread steps, it first waits for the end of that step. Does nothing if no bucket
+        is pending and no thread steps.
+        """
         if not self._gatherer.is_idle:
             self._wait()
 
@@ -321,4 +372,4 @@ class _Reader:
 
 
 def _wait_for_nothing(module: Module, args: Any) -> None:
-    """Forward pre-hook of a copied module."""
+    """Forward pre-hook of a copied module, in place of a `_Reader`. Does nothing."""

@@ -3,28 +3,29 @@
     gradient -> bucket -> reduce-scatter -> shard -> optimizer step -> all-gather -> parameter
        |______ during backward ______|      |__ once a step __|     |_ during the next forward _|
 
-1. Backward: each gradient is copied into its bucket (`gradient_collector.py`). Once a bucket is
-   full, its reduce-scatter is launched. All ranks launch buckets in the plan's reduce order
-   (`bucket_round.py`).
-2. Step: when the last reduce-scatter has arrived, the user's optimizer steps this rank's shards,
-   bucket by bucket, in the order in which forward needs them. Each bucket's all-gather is launched
-   as soon as the bucket is stepped (`optimizers/sharded.py`).
-3. Next forward: a module that reads a parameter waits for the all-gather of that parameter's
-   bucket, not for other buckets (`parameter_gatherer.py`, `gate.py`).
+1. Backward: each gradient is copied into its bucket (`gradient_collector.py`). All ranks launch
+   reduce-scatters in the plan's reduce order, each once its bucket and all buckets before it are
+   full (`bucket_round.py`). Several optimizers on NCCL launch them only before the step.
+2. Step: when the last reduce-scatter has arrived, the user's optimizer steps this rank's shards in
+   the order in which forward needs them. Small buckets are stepped together, in one run. After each
+   run the all-gathers of its buckets are launched (`optimizers/sharded.py`).
+3. Next forward: a module that reads a parameter of its own waits for the all-gathers of the buckets
+   that hold the module's parameters, not for other buckets (`parameter_gatherer.py`, `gate.py`).
 
 A plan may treat some buckets in another way. *Early* buckets are stepped and gathered while
-backward still runs (`step.py`). *All-reduced* buckets are all-reduced in backward; then every rank
-steps all of the bucket, and no all-gather follows.
+backward still runs (`step.py`). The DeAR paper has none: its link is idle if backward takes longer
+than the reduce-scatters, and early all-gathers fill that time. *All-reduced* buckets are
+all-reduced in backward; then every rank steps all of the bucket, and no all-gather follows.
 
 The exchange decides what a bucket's messages hold (`exchange/`): plain values, or what a compressor
 makes of them (`compression/`). With `gather="gradients"` mean gradients are gathered instead of
-parameters, and every rank steps whole tensors once the means have arrived
-(`optimizers/replicated.py`).
+parameters. In the next forward every rank steps the whole tensors of a bucket, once the bucket's
+means have arrived (`optimizers/replicated.py`).
 
-The first step overlaps nothing. It is recorded (`read_order.py`), and the plan is made from the
-order in which it read parameters and produced gradients. Each optimizer has a plan and these three
-phases of its own (`step.py`). This file holds what the optimizers of one module share. The engine
-imports torch, but not Lightning.
+The first backward overlaps nothing: there is no plan yet. The first forward and backward are
+recorded, and the plan is made from the order in which they read parameters and produced gradients
+(`read_order.py`). Each optimizer has a plan and these three phases of its own (`step.py`). This
+file holds what the optimizers of one module share. The engine imports torch, but not Lightning.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from lightning_dear.telemetry.timeline import Timeline
 
 
 class Pipeline:
-    """Runs the three phases above for one module and its optimizers.
+    """Runs the three phases at the head of this file, for one module and all its optimizers.
 
     The caller enters `forward()` around the training forward and `backward()` around
     `loss.backward()`, and then calls an optimizer's own `step`, with or without a closure. Each
@@ -62,22 +63,28 @@ class Pipeline:
     The constructor is collective and blocks: it compares models and options between ranks.
 
     Args:
-        module: The module. Mutated from the first step on: its parameters become views of flat
-            buffers.
-        optimizers: Optimizers of parameters of `module`; each parameter is in one optimizer. Where
+        module: The module. Mutated: its parameters get gradient hooks. From the first step on they
+            are views of flat buffers, and its modules get gates and forward pre-hooks. At world
+            size 1 without a compressor there are only flat buffers.
+        optimizers: Optimizers of parameters of `module`; no parameter may be in two of them. Where
             shards are stepped they must be element-wise. With `gather="gradients"` it is enough
             that they treat each tensor on its own. Mutated: they get step hooks, and another
-            `zero_grad`. Their parameter groups may change between a step and the next forward, on
-            all ranks alike.
+            `zero_grad`. The parameters in their groups may change only between a step and the next
+            forward, on all ranks alike.
         collectives: Launches all messages. At world size 1 nothing is sent.
         fusion: Planner that makes each optimizer's plan from its recorded first step.
-        broadcast_buffers: Whether rank 0's module buffers are broadcast after each step.
-        audit: Whether to check every read of a parameter in every forward. Slow.
+        broadcast_buffers: Whether rank 0's module buffers overwrite those of other ranks in each
+            step, if a forward has run since the last broadcast. False means that each rank keeps
+            its own.
+        audit: Whether forwards check every read of a parameter, see `active_plan.audit`. Slow.
+            Recorded and timed forwards are not checked.
         first_number: Optimizer number of the first optimizer; the others have the numbers after it.
-            It tells apart the messages of pipelines that share process groups.
-        shares_groups: Whether other pipelines use the same process groups.
-        options: Which values travel in both halves, and their compressor. None means gradients in
-            the reduce half and parameters in the gather half, without a compressor.
+            Message tags depend on these numbers. Pipelines that share process groups must have
+            different ones.
+        shares_groups: Whether other pipelines use the same process groups. If so, no bucket is
+            all-reduced because a plan says so. The caller must call `hold_back` of all of them.
+        options: Which values travel in the reduce half and in the gather half, and their
+            compressor. None means gradients, then parameters, without a compressor.
         clock: Measures when the device reaches a point of the program. None means the clock of the
             parameters' device.
         or_else: Options to fall back to if the optimizers cannot be stepped with `options`. None
@@ -88,13 +95,14 @@ class Pipeline:
         remark: Sentence for the user about how the optimizers are stepped. None means that there is
             nothing to say.
         parts: One `OptimizerPipeline` for each optimizer, in the order of the optimizers.
-        is_stepping: Whether a `stepping_early` block is entered.
-        before_change: Called by each rank before it makes a new plan because an optimizer's
-            parameters have changed. May block, and raise if other ranks do not call it, too.
+        is_stepping: Whether a `stepping_early` block is entered, also if it has no effect.
+        before_change: Function that each rank calls before it drops a plan because an optimizer's
+            parameters have changed; to be assigned to. At first it does nothing. `DearStrategy`
+            assigns a barrier, which raises if another rank has seen no such change.
 
     Raises:
-        ValueError: If an optimizer is not element-wise where it must be, or has parameters of
-            another module, or if ranks have different models.
+        ValueError: What `check_layout` and `ExchangeOptions.check` raise. For example, an optimizer
+            is not element-wise where it must be, or ranks have different models.
     """
 
     def __init__(
@@ -116,6 +124,7 @@ class Pipeline:
         what = options or ExchangeOptions(), instruments, ModuleTree(module)
         training = self.training = Training(module, collectives, fusion, *what)
         self.remark: str | None = None
+        # `int()` does nothing, and returns 0.
         self.before_change: Callable[[], object] = int
         self._first_number, self._shares_groups = first_number, shares_groups
         self._check(optimizers, optimizers, or_else)
@@ -146,13 +155,16 @@ class Pipeline:
         training.options, self.remark = check_layout(training.module, optimizers, unknown, *how)
 
     def _start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Makes an `OptimizerPipeline` for each of `optimizers`, which `_check` has accepted."""
+        """Makes `parts`, one for each of `optimizers`, and decides which buckets plans may have.
+
+        To be called after `_check`. Rank 0 warns of parameters that no optimizer holds. Local.
+        """
         training = self.training
         self.parts[:] = [
             OptimizerPipeline(training, optimizer, number)
             for number, optimizer in enumerate(optimizers, start=self._first_number)
         ]
-        self._note_trained()
+        self._store_trained()
         if training.world.size > 1 and training.world.rank == 0:
             warn_of_others(training.module, optimizers)
         training.early_refusal = self._first_refusal()
@@ -161,8 +173,12 @@ class Pipeline:
         if len(optimizers) > 1:
             self.hold_back()
 
-    def _note_trained(self) -> None:
-        """Notes optimizers and parameters now: later, reading the module would wait for gathers."""
+    def _store_trained(self) -> None:
+        """Stores the optimizers and all parameters of the module that are not ignored, frozen too.
+
+        `Training.refuse_stranger` reads them before each step of any optimizer. To list the
+        module's parameters only then would wait for their all-gathers.
+        """
         training, ignored = self.training, ignored_names(self.training.module)
         named = training.module.named_parameters()
         own = {parameter for name, parameter in named if name not in ignored}
@@ -171,12 +187,12 @@ class Pipeline:
 
     @property
     def collectives(self) -> Collectives:
-        """Launches all messages of this training."""
+        """Object that launches all messages of this training."""
         return self.training.collectives
 
     @property
     def options(self) -> ExchangeOptions:
-        """Which values travel in both halves, and their compressor."""
+        """Which values travel in the reduce half and in the gather half, and their compressor."""
         return self.training.options
 
     @property
@@ -185,27 +201,31 @@ class Pipeline:
         return [part.optimizer for part in self.parts]
 
     def _follow(self, changed: Sequence[OptimizerPipeline]) -> None:
-        """Records and plans anew for optimizers whose parameters changed. Collective, blocks."""
+        """Drops the plans of `changed`, optimizers whose parameters have changed.
+
+        Their next step is recorded and makes new plans. Collective, blocks.
+        """
         self.before_change()
         self.complete_parameters("re-plan")
         self._check(self.optimizers, [part.optimizer for part in changed])
         for part in changed:
             part.follow()
-        self._note_trained()
+        self._store_trained()
 
     def hold_back(self) -> None:
-        """Lets buckets be launched before the step instead of in backward, if order counts (NCCL).
+        """On NCCL, lets buckets be launched before the step instead of in backward.
 
-        Needed if several optimizers, of one pipeline or of several, share process groups. In a
-        backward that reaches them all, rank 0 may fill a bucket of one optimizer first, and rank 1
-        a bucket of another. Collectives that are matched by their order must not be launched so.
+        Does nothing on gloo, which matches messages by tag. NCCL matches them by order. It is
+        needed if several optimizers, of one pipeline or of several, share process groups: in a
+        backward that reaches two of them, rank 0 may first fill a bucket of optimizer 0, and rank 1
+        a bucket of optimizer 1. Launched in that order, the two buckets would be summed together.
         """
         if not self.collectives.matches_by_tag:
             for part in self.parts:
                 part.sending = SendTime.BEFORE_STEP
 
     def _first_refusal(self) -> str | None:
-        """Why no bucket may be stepped and gathered in backward. None means that it may."""
+        """Why no bucket may be stepped in backward, for the user. None means that they may be."""
         if self.options.is_of_gradients:
             return "with gather='gradients' buckets are stepped in forward"
         if self.options.compressor is not None:
@@ -228,13 +248,14 @@ class Pipeline:
     def measure_next_step(self) -> None:
         """Lets the next step be timed for planners; `OptimizerPipeline.timer` has the times then.
 
-        Blocks until all parameters are complete, so that the times include no wait for them.
+        Before the first plan nothing is timed. Blocks until all parameters are complete, so that
+        the times include no wait for them. Local.
         """
         for part in self.parts:
             part.measure_next_step()
 
     def use_compressor(self, compressor: Compressor) -> None:
-        """Calls `OptimizerPipeline.use_compressor` of every optimizer."""
+        """Calls `OptimizerPipeline.use_compressor` of every optimizer; see there."""
         for part in self.parts:
             part.use_compressor(compressor)
 
@@ -242,10 +263,12 @@ class Pipeline:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A context around a training forward, which it may start with waits.
+        """A context around a training forward. To enter it may block.
 
-        Blocks until the parameters that forward reads outside any module are complete. If an
-        optimizer's parameters have changed since the last forward it is collective, too.
+        It waits for the parameters that forward reads outside any module. If part of the module is
+        compiled, or other modules own the parameters than before, it waits for all of them. If an
+        optimizer's parameters have changed since its plan was made, the plan is dropped, which is
+        collective.
         """
         training = self.training
         training.finish_buffers()
@@ -273,11 +296,12 @@ class Pipeline:
 
         Args:
             synchronize: True means that this is the last backward of the step: buckets are launched
-                while it runs. False means that more backwards of the step follow: gradients
-                accumulate in `.grad`, and nothing is sent before the step. None means that it is
-                not known whether more follow. It does what False does, and notes that DDP would
-                have averaged here.
-            optimizers: Optimizers for which `synchronize` holds; for the others True counts as
+                while it runs, or before the step (see `hold_back`). False means that more backwards
+                of the step follow: gradients accumulate in `.grad`, and this backward launches
+                nothing. None means that it is not known whether more follow. It does what False
+                does, and remembers that DDP would have averaged here: if another backward of the
+                step follows, `GradientHooks.refuse_another_sum` is called.
+            optimizers: Optimizers for which `synchronize` holds. For the others True counts as
                 None. None means all optimizers.
         """
         with ExitStack() as stack:
@@ -289,10 +313,12 @@ class Pipeline:
             yield
 
     def refuse_early(self, reason: str | None) -> None:
-        """Forbids early buckets in all plans, if a rank gives a reason. Collective, blocks.
+        """Forbids from now on to step early buckets in backward, if any rank gives a reason.
+
+        Collective, blocks. Without a reason on any rank nothing changes.
 
         Args:
-            reason: Why this rank forbids them, in words for the user. None means that it does not.
+            reason: Why this rank forbids it, in words for the user. None means that it does not.
         """
         own = self.training.early_refusal or reason
         reasons = self.collectives.all_gather_object(own)
@@ -304,7 +330,7 @@ class Pipeline:
 
         It belongs around `optimizer.step(closure)`. The closure must call `zero_grad` and then run
         one backward. Nothing but the step may use the gradients: no clipping, no loss scale, no
-        hook that reads or changes them. Has no effect if early buckets are forbidden.
+        hook that reads or changes them. It only sets `is_stepping` if early buckets are forbidden.
         """
         self.is_stepping = True
         parts = self.parts if self.training.early_refusal is None else ()
@@ -324,17 +350,24 @@ class Pipeline:
 
         Args:
             reason: What forces the wait, for the timeline.
+
+        Raises:
+            RuntimeError: If another rank has failed, or the timeout has passed.
         """
         self.collectives.check()
         for part in self.parts:
             part.plans.complete_parameters(reason)
 
     def detach(self) -> None:
-        """Ends the training: removes hooks and flat buffers, keeps the new weights. Blocks.
+        """Ends the training: removes hooks and flat buffers. Parameters keep their new values.
 
-        The optimizers' state stays in this object, sharded, for `optimizer_state_dict`. After
-        `abandon`, an all-gather that fails gives a warning instead of an error, which would hide
-        the first exception. Idempotent.
+        Blocks until all all-gathers have arrived. Collective if buckets were launched and not yet
+        waited for, since that round is finished first. After `abandon` it finishes no round, and
+        is local. An all-gather that fails then gives a warning: an error would hide the exception
+        because of which `abandon` was called.
+
+        State of shards stays in `parts`, for `OptimizerPipeline.optimizer_state_dict`. With
+        `gather="gradients"` the whole state is in `optimizer.state`, on every rank. Idempotent.
         """
         self._strangers.remove()
         if all(part.progress.state is StepState.ENDED for part in self.parts):
@@ -358,7 +391,11 @@ class Pipeline:
             part.detach()
 
     def abandon(self) -> None:
-        """Restores the optimizers' parameter groups after an exception. Does not block."""
+        """After an exception: restores the optimizers' parameter groups if a step has raised.
+
+        The process groups may not be used again. Does not block. `detach` should follow: until
+        then hooks and flat buffers stay in place.
+        """
         self.collectives.discard()
         for part in self.parts:
             part.abandon()
@@ -367,7 +404,8 @@ class Pipeline:
     def statistics(self) -> StepStatistics | None:
         """Figures of the last finished step of any optimizer.
 
-        None on a GPU until the first call, since waits are timed only from then on.
+        On a GPU it is None until a step has begun and ended after the first read of this property:
+        waits are timed only from then on.
         """
         return self.training.instruments.statistics
 

@@ -37,9 +37,9 @@ from lightning_dear.planning.plan import MAX_BUCKETS, with_whole_tensors
 class PlanLifecycle:
     """Makes one optimizer's plans, builds what each of them needs, and moves state between them.
 
-    `OptimizerPipeline` owns it and calls it between steps. The only place that builds an
-    `ActivePlan`: flat buffers, exchange, `BucketRound`, collector and gatherer. It knows nothing of
-    the states of a step.
+    `OptimizerPipeline` owns it, and calls it before forward, at the first reduction, and in the
+    step. The only place that builds an `ActivePlan`: flat buffers, exchange, `BucketRound`,
+    collector and gatherer. It knows nothing of the states of a step.
 
     Args:
         training: What all optimizers of the module share.
@@ -47,24 +47,27 @@ class PlanLifecycle:
         number: Optimizer number, unique among optimizers that share process groups.
         on_gradient: Called whenever a parameter's `.grad` was accumulated.
         on_arrival: With gathered gradients, called with a bucket number when the bucket's mean
-            gradients have arrived.
+            gradients have arrived. Otherwise it is not called.
 
     Attributes:
-        plan: The present plan. None until the first step has been recorded. Stays readable after
-            `release`.
-        active: What the present plan needs. None while the first step is recorded.
-        recording: Results of the recorded step. None until it has ended.
+        plan: The present plan. None until the first step has been recorded, and after `dissolve`.
+            Stays readable after `detach`.
+        active: What the present plan needs. None while there is no plan, and after `detach`.
+        recording: Results of the last recorded step. None until the first one has been recorded.
         trained: The optimizer's parameters, as they were when recording began.
-        looks_again: Whether the next forward is recorded, although there is a plan.
+        looks_again: Whether the next forward is recorded, although there is a plan, since modules
+            were replaced. See `follow_readers`.
         number: Same as the argument.
         compressor: Compressor in the place of the configured one. None means the configured one.
         residuals: Keeps residuals between plans, trainings and checkpoints.
-        loss_scale: Returns the present loss scale, see `Traffic`; to be assigned to.
+        loss_scale: Function that returns the present loss scale, see `Traffic`; to be assigned to.
+            At first it returns None: gradients are not scaled.
         find_plan: Optional function: tensors of the recording -> plan. It is asked before the
             planner, so that a plan found by an earlier run is used again. It must return the same
-            on all ranks. None as its result means that the planner makes the plan. To be assigned
+            on all ranks. If it returns None, or is None, the planner makes the plan. To be assigned
             to.
-        is_moving: Whether state is being moved to another plan. If that has raised it stays True.
+        is_moving: Whether state is being moved to another plan. If that has raised, it stays True:
+            part of the state is lost, and `OptimizerPipeline.prepare_state` raises.
     """
 
     def __init__(
@@ -89,17 +92,24 @@ class PlanLifecycle:
         self._on_gradient, self._on_arrival = on_gradient, on_arrival
         self.compressor: Compressor | None = None
         self.is_moving = False
+        # For parameters whose weights lagged behind their masters at the end: hash of the weights.
         self._lagging_at_end: dict[Parameter, int] = {}
         self._start_recording()
 
     @property
     def present(self) -> ActivePlan:
-        """`active`, which must not be None."""
+        """Returns `active`. To be read only while there is a plan."""
         assert self.active is not None
         return self.active
 
     def complete_parameters(self, reason: str) -> None:
-        """Blocks until all parameters have the values of the last step. Local, idempotent."""
+        """Blocks until all parameters have the values of the last step. Local, idempotent.
+
+        Does nothing while there is no plan.
+
+        Args:
+            reason: What forces the wait, for the timeline.
+        """
         if self.active is not None:
             self.active.gatherer.complete(reason=reason)
 
@@ -114,7 +124,7 @@ class PlanLifecycle:
             self.trained.watch(self._on_gradient)
 
     def start(self) -> ActivePlan:
-        """Makes the first plan from the recorded step, and puts it to work. Collective, blocks."""
+        """Makes a plan from the recorded step (or finds one), and builds it. Collective, blocks."""
         training, collectives = self._training, self._training.collectives
         self.recording = Recording.agreed(self.trained, collectives, training.options)
         tensors = self.recording.tensors
@@ -134,7 +144,8 @@ class PlanLifecycle:
             self.active.exchange.use(self.compressor)
         left = self._stepper.left
         self._stepper.attach(self.active.flat, self.trained.parameters)
-        # Weights written to while there was no plan are no longer their rounded masters, and win.
+        # If the moved state has masters: the user may have written to weights while there was no
+        # plan. Such weights are not their rounded masters any more, and replace them.
         if left is not None and self._hand_on(left):
             self.active.flat.adopt_writes()
         coded, seed = self.active.exchange.coded, self.recording.seed
@@ -143,7 +154,10 @@ class PlanLifecycle:
 
     @torch.no_grad()
     def _build(self, plan: BucketPlan, recording: Recording) -> ActivePlan:
-        """Makes all that `plan` needs. Parameters move to flat buffers with their values. Local."""
+        """Makes all that `plan` needs. Parameters become views of flat buffers. Local.
+
+        Parameters keep their values.
+        """
         training, collectives = self._training, self._training.collectives
         options = training.options
         sends_bytes = options.compressor is not None and options.ranks_together(collectives) == 1
@@ -154,7 +168,7 @@ class PlanLifecycle:
             self.trained.parameters,
             partial(options.role_of, plan),
             training.world.rank,
-            # Scratch is for receiving gradients. Encoded bytes are received elsewhere.
+            # Scratch is for receiving gradients. Encoded bytes are received in other buffers.
             (lambda _: 0) if sends_bytes else collectives.scratch_numel,
             keeps_gradients=training.uses_buckets,
         )
@@ -181,11 +195,12 @@ class PlanLifecycle:
         return ActivePlan(plan, flat, collector, bucket_round, whole, gatherer, exchange)
 
     def follow_parameters(self) -> None:
-        """Looks for parameters and modules that were exchanged in the trained module. Local.
+        """Looks for parameters and modules that were replaced in the trained module. Local.
 
-        Exchanged parameters are put back, with the new values. Exchanged modules have no gates yet.
-        If there are any, it blocks until all parameters are complete, and the next forward is
-        recorded.
+        Replaced parameters are put back, with the new values (`restore_replaced`). New modules have
+        no gates yet. If modules that own parameters were replaced, it blocks until all parameters
+        are complete, and lets the next forward be recorded (`looks_again`). It does neither while
+        there is no plan, or if gradients pass through no buckets.
         """
         if not self.trained.may_have_moved:
             return
@@ -200,16 +215,18 @@ class PlanLifecycle:
             self.looks_again = True
 
     def follow_readers(self) -> None:
-        """Moves waits to the modules that the last forward was seen to read in, if it was recorded.
+        """Gives gates to replaced modules, if the last forward was recorded because of them.
 
-        Local. No bucket may be pending.
+        Otherwise does nothing. From then on the modules wait that own parameters now, or that were
+        seen to read parameters in that forward. Local. No bucket may be pending.
         """
         if not self.looks_again or self.recording is None or self.active is None:
             return
         self.looks_again = False
         ungated, present = self.trained.recorder.ungated, set(self._training.module.modules())
         for index, user in self.recording.ungated.items():
-            # If the module that reads it is gone, None lets every forward wait before it begins.
+            # If the module that has read the parameter is gone, None lets every forward wait for
+            # the parameter before it begins.
             ungated.setdefault(index, user if user in present else None)
         self.recording = replace(self.recording, ungated=ungated)
         self.active.gatherer.follow(self._training.module, ungated)
@@ -217,7 +234,8 @@ class PlanLifecycle:
     def _for_hosts(self, plan: BucketPlan) -> BucketPlan:
         """Returns `plan`, with all buckets all-reduced if that sends less between hosts.
 
-        It does on hosts that have several ranks, but not equally many.
+        It sends less if hosts have several ranks, but not equally many. Otherwise, or if buckets
+        may not be all-reduced (`all_reduce_refusal`), the plan is returned as it is.
         """
         training = self._training
         if not training.collectives.favors_all_reduce or training.all_reduce_refusal is not None:
@@ -225,7 +243,10 @@ class PlanLifecycle:
         return replace(plan, early=(), all_reduced=tuple(range(len(plan.buckets))))
 
     def _without_refused(self, plan: BucketPlan) -> BucketPlan:
-        """Returns `plan` without early or all-reduced buckets that are refused; warns of them."""
+        """Returns `plan` without early or all-reduced buckets, if the training refuses them.
+
+        Those buckets are then reduce-scattered, and stepped and gathered in the step. Rank 0 warns.
+        """
         for what, does, refusal in (
             ("early", "gathers {} buckets during backward", self._training.early_refusal),
             ("all_reduced", "all-reduces {} buckets", self._training.all_reduce_refusal),
@@ -247,11 +268,12 @@ class PlanLifecycle:
     # --- compressors, and writes between two steps ----------------------------------------------
 
     def use_compressor(self, compressor: Compressor, *, is_idle: bool) -> None:
-        """See `OptimizerPipeline.use_compressor`.
+        """Encodes with another compressor from now on; see `OptimizerPipeline.use_compressor`.
 
         Args:
             compressor: The compressor of the next steps.
-            is_idle: Whether no bucket was launched since the last step.
+            is_idle: Whether no bucket was launched since the last step. If not, the compressor is
+                used from the next step on.
 
         Raises:
             ValueError: If no compressor is configured, if the new one keeps other residuals between
@@ -259,7 +281,7 @@ class PlanLifecycle:
         """
         check_replaces(compressor, self._training.options.compressor)
         if not compressor.is_identity and compressor != self.compressor:
-            # For its checks: it raises if the constructor refuses these options.
+            # Only for the constructor's checks, which raise if these options do not fit together.
             _ = replace(self._training.options, compressor=compressor)
         self.compressor = compressor
         if self.active is not None:
@@ -268,33 +290,40 @@ class PlanLifecycle:
                 self.active.exchange.use(compressor, is_idle=is_idle)
 
     def take_over(self, but: Collection[int] = ()) -> None:
-        """Adopts weights and optimizer state that were written since the last step. Local.
+        """Adopts weights and optimizer state that the user has written since the last step. Local.
 
-        If loaded masters and written weights contradict each other, the weights win.
+        Masters in the shards follow written weights. If the user has loaded masters whose rounded
+        values are not the weights, the weights win. Does nothing while there is no plan.
 
         Args:
-            but: Numbers of buckets whose weights are not adopted, since the step has stepped them.
+            but: Numbers of buckets whose weights are not adopted, since this step has stepped them
+                already.
         """
         if self.active is None:
             return
         if self.active.flat.adopt_writes(but) and self._training.uses_buckets:
             self.trained.watch(self._on_gradient)
         if self.adopt_state():
-            # Weights may have been changed after the checkpoint of these masters: compare bits.
+            # Masters were loaded. The user may have changed weights since these were saved, and
+            # weights win: once more compare weights with masters.
             self.active.flat.adopt_writes(but)
         if self._training.options.encodes_differences:
-            # Masters still in `optimizer.state` were loaded for parameters that are in no plan.
+            # Masters still in `optimizer.state` are of parameters in no plan, and are dropped.
             self._tell_of_masters(AdoptedState(False, drop_masters(self._stepper.optimizer)))
 
     def adopt_state(self) -> bool:
-        """Adopts optimizer state loaded since; returns whether it has masters. Local.
+        """Moves state that the user has loaded into `optimizer.state` to the shards. Local.
 
-        Rank 0 warns, once for each load, if masters are dropped.
+        With gathered gradients it stays there, without masters. Rank 0 warns if masters that differ
+        from weights are dropped.
+
+        Returns:
+            Whether the loaded state had masters, which are used.
         """
         return self._tell_of_masters(self._stepper.adopt_state())
 
     def _tell_of_masters(self, adopted: AdoptedState) -> bool:
-        """Warns on rank 0 if masters were dropped; returns whether masters were adopted."""
+        """Warns (rank 0) if dropped masters differ from weights. Returns if any were adopted."""
         if adopted.loses_masters and self._training.world.rank == 0:
             warnings.warn(
                 f"The masters in a checkpoint ('{MASTER_KEY}') are dropped where they differ from"
@@ -309,7 +338,7 @@ class PlanLifecycle:
     # --- from one plan to the next --------------------------------------------------------------
 
     def replan(self, plan: BucketPlan) -> None:
-        """See `OptimizerPipeline.replan`. Collective, blocks."""
+        """Goes on with another plan; see `OptimizerPipeline.replan`. Collective, blocks."""
         assert self.recording is not None
         self.recording.check(plan, self._training.collectives)
         self._leave_plan()
@@ -317,11 +346,11 @@ class PlanLifecycle:
         self._activate(plan)
 
     def dissolve(self) -> None:
-        """Ends the present plan: the next step is recorded, and makes another plan.
+        """Ends the present plan, if there is one: the next step is recorded, and makes another.
 
         Collective, blocks. Weights keep their values, and the optimizer's state stays in shards.
-        Lagging weights become equal to their masters, since without a plan it could not be seen
-        later which of the two was written last.
+        Exception: weights that lag behind their masters (`Role.lags`) become equal to them, and the
+        masters are dropped. Without a plan it could not be seen later which was written last.
         """
         if self.active is not None:
             left = self._leave_plan(syncs_replicas=True)
@@ -333,7 +362,8 @@ class PlanLifecycle:
     def inherit(self, others: Sequence[PlanLifecycle]) -> None:
         """Takes over optimizer state and residuals of trainings that have ended.
 
-        Collective, blocks.
+        Collective, blocks. To be called before the first step. State that the user has loaded since
+        such a training has ended stays, in place of the training's state.
 
         Args:
             others: Ended lifecycles of the same optimizer. Mutated: their state moves to this one.
@@ -357,7 +387,10 @@ class PlanLifecycle:
 
     @torch.no_grad()
     def _sync(self, masters: SpreadState) -> None:
-        """Makes weights that are in no plan equal to their masters. Collective, blocks."""
+        """Makes weights that this training does not step equal to their masters.
+
+        The masters are dropped. Collective, blocks.
+        """
         self._hand_on(masters)
         for parameter in masters.entries:
             parameter.copy_(self._stepper.optimizer.state[parameter].pop(MASTER_KEY))
@@ -369,8 +402,9 @@ class PlanLifecycle:
             through: Collectives of the next training.
 
         Returns:
-            The state, or None if the user has loaded another state since. Parameter -> whether its
-            weights were written to since the end, for each whose weights lagged behind masters.
+            Two results. First, the state, or None if the user has loaded another state since the
+            end. Second, a dict: parameter -> whether its weights were written to since the end. It
+            has the parameters whose weights lagged behind their masters then.
         """
         was_loaded = self._stepper.optimizer.state is not self._stepper.state_at_end
         left = None if was_loaded else spread_state(self._stepper, through)
@@ -379,18 +413,28 @@ class PlanLifecycle:
         return left, {parameter: _digest(parameter) != digest for parameter, digest in at_end}
 
     def _give_back(self) -> None:
-        """Makes `optimizer.state` whole on every rank, after the last plan. Collective, blocks.
+        """Moves inherited state into `optimizer.state`, whole on every rank. Collective, blocks.
 
-        Every rank needs memory for the whole state.
+        Called only by `inherit` with gathered gradients, which step whole tensors: state that an
+        ended training had in shards would be of no use. Every rank needs memory for all of it.
         """
         left = spread_state(self._stepper, self._training.collectives)
         self._stepper.leave(None)
         self._hand_on(left)
 
     def _hand_on(self, left: SpreadState) -> bool:
-        """Moves state to the ranks that step it now; returns whether pieces got masters."""
+        """Moves state to the ranks that step it now, or into `optimizer.state` if no rank does.
+
+        Collective, blocks. Rank 0 warns if masters that differ from weights are dropped.
+
+        Args:
+            left: State of the plan before. Mutated: what was sent is dropped.
+
+        Returns:
+            Whether pieces of this rank got masters.
+        """
         known = set(self._training.module.parameters())
-        # If moving raises the flag stays: part of the state is lost then.
+        # If moving raises, the flag stays True: part of the state is lost then.
         self.is_moving = True
         with uncounted(self._training.collectives):
             moved = hand_on(left, self._stepper, known, self._training.collectives)
@@ -398,43 +442,58 @@ class PlanLifecycle:
         return self._tell_of_masters(moved)
 
     def _leave_plan(self, *, syncs_replicas: bool = False) -> SpreadState:
-        """Ends the present plan: returns its state, which stays in shards. Collective, blocks."""
+        """Ends the present plan, and returns its state, which stays in shards. Collective, blocks.
+
+        Before that it waits for all parameters, and adopts what the user has written.
+
+        Args:
+            syncs_replicas: Whether to make lagging weights equal to their masters.
+        """
         self.complete_parameters("re-plan")
         self.take_over()
         if syncs_replicas:
             self.present.sync_replicas()
         with uncounted(self._training.collectives):
             self.residuals.release()
-        # Any stream may still read the flat buffers, which are freed soon.
+        # Any stream may still read the flat buffers, which the caller frees.
         self._training.collectives.streams.synchronize()
         left = spread_state(self._stepper, self._training.collectives)
         self._stepper.leave(left)
         return left
 
     def release(self) -> None:
-        """Removes hooks and gates, and gives each parameter its own memory again."""
+        """Removes hooks and gates, and gives each parameter its own memory again. Local.
+
+        Parameters keep the values that they have. Buckets that are pending would keep old values.
+        """
         self.trained.hooks.remove()
         self._release_active()
 
     @torch.no_grad()
     def _release_active(self) -> None:
-        # Buffers of gradients are freed first and parameters copied one by one, to save memory.
+        # To save memory, buffers of gradients are freed before parameters are copied, one by one.
         views = () if self.active is None else self.active.release()
         self.active = None
         for parameter in views:
             parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
     def detach(self) -> None:
-        """Ends the training. State and residuals stay readable. Parameters should be complete."""
+        """Ends the training: removes hooks, gates and flat buffers. Local.
+
+        The caller must have completed all parameters: a bucket that is still pending keeps old
+        values. State and residuals stay in this object, for `hand_over` and checkpoints.
+        """
         active = None if self._training.collectives.was_discarded else self.active
         lagging = [] if active is None else active.flat.lagging
         self.release()
-        # Weights that are written to after the end win over their masters. Digests tell that.
+        # A training that inherits masters must know whether weights were written to since: these
+        # replace their masters. Lagging weights differ from their masters anyway, so `hand_over`
+        # compares hashes of the weights.
         self._lagging_at_end.update((parameter, _digest(parameter)) for parameter in lagging)
         self._stepper.detach()
         self.residuals.detach()
 
 
 def _digest(parameter: Parameter) -> int:
-    """Hash of a parameter's bits."""
+    """Returns a hash of the bits of a parameter's values."""
     return crc32(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)

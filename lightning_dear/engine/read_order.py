@@ -2,8 +2,8 @@
 
 Parameters are often read in another order than they are registered in, so buckets follow the
 recorded order. Some reads do not go through `module._parameters` (a list of parameters kept
-elsewhere, a GRU's flat weights). Later forwards wait for such a parameter before the forward of the
-module that was running at that read.
+elsewhere, a GRU's flat weights), so that no gate sees them. In later steps such a parameter is
+waited for before the forward of the module that was running at that read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DATA_GETTERS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 class ForwardRecorder:
     """Records reads of parameters in forwards, and the order of their gradients.
 
-    Streams on which parameters are read are added to `streams.readers`.
+    CUDA streams on which parameters are read are added to `streams.readers`.
 
     Args:
         module: Module whose submodules are watched.
@@ -46,12 +46,14 @@ class ForwardRecorder:
         streams: Streams of the parameters' device.
 
     Attributes:
-        first_use: Parameter index -> place in the order of first reads.
+        first_use: Parameter index -> place in the order of first reads. Parameters that were not
+            read are missing.
         ungated: Parameter index -> module that was running at the first read, for parameters
             whose first read went through no `module._parameters`. None means that no module was
-            running, or that the parameter is in TorchScript, whose reads cannot be seen.
-        gradients: Parameter index -> how often its gradient was accumulated, in the order of
-            the last accumulations.
+            running, or that the parameter is in TorchScript, whose reads cannot be seen. Then it is
+            waited for before the whole forward.
+        gradients: Parameter index -> how often its gradient was accumulated. The keys are in the
+            order of each parameter's last accumulation. Parameters without a gradient are missing.
     """
 
     def __init__(self, module: Module, parameters: Sequence[Parameter], streams: Streams) -> None:
@@ -64,7 +66,10 @@ class ForwardRecorder:
         self.gradients: dict[int, int] = {}
 
     def recording(self) -> AbstractContextManager[Any]:
-        """A context in which reads are recorded. Compiled regions run eagerly in it."""
+        """A context in which reads are recorded. Compiled regions run eagerly in it.
+
+        At the end it removes its hooks and gates.
+        """
         stack = ExitStack()
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module, own in owners(self._module, self._parameters).items():
@@ -75,22 +80,29 @@ class ForwardRecorder:
         stack.callback(all_modules.register_module_forward_pre_hook(self._enter).remove)
         leaving = all_modules.register_module_forward_hook(self._leave, always_call=True)
         stack.callback(leaving.remove)
-        stack.enter_context(ReadMode(self._note_read))
+        stack.enter_context(ReadMode(self._record_read))
         return stack
 
     def note_gradient(self, index: int) -> None:
-        """Counts an accumulation into parameter `index`'s gradient."""
+        """Counts an accumulation into parameter `index`'s gradient, and moves it to the end.
+
+        So `gradients` is in the order of the last accumulations.
+        """
         self.gradients[index] = self.gradients.pop(index, 0) + 1
 
     def _gated_reads(self, module: Module) -> ModuleGate:
-        """Closes a gate whose first read marks all parameters of the module as gated."""
+        """Closes a gate of the module, and returns it.
 
-        def note() -> None:
+        The first read through the gate opens it, and marks all parameters of the module as gated:
+        reads of them go through `module._parameters`.
+        """
+
+        def on_read() -> None:
             gate.open()
             self._gated.update(map(id, private_names.PARAMETERS.of(module).values()))
 
-        gate = ModuleGate(module, note)
-        gate.close()
+        gate = ModuleGate(module)
+        gate.close(on_read)
         return gate
 
     def _enter(self, module: Module, args: Any) -> None:
@@ -100,7 +112,8 @@ class ForwardRecorder:
         if self._running and self._running[-1] is module:
             self._running.pop()
 
-    def _note_read(self, value: Any) -> None:
+    def _record_read(self, value: Any) -> None:
+        """Records a read of `value`, if it is one of the parameters."""
         index = self._index.get(id(value))
         if index is None:
             return
@@ -112,15 +125,17 @@ class ForwardRecorder:
 
 
 class ReadMode(TorchFunctionMode):
-    """Calls a function for each argument of each torch function that reads values.
+    """Calls a function for each argument of each torch function that reads values of tensors.
+
+    Functions in `_METADATA`, such as `size`, are left out. Lists, tuples and dicts are looked into.
 
     Args:
-        note_read: Called with the argument, which may be of any type.
+        on_read: Called with the argument, which may be of any type, also no tensor.
     """
 
-    def __init__(self, note_read: Callable[[Any], None]) -> None:
+    def __init__(self, on_read: Callable[[Any], None]) -> None:
         super().__init__()
-        self._note_read = note_read
+        self._on_read = on_read
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -131,23 +146,26 @@ class ReadMode(TorchFunctionMode):
         else:
             reads_data = name not in _METADATA
         if reads_data:
-            self._note_reads(args)
+            self._report(args)
             if kwargs:
-                self._note_reads(kwargs.values())
+                self._report(kwargs.values())
         return func(*args, **(kwargs or {}))
 
-    def _note_reads(self, values: Iterable[Any]) -> None:
+    def _report(self, values: Iterable[Any]) -> None:
         for value in values:
             if isinstance(value, (list, tuple)):
-                self._note_reads(value)
+                self._report(value)
             elif isinstance(value, dict):
-                self._note_reads(value.values())
+                self._report(value.values())
             else:
-                self._note_read(value)
+                self._on_read(value)
 
 
 def has_compiled_region(module: Module) -> bool:
-    """Whether `torch.compile` was applied to the module or to one of its submodules."""
+    """Whether `torch.compile` was applied to the module or to one of its submodules.
+
+    Compiled functions and methods are not found.
+    """
     return any(
         private_names.COMPILED_CALL.of(part) is not None
         or hasattr(part, private_names.ORIGINAL_MODULE.name)

@@ -47,14 +47,13 @@ class OptimizerPipeline:
     Attributes:
         optimizer: The user's optimizer.
         progress: State of the step.
-        mean: The mean gradient, from the last backward to the step.
+        mean: Reduces gradients, and gives callers the mean between last backward and step.
         plans: The present plan, and what makes the next one.
         stepper: The optimizer's state and pieces on this rank.
         timer: Times of the step that `measure_next_step` asked for, on this rank.
         num_steps: Optimizer steps so far, without steps that a GradScaler skipped.
         sending: When buckets are launched; to be assigned to.
-        warns_of_hooks: Whether to warn the user that hooks of the optimizer's step find no
-            gradient; to be assigned to.
+        warns_of_hooks: Whether the next step warns of other code's step hooks; to be assigned to.
     """
 
     def __init__(self, training: Training, optimizer: Optimizer, number: int) -> None:
@@ -66,7 +65,7 @@ class OptimizerPipeline:
         self.sending = SendTime.IN_BACKWARD
         self.progress = StepProgress(partial(getattr, training, "uses_buckets"))
         self._backward = Backward.NONE
-        # Bucket numbers of early buckets that the present backward has not stepped yet.
+        # Numbers of early buckets that the present backward is to step, but has not stepped yet.
         self._early: list[int] = []
         self._hooks = self._hook_into(optimizer)
         self._zero_grad = optimizer.zero_grad
@@ -85,7 +84,7 @@ class OptimizerPipeline:
         self._step_hooks = StepHooks(optimizer, *calls)
         hooks: list[Any] = [self._step_hooks]
         if self._training.options.is_of_gradients:
-            # Buckets that are pending would still be stepped, and change the state, afterwards.
+            # State must not be saved or loaded while buckets are still to be stepped at a read.
             hooks.append(optimizer.register_state_dict_pre_hook(self._complete_state))
             hooks.append(optimizer.register_load_state_dict_pre_hook(self._complete_state))
         return hooks
@@ -93,33 +92,36 @@ class OptimizerPipeline:
     def _complete_state(self, *_: Any) -> None:
         self.plans.complete_parameters("optimizer state")
 
-    # --- forward and backward -----------------------------------------------------------------
-
     def prepare_forward(self) -> bool:
-        """Looks for exchanged modules; returns whether `follow` must be called. May block."""
+        """Puts back replaced parameters. If modules were replaced, blocks for all parameters.
+
+        Returns True if the optimizer's own parameters have changed: then `follow` must be called.
+        """
         self._end_broken_step()
         self.plans.follow_parameters()
         return self.plans.trained.have_changed()
 
     def follow(self) -> None:
-        """Drops the plan, as the optimizer has other parameters now. Collective, blocks.
+        """Drops the plan, since the optimizer has other parameters now. Collective, blocks.
 
-        Raises:
-            RuntimeError: If gradients were launched or reduced that no step has used.
+        Raises RuntimeError after a backward that sends gradients, until a step or `zero_grad`.
         """
         active, is_idle = self.plans.active, self.progress.state in _NOTHING_IS_SENT
         if active is not None and not (is_idle and not active.round.has_begun):
-            # Other ranks wait for this rank's buckets.
+            # Other ranks wait for this rank's buckets, and must raise, too.
             self.mean.finish_rounds(active)
             raise RuntimeError(
-                "Parameters began to require gradients, or the optimizer's were exchanged, after a"
+                "Parameters began to require gradients, or the optimizer's were replaced, after a"
                 " backward whose gradients no step has used yet. Change parameters between an"
                 " optimizer step and the next forward."
             )
         self.plans.dissolve()
 
     def watching(self, *, audits: bool) -> AbstractContextManager[Any]:
-        """A context around a training forward, which it records, times, audits, or leaves alone."""
+        """A context around a training forward: records it if there is no plan, or modules are new.
+
+        If not, times it for `measure_next_step`, or audits it if `audits`, or does nothing.
+        """
         active = self.plans.active
         if self._training.uses_buckets and (active is None or self.plans.looks_again):
             return self.plans.trained.recorder.recording()
@@ -130,13 +132,13 @@ class OptimizerPipeline:
         return nullcontext()
 
     def measure_next_step(self) -> None:
-        """Lets `timer` measure the next step. Blocks until all parameters are complete. Local."""
+        """Lets `timer` measure the next step; see `Pipeline.measure_next_step`. Blocks. Local."""
         recording = self.plans.recording
         self.timer.start(self.parameters, None if recording is None else recording.ungated)
         self.plans.complete_parameters("measuring")
 
     def complete_entry(self) -> None:
-        """Blocks for parameters that forward reads outside modules; for all if it is compiled."""
+        """Waits for parameters that forward reads outside modules. If it is compiled, for all."""
         active = self.plans.active
         if active is not None and self._training.has_compiled_region:
             active.gatherer.complete(reason="compiled region")
@@ -145,13 +147,9 @@ class OptimizerPipeline:
 
     @contextmanager
     def backward(self, *, synchronize: bool | None) -> Iterator[None]:
-        """A context around a backward; see `Pipeline.backward`."""
-        compressor = self._training.options.compressor
-        if (
-            self.progress.state in _WERE_CHANGED
-            and compressor is not None
-            and compressor.encodes_once
-        ):
+        """A context around a backward, see `Pipeline.backward`. The recorded one also reduces."""
+        compressor, state = self._training.options.compressor, self.progress.state
+        if state in _WERE_CHANGED and compressor is not None and compressor.encodes_once:
             raise RuntimeError(
                 "Another backward would add to mean gradients that a hook was shown, that"
                 " whole_gradients() has shown or that were clipped. Run all backwards of a step"
@@ -178,7 +176,7 @@ class OptimizerPipeline:
         finally:
             self._backward, self._early = before, []
         if synchronize and self.plans.active is None and self._training.uses_buckets:
-            # As in later steps, where `.grad` is None here: it must not show the local gradient.
+            # As in later steps, `.grad` must not show the local gradient after the last backward.
             self.mean.reduce()
 
     def _on_gradient(self, index: int, _: Any, gradients: tuple[Tensor | None]) -> None:
@@ -192,7 +190,7 @@ class OptimizerPipeline:
                 self.progress.enter(StepState.ACCUMULATING)
             return
         if self._backward is _NONE and self.progress.has_means:
-            # Another round needs all ranks, and perhaps this rank alone has such a gradient.
+            # It needs another round of all ranks. Perhaps only this rank has such a gradient.
             raise RuntimeError(
                 f"A gradient for '{self.plans.trained.names[index]}' came from no backward of the"
                 " strategy's, after the mean gradient had been read or changed, such as by"
@@ -206,7 +204,7 @@ class OptimizerPipeline:
         if active is None:
             self.plans.trained.recorder.note_gradient(index)
             if (parameter := self.parameters[index]).grad is None:
-                # A hook has cleared it. DistributedDataParallel averages zeros then.
+                # A hook has cleared `.grad`. DistributedDataParallel averages zeros then.
                 parameter.grad = torch.zeros_like(parameter)
         elif self.timer.is_on:
             with self.timer.leaving_out_codecs():
@@ -225,10 +223,9 @@ class OptimizerPipeline:
     def _begin_early_steps(self, active: ActivePlan) -> None:
         """Lets this backward step early buckets once their mean gradients have arrived.
 
-        The DeAR paper has no such buckets: its link is idle if backward takes longer than the
-        reduce-scatters. Here all-gathers of early buckets fill that time. They arrive in a second
-        buffer (`Bucket.landing`), since backward still reads the old values. Whether a bucket is
-        stepped in backward or later may differ between ranks; the values do not.
+        Gathered parameters arrive in a second buffer (`Bucket.landing`), since backward still reads
+        the old values. One rank may step a bucket in backward and another rank later, to the same
+        values. If the user has replaced the `data` of a parameter, no bucket is stepped early.
         """
         active.round.watch(active.plan.early)
         active.gatherer.expect(early=True)
@@ -237,7 +234,7 @@ class OptimizerPipeline:
 
     @torch.no_grad()
     def _step_early(self) -> None:
-        """Steps early buckets that have arrived, and launches their gathers. Does not block."""
+        """Steps and gathers early buckets that have arrived, in their order. Does not block."""
         active, stepper = self.plans.present, self.stepper
         assert isinstance(stepper, ShardedOptimizer)
         while self._early and active.round.is_on_host(self._early[0]):
@@ -256,19 +253,20 @@ class OptimizerPipeline:
         if not kwargs.get("set_to_none", args[0] if args else True):
             warn_of_zeros(self.optimizer)
         if self.progress.state is StepState.ENDED:
-            # Lightning's wrapper of the optimizer keeps this method after the fit.
+            # Lightning's wrapper of the optimizer still calls this method after the fit.
             self.optimizer.zero_grad(*args, **kwargs)
             return
         active = self.plans.active
-        # With gathered gradients, a thread that completes parameters steps them, and uses `.grad`.
+        # Excludes threads that complete gathered gradients: these step buckets, and use `.grad`.
         with nullcontext() if active is None else active.gatherer.arriving:
             self.drop_gradients()
             self._zero_grad(*args, **kwargs)
 
     def drop_gradients(self) -> None:
-        """Forgets all gradients since the last step, and reduced means.
+        """Forgets gradients that buckets hold, and means. `.grad` is left to `zero_grad`.
 
-        If buckets were launched it is collective and blocks, since that round is finished first.
+        Collective, and blocks, if buckets were launched and not waited for: that round is finished
+        first. Raises after `detach`, or between a backward with early buckets and the step's end.
         """
         self.progress.check_is_on()
         active = self.plans.active
@@ -289,7 +287,11 @@ class OptimizerPipeline:
         self.progress.enter(StepState.EMPTY)
 
     def _before_hooks(self) -> None:
-        """Runs before the user's pre-hooks of `step`, which may read parameters."""
+        """Called before other code's pre-hooks of `step`, which may read parameters.
+
+        If there are any, it restores groups that a broken step has left, and blocks until all
+        parameters are complete. Warns of pre- and post-hooks once, if `warns_of_hooks`.
+        """
         are_in_front = self._step_hooks.are_in_front
         if self.warns_of_hooks and (are_in_front or self._step_hooks.are_behind):
             self.warns_of_hooks = False
@@ -301,13 +303,17 @@ class OptimizerPipeline:
 
     @torch.no_grad()
     def _begin_step(self) -> None:
-        """Reduces, steps all runs of buckets but the last one, launches each run's gathers."""
+        """Pre-hook of `step`: reduces, then steps this rank's shards. Collective, blocks.
+
+        It steps runs of small buckets at once, and launches a run's gathers after it. The last run
+        is left to `step` itself. With gathered gradients it only launches the gathers of means.
+        """
         self.abandon()
         active = self._prepare_step()
         self.progress.begin_step()
         self._instruments.begin_step()
         try:
-            for numbers in self.stepper.run(active.plan.gather_order):
+            for numbers in self.stepper.begin_step(active.plan.gather_order):
                 self._launch_gathers(numbers)
         except BaseException:
             self.stepper.restore()
@@ -315,14 +321,14 @@ class OptimizerPipeline:
             raise
 
     def _prepare_step(self) -> ActivePlan:
-        """Reduces, which makes the first plan; adopts weights and state written since."""
+        """Reduces, which makes the first plan. Adopts weights and state that the user wrote."""
         check_momentum(self.optimizer, self._training.options)
         self.mean.reduce()
         active = self.plans.present
         active.exchange.check()
         self.plans.take_over(but=self.stepper.stepped_early)
         self.plans.follow_readers()
-        # No parameter is read until the step ends, so other ranks' shards may arrive from now on.
+        # Until the step ends no module reads parameters, so shards of other ranks may arrive.
         active.gatherer.begin_step()
         active.gatherer.expect(early=False)
         self.timer.step_begins()
@@ -337,16 +343,17 @@ class OptimizerPipeline:
             self._instruments.begin_step()
 
     def _on_inner_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Post-hook of `step`, which has just stepped the last run of buckets.
+        """Post-hook of `step`, which has just stepped the last run: launches its gathers.
 
-        From here on reads of parameters wait for their gathers.
+        From here on reads of parameters wait for gathers. Blocks for module buffers, and for all
+        parameters if other code has post-hooks, which may read them.
         """
         self._launch_gathers(self.stepper.finish())
         self.stepper.restore()
         self.stepper.stepped_early.clear()
         self.stepper.clear_gradients()
         active = self.plans.present
-        # Before the gates close, since other threads may complete parameters from then on.
+        # Before the gates close: from then on other threads may complete parameters.
         active.round.end_step()
         active.gatherer.close_gates()
         active.collector.begin()
@@ -363,42 +370,39 @@ class OptimizerPipeline:
             self.plans.complete_parameters("optimizer step hook")
 
     def _end_broken_step(self) -> None:
-        """After a step that raised: lets other threads read parameters again."""
+        """If a step has raised, lets other threads read parameters. If not, does nothing."""
         if self.plans.active is not None:
             self.plans.active.gatherer.end_step()
         self.progress.end_broken_step()
 
     def _on_arrival(self, number: int) -> None:
-        """Steps bucket `number`, whose mean gradient was gathered; runs in forward, at a read."""
+        """Steps bucket `number`, whose gathered means the calling thread has waited for."""
         assert isinstance(self.stepper, ReplicatedOptimizer)
         self._instruments.begin_step()
         with self.timer.late_step():
             self.stepper.step_bucket(number)
         self._instruments.record_step(number)
 
-    # --- plans and codecs -----------------------------------------------------------------------
-
     @property
     def plan(self) -> BucketPlan | None:
-        """Present plan. None before the first step has ended. Stays readable after `detach`."""
+        """Present plan. None while there is none yet; see `PlanLifecycle.plan`."""
         return self.plans.plan
 
     @property
     def tensors(self) -> list[TensorSpec]:
-        """Tensors of the plan, one for each of `parameters`. Empty before the first step."""
+        """Tensors of the plan, one for each of `parameters`. Empty before the first plan."""
         return [] if self.plans.recording is None else self.plans.recording.tensors
 
     @property
     def parameters(self) -> Sequence[Parameter]:
-        """Trained parameters, in the order of the plan's tensor numbers."""
+        """Trained parameters, in the order of the plan's tensor indices."""
         return self.plans.trained.parameters
 
     @torch.inference_mode(False)
     def replan(self, plan: BucketPlan) -> None:
         """Goes on with another plan; weights and state keep their bits. Collective, blocks.
 
-        To be called between a step and the next forward, with a plan over `tensors` that is equal
-        on all ranks.
+        To be called between a step and the next forward, with a plan over `tensors`, on all ranks.
 
         Raises:
             RuntimeError: Before the first step, or with gradients that no step has used.
@@ -412,10 +416,10 @@ class OptimizerPipeline:
         self.plans.replan(plan)
 
     def use_compressor(self, compressor: Compressor) -> None:
-        """Encodes with `compressor` from now on; all ranks call it after the same step. Local.
+        """Encodes with `compressor` from now on. All ranks must call it after the same step. Local.
 
-        A step whose first bucket was launched keeps the former compressor. Blocks while another
-        thread waits for parameters. Raises what `PlanLifecycle.use_compressor` raises.
+        If a bucket was launched since the last step, this step keeps the former compressor. Blocks
+        while another thread waits for parameters. Raises what `PlanLifecycle.use_compressor` does.
         """
         active = self.plans.active
         is_idle = self.progress.state in _NOTHING_IS_SENT
@@ -432,21 +436,19 @@ class OptimizerPipeline:
         active = self.plans.active
         return {} if active is None else active.encoding_figures()
 
-    # --- checkpoints ----------------------------------------------------------------------------
-
     # Lightning may save under inference mode (NCCL), and tensors made there refuse later updates.
     @torch.inference_mode(False)
     def optimizer_state_dict(self, *, on_rank_0: bool = False) -> dict[str, Any]:
         """`optimizer.state_dict()` with whole tensors, on every rank. Collective, blocks.
 
-        Sharded tensors become whole copies on the CPU; `on_rank_0` means on rank 0 alone.
+        Sharded tensors become whole copies on the CPU. With `on_rank_0` only rank 0 gets them.
         """
         state, place = self.sharded_state_dict(), (self._training.collectives, self.stepper.device)
         with uncounted(self._training.collectives):
             return gathered(state, *place, on_rank_0=on_rank_0)
 
     def sharded_state_dict(self) -> ShardedState:
-        """`optimizer.state_dict()`, whose tensors stay on their owners. Collective, blocks."""
+        """`optimizer.state_dict()`; sharded tensors stay on their owners. Collective, blocks."""
         self.prepare_state()
         state = sharded_state(self.stepper, self._training.collectives)
         return self.plans.residuals.add_to_sharded(state)
@@ -459,7 +461,7 @@ class OptimizerPipeline:
         self.plans.inherit([other.plans for other in own])
 
     def sync_replicas(self) -> None:
-        """See `DearStrategy.sync_replicas`. Collective, blocks."""
+        """See `ActivePlan.sync_replicas`. Without a plan it does nothing. Collective, blocks."""
         self.prepare_state("sync_replicas")
         if self.plans.active is not None:
             self.plans.active.sync_replicas()
@@ -468,10 +470,8 @@ class OptimizerPipeline:
     def prepare_state(self, reason: str = "optimizer state") -> None:
         """Completes parameters, and adopts weights and state that were written or loaded. Local.
 
-        Blocks. Restores the optimizer's groups first, if a step has raised.
-
-        Raises:
-            RuntimeError: If an error has left the state half stepped, or half moved to a new plan.
+        Blocks. Restores the optimizer's groups first, if a step has raised. Raises RuntimeError if
+        an error has left the state half stepped, or half moved to a new plan.
         """
         if self.stepper.stepped_early or self.plans.is_moving:
             raise RuntimeError(
@@ -482,15 +482,16 @@ class OptimizerPipeline:
         self.plans.complete_parameters(reason)
         self.plans.take_over()
 
-    # --- the end --------------------------------------------------------------------------------
-
     def abandon(self) -> None:
-        """Restores the optimizer's groups after an exception in a step. Does not block."""
+        """If a step has raised, restores the optimizer's groups. If not, does nothing. Local."""
         self.stepper.restore()
         self._end_broken_step()
 
     def detach(self) -> None:
-        """Removes hooks and buffers from module and optimizer. Parameters should be complete."""
+        """Removes hooks and flat buffers from module and optimizer. Local.
+
+        The caller must have completed all parameters: pending buckets would keep old values.
+        """
         for hook in self._hooks:
             hook.remove()
         self.optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]

@@ -18,13 +18,14 @@ from lightning_dear.telemetry.device_work import device_work_s
 _NOTHING = nullcontext()
 
 MarkPair = tuple[Any, Any]
-"""Marks of a clock at the beginning and at the end of something."""
+"""Marks of a clock at the beginning and at the end of a piece of work. A mark is what `Clock.mark`
+returns: a time of the host, or an event of a CUDA stream."""
 
 
 class StepTimer:
     """Measures forward, backward and step of one step on this rank, after `start` was called.
 
-    All parameters must be complete before its forward, so that the times include no waits.
+    All parameters must be complete before its forward. If not, the times include waits.
     A parameter's first use is the point at which training would wait for it: before the forward of
     the module that owns it, or at the first read through that module, whichever comes first.
 
@@ -34,7 +35,8 @@ class StepTimer:
 
     Attributes:
         is_on: Whether a step is being measured, or the next one will be.
-        times: Times of the last measured step. None from `start` until that step has ended.
+        times: Times of the last measured step. None from `start` until that step has ended. A step
+            without forward or backward is not measured, and the next one is instead.
     """
 
     def __init__(self, module: Module, clock: Clock) -> None:
@@ -44,29 +46,31 @@ class StepTimer:
     def start(
         self, parameters: Sequence[Parameter], ungated: Mapping[int, Module | None] | None
     ) -> None:
-        """Measures the step that begins with the next forward.
+        """Measures the step that begins with the next forward. Forgets earlier times.
 
         Args:
             parameters: The trained parameters, in the order of their indices.
-            ungated: See `ForwardRecorder`. None means that no step was recorded yet; then nothing
+            ungated: See `ForwardRecorder`. None means that no step was recorded yet. Then nothing
                 is measured.
         """
         self.times: ModelTimes | None = None
         self.is_on = ungated is not None
         if has_compiled_region(self._module):
-            # Its forward waits for all parameters before it begins.
+            # All parameters count as read when forward begins, since it waits for all of them then.
             ungated, parameters = dict.fromkeys(range(len(parameters))), ()
         self._parameters, self._ungated = parameters, ungated or {}
         self._first_uses: dict[int, Any] = {}
         self._gradients: dict[int, Any] = {}
-        # Marks of "forward", "backward" and "step".
+        # "forward", "backward" and "step" -> marks around it.
         self._spans: dict[str, MarkPair] = {}
+        # Marks around steps of single buckets in forward (`late_step`), and around code that is
+        # left out of all times, since it has encoded.
         self._late_steps: list[MarkPair] = []
         self._left_out: list[MarkPair] = []
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A context around a training forward. Only the first one in a step is measured."""
+        """A context around a training forward. Only the first forward of a measured step counts."""
         if not self.is_on or "forward" in self._spans:
             yield
             return
@@ -78,25 +82,35 @@ class StepTimer:
             self._spans["forward"] = start, self._clock.mark()
 
     def backward(self) -> AbstractContextManager[None]:
-        """A context around a backward. The last one in a step counts."""
+        """A context around a backward. Only the last backward of a measured step counts."""
         if self.is_on:
             self._gradients.clear()
         return self._marked(partial(self._spans.__setitem__, "backward"))
 
     def step_begins(self) -> None:
-        """To be called when all gradients are reduced."""
+        """Marks the beginning of the optimizer's step, if a step is measured.
+
+        To be called when all gradients are reduced.
+        """
         if self.is_on:
             self._spans["step"] = self._clock.mark(), None
 
     def step_ends(self) -> None:
-        """To be called when all buckets are stepped. Sets `times`; may block for the device."""
+        """Marks the end of the optimizer's step, and computes `times`, if a step is measured.
+
+        To be called when all buckets are stepped. Without a measured step nothing happens. Blocks
+        until the device has reached the last mark.
+        """
         if self.is_on:
             self._spans["step"] = self._spans["step"][0], self._clock.mark()
             self.times = self._measured()
             self.is_on = self.times is None
 
     def late_step(self) -> AbstractContextManager[None]:
-        """A context around the step of a bucket that is stepped at its first read in forward."""
+        """A context around the step of a bucket that is stepped at its first read in forward.
+
+        So buckets are stepped with gathered gradients. Their times add up to `late_step_s`.
+        """
         return self._marked(self._late_steps.append)
 
     def leaving_out_codecs(self) -> AbstractContextManager[None]:
@@ -106,23 +120,26 @@ class StepTimer:
         """
         before_s = device_work_s()
 
-        def note(span: MarkPair) -> None:
+        def store(span: MarkPair) -> None:
             if device_work_s() > before_s:
                 self._left_out.append(span)
 
-        return self._marked(note)
+        return self._marked(store)
 
-    def _marked(self, note: Callable[[MarkPair], object]) -> AbstractContextManager[None]:
-        return self._marking(note) if self.is_on else _NOTHING
+    def _marked(self, store: Callable[[MarkPair], object]) -> AbstractContextManager[None]:
+        return self._marking(store) if self.is_on else _NOTHING
 
     @contextmanager
-    def _marking(self, note: Callable[[MarkPair], object]) -> Iterator[None]:
+    def _marking(self, store: Callable[[MarkPair], object]) -> Iterator[None]:
         start = self._clock.mark()
         yield
-        note((start, self._clock.mark()))
+        store((start, self._clock.mark()))
 
     def note_gradient(self, index: int) -> None:
-        """To be called when parameter `index` gets a gradient, while `is_on`."""
+        """Marks the time at which parameter `index` gets a gradient; the last call counts.
+
+        To be called only while `is_on`.
+        """
         self._gradients[index] = self._clock.mark()
 
     def _readers(self) -> dict[Module, set[int]]:
@@ -135,15 +152,15 @@ class StepTimer:
 
     @contextmanager
     def _watched(self, part: Module, indices: set[int]) -> Iterator[None]:
-        def note(*_: Any) -> None:
+        def on_read(*_: Any) -> None:
             gate.open()
             mark = self._clock.mark()
             for index in indices:
                 self._first_uses.setdefault(index, mark)
 
-        gate = ModuleGate(part, note)
-        hook = part.register_forward_pre_hook(note, prepend=True)
-        gate.close()
+        gate = ModuleGate(part)
+        hook = part.register_forward_pre_hook(on_read, prepend=True)
+        gate.close(on_read)
         try:
             yield
         finally:
@@ -151,7 +168,10 @@ class StepTimer:
             hook.remove()
 
     def _measured(self) -> ModelTimes | None:
-        """The times of the step. None if it had no measured forward or backward."""
+        """Returns the times of the step. None means that its forward or backward is missing.
+
+        Blocks until the device has reached all marks.
+        """
         if len(self._spans) < 3:
             return None
         seconds = self._standing_clock()
@@ -172,7 +192,10 @@ class StepTimer:
         )
 
     def _standing_clock(self) -> Callable[[Any], float]:
-        """Returns a function: mark -> seconds on a clock that stood still during encoding."""
+        """Returns a function: mark -> seconds on a clock that stands still in `_left_out` spans.
+
+        So differences of two marks include no time of encoding between them.
+        """
         spans = [
             (self._clock.seconds(end), self._clock.seconds(end) - self._clock.seconds(begin))
             for begin, end in self._left_out

@@ -27,7 +27,8 @@ from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.tensorwise import choose_options
 
 Described = Sequence[tuple[str, str]]
-"""(name, layout) of every trained parameter, for the comparison between ranks."""
+"""(name, layout) of every trained parameter, to be compared between ranks. The layout is a text:
+shape, strides, dtype and parameter group."""
 
 
 class Report(NamedTuple):
@@ -37,7 +38,7 @@ class Report(NamedTuple):
         problem: Why this rank cannot train. None means that it can.
         described: The trained parameters of all optimizers.
         settings: For each optimizer the options of its parameter groups.
-        how: How the rank exchanges, in words.
+        how: The rank's exchange options as text, see `_how`.
     """
 
     problem: str | None
@@ -47,19 +48,21 @@ class Report(NamedTuple):
 
 
 class TrainedParameters:
-    """The parameters that an optimizer trains under one plan, and checks that they still are.
+    """The parameters that an optimizer trains under one plan.
+
+    It also checks whether the optimizer still holds them, and whether the module still owns them.
 
     Args:
         module: Module of the parameters.
         optimizer: The optimizer, whose parameter groups are not mutated.
-        tree: Tree of the module; `look` is called before each forward.
+        tree: Tree of the module. `Pipeline.forward` calls its `look`.
         streams: Streams of the parameters' device.
 
     Attributes:
         names: Qualified names, in registration order.
         parameters: The parameters, in the same order. A shared parameter stands there once.
-        recorder: Records the first step with these parameters; may be replaced by a new recorder.
-        hooks: Gradient hooks that `watch` has registered.
+        recorder: Records the first step with these parameters; to be assigned to.
+        hooks: Gradient hooks that `watch` has registered. No hooks before the first `watch`.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class TrainedParameters:
         self.parameters = [parameter for _, parameter in named]
         self._optimizer = optimizer
         held = [group["params"] for group in optimizer.param_groups]
-        # Parameters of all groups in one list, and the number of parameters in each group.
+        # Parameters of all groups, frozen ones too, in one list, and their number in each group.
         self._held, self._lengths = [*chain(*held)], [*map(len, held)]
         known = {id(parameter) for parameter in self.parameters}
         self._untrained = [one for one in self._held if id(one) not in known]
@@ -86,20 +89,22 @@ class TrainedParameters:
         return ForwardRecorder(self._module, self.parameters, self._streams)
 
     def watch(self, on_gradient: OnGradient) -> None:
-        """Calls `on_gradient` whenever a gradient was accumulated, until `hooks.remove()`.
+        """Lets `on_gradient` be called whenever a gradient was accumulated, until `hooks.remove()`.
 
-        To be called again when parameters may have moved to another device or dtype, and back:
-        autograd drops the hooks then.
+        Hooks of earlier calls are removed. It must be called again after parameters have moved to
+        another device or dtype and back: autograd has dropped the hooks then.
         """
         self.hooks.remove()
         self.hooks = GradientHooks(self.parameters, on_gradient)
 
     def have_changed(self, *, counts_thawed: bool = True) -> bool:
-        """Whether the optimizer has other parameters than when this object was made.
+        """Whether the optimizer has other parameters than when this object was made. Local.
+
+        It compares the parameters in its groups, frozen ones too, by identity and in their order.
 
         Args:
-            counts_thawed: Whether a parameter counts that was frozen then, and now requires
-                gradients.
+            counts_thawed: Whether to return True also if a parameter of the groups was frozen then,
+                and requires gradients now.
         """
         groups = self._optimizer.param_groups
         held = [group["params"] for group in groups]
@@ -108,13 +113,16 @@ class TrainedParameters:
         return counts_thawed and any(one.requires_grad and one.numel() for one in self._untrained)
 
     def check_unchanged(self, *, counts_thawed: bool = True) -> None:
-        """Refuses a step if the optimizer has other parameters than in the step's forward.
+        """Raises if the optimizer has other parameters than when this object was made.
+
+        To be called in a step. A change before the step's forward is allowed: it has led to a new
+        `TrainedParameters`.
 
         Args:
             counts_thawed: Same as in `have_changed`.
 
         Raises:
-            RuntimeError: If `have_changed` returns True.
+            RuntimeError: If `have_changed` returns True. Otherwise nothing happens.
         """
         if self.have_changed(counts_thawed=counts_thawed):
             raise RuntimeError(
@@ -124,26 +132,33 @@ class TrainedParameters:
 
     @property
     def may_have_moved(self) -> bool:
-        """Whether the module's tree has changed since the last `note_homes`."""
+        """Whether `have_moved` may be True: the module's tree has changed since `note_homes`.
+
+        A cheap question, which compares version numbers. Changes are seen once `tree.look` has run.
+        """
         return self._version != self._tree.version
 
     def have_moved(self) -> bool:
         """Whether other modules own the parameters than at the last `note_homes`. Local.
 
-        The user may exchange a module for another one with the same parameters, such as a fused or
-        a scripted one.
+        The user may replace a module by another one with the same parameters, such as a fused or a
+        scripted one. A parameter that no module owns any more counts, too.
         """
         return owners(self._module, self.parameters) != self._homes
 
     def note_homes(self) -> None:
-        """Notes which modules own the parameters now."""
+        """Stores which modules own the parameters now, under which names.
+
+        `have_moved` and `restore_replaced` compare with that.
+        """
         self._homes, self._version = owners(self._module, self.parameters), self._tree.version
 
     def restore_replaced(self) -> None:
         """Puts the optimizer's parameters back into the module, with values of their replacements.
 
         `load_state_dict(assign=True)` puts new parameters into the module, which no optimizer
-        knows. Parameters that were exchanged in the optimizer, too, are left alone.
+        holds. A parameter is left alone if the optimizer holds the new one, or no longer holds the
+        old one, or if the new one is no `Parameter` or differs in `requires_grad`. Local.
 
         Raises:
             ValueError: If the new parameter has another shape.
@@ -153,7 +168,8 @@ class TrainedParameters:
             parameter, other = self.parameters[index], plain_parameters(part).get(name)
             if other is parameter or other is None:
                 continue
-            # `functional_call` puts tensors of any kind into a module, until it returns.
+            # `functional_call` puts tensors of any kind into a module, until it returns. They must
+            # stay.
             kinds = {(isinstance(one, Parameter), one.requires_grad) for one in (parameter, other)}
             if len(kinds) > 1 or any(other is known for known in self.parameters):
                 continue
@@ -174,7 +190,8 @@ class TrainedParameters:
 def managed_parameters(module: Module, optimizer: Optimizer) -> list[tuple[str, Parameter]]:
     """(name, parameter) of each parameter that the optimizer trains now, in registration order.
 
-    A shared parameter stands there once, under its first name.
+    Those are the module's parameters in the optimizer's groups, without frozen and empty ones. A
+    shared parameter stands there once, under its first name. Waits for gathers if gates are closed.
     """
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [
@@ -185,7 +202,11 @@ def managed_parameters(module: Module, optimizer: Optimizer) -> list[tuple[str, 
 
 
 def why_untrainable(module: Module, optimizer: Optimizer, world_size: int) -> str | None:
-    """Why the optimizer's parameters cannot be trained as by torch. None means they can. Local."""
+    """Why training the optimizer's parameters would give other results than under torch. Local.
+
+    None means that there is no such reason: no parameter stands twice in the groups, shares its
+    memory with another tensor, or (with several ranks) is one of `ignored_names`.
+    """
     kind, managed = type(optimizer).__name__, dict(managed_parameters(module, optimizer))
     held = Counter(id(one) for group in optimizer.param_groups for one in group["params"])
     if twice := [name for name, parameter in managed.items() if held[id(parameter)] > 1]:
@@ -224,23 +245,27 @@ def check_layout(
 ) -> tuple[ExchangeOptions, str | None]:
     """Checks models, optimizers and options, and compares them between ranks. Collective, blocks.
 
-    Every rank raises if a rank finds a problem.
+    Every rank raises if any rank finds a problem. Values of weights are not compared: the strategy
+    has broadcast rank 0's weights before.
 
     Args:
         module: Module whose parameters are trained.
-        optimizers: All optimizers of the module.
-        unknown: Optimizers that were not checked before, or have other parameters since.
+        optimizers: All optimizers of the module, which are compared between ranks.
+        unknown: Optimizers of these that were not checked before, or have other parameters since.
+            Only they are checked on this rank.
         collectives: Collectives over all ranks.
-        options: Which values travel in both halves, and their compressor.
+        options: Which values travel in the reduce half and in the gather half, and their
+            compressor.
         or_else: Options to fall back to if `unknown` cannot be stepped with `options`. None means
             no fallback.
 
     Returns:
-        `options` or `or_else`, the same on all ranks, and a sentence for the user. None in the
-        place of the sentence means that there is nothing to say.
+        `options` or `or_else`, the same on all ranks, and a sentence for the user about the choice.
+        None in the place of the sentence means that there is nothing to say.
 
     Raises:
-        ValueError: Saying what is wrong and what to change.
+        ValueError: If a rank finds a problem, or if models, options of the optimizers or exchange
+            options differ between ranks. Says what is wrong and what to change.
     """
     options, problem, remark = choose_options(unknown, options, or_else)
     problem = problem or _first_problem(module, optimizers, unknown, collectives, options)
@@ -268,8 +293,12 @@ def _first_problem(
     collectives: Collectives,
     options: ExchangeOptions,
 ) -> str | None:
-    """Why this rank cannot train like this. None means that it can. See `check_layout`. Local."""
-    # All parameters, since those that are frozen now may be trained later.
+    """First reason why this rank cannot train like this, for the user. None means that it can.
+
+    Local. The arguments are those of `check_layout`.
+    """
+    # All parameters: a compressor's group may name parameters that are frozen now, and trained
+    # later.
     named = [(name, one.ndim) for name, one in module.named_parameters()]
     problems = (
         *(_local_problem(module, one, options) for one in unknown),
@@ -281,7 +310,14 @@ def _first_problem(
 
 
 def _compare(reports: Sequence[Report]) -> None:
-    """Refuses problems of any rank, and models and exchanges that differ between ranks."""
+    """Raises if any rank has a problem, or models or exchange options differ between ranks. Local.
+
+    Args:
+        reports: Reports of all ranks, by rank.
+
+    Raises:
+        ValueError: On all ranks, since all have the same reports.
+    """
     for rank, report in enumerate(reports):
         if report.problem is not None:
             raise ValueError(f"{report.problem} (found on rank {rank})")
@@ -298,9 +334,10 @@ def _compare(reports: Sequence[Report]) -> None:
 
 
 def _how(options: ExchangeOptions, collectives: Collectives) -> str:
-    """Options that must be equal on all ranks, in words; with the model of device if it matters.
+    """Text of the exchange options, which must be equal on all ranks.
 
-    It matters if all ranks must draw the same random numbers: they depend on the device's model.
+    It names the model of the device if all ranks must draw the same random numbers there: these
+    depend on the model.
     """
     codecs = [options.compressor, *(compressor for _, compressor in options.groups)]
     draws = any(getattr(one, "randomness", None) == "shared" for one in codecs)
@@ -308,7 +345,7 @@ def _how(options: ExchangeOptions, collectives: Collectives) -> str:
 
 
 def _describe(module: Module, optimizer: Optimizer) -> Described:
-    """Name and layout of each trained parameter."""
+    """Name and layout of each trained parameter, to be compared between ranks."""
     group_of = {
         id(parameter): number
         for number, group in enumerate(optimizer.param_groups)
@@ -325,7 +362,7 @@ def _describe(module: Module, optimizer: Optimizer) -> Described:
 
 
 def _shared_problem(optimizers: Sequence[Optimizer]) -> str | None:
-    """Why several optimizers cannot train together. None means that they can."""
+    """Why the optimizers cannot train together: two hold one parameter. None means they can."""
     seen: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
         for parameter in {p for group in optimizer.param_groups for p in group["params"]}:
@@ -339,7 +376,11 @@ def _shared_problem(optimizers: Sequence[Optimizer]) -> str | None:
 
 
 def _local_problem(module: Module, optimizer: Optimizer, options: ExchangeOptions) -> str | None:
-    """Why the engine cannot train the optimizer's parameters. None means that it can. Local."""
+    """Why the engine cannot train the optimizer's parameters. None means that it can. Local.
+
+    Reasons: momentum beside a compressor that keeps momentum, parameters of another module, no
+    trained parameter, several devices, and complex parameters with a compressor.
+    """
     own = {id(parameter) for parameter in module.parameters()}
     try:
         check_momentum(optimizer, options)
@@ -373,7 +414,9 @@ def _local_problem(module: Module, optimizer: Optimizer, options: ExchangeOption
 def check_momentum(optimizer: Optimizer, options: ExchangeOptions) -> None:
     """Refuses an optimizer's momentum or weight decay if the compressor keeps momentum itself.
 
-    It is called in every step, since a schedule may set momentum at any time.
+    Does nothing with other compressors. Weight decay is not refused if it is decoupled (AdamW) or
+    if the compressor allows it (`takes_weight_decay`). To be called in every step, since a schedule
+    may set momentum at any time.
 
     Raises:
         ValueError: Naming the parameter group, and what to use instead.
@@ -402,7 +445,13 @@ def check_momentum(optimizer: Optimizer, options: ExchangeOptions) -> None:
 
 
 def _difference(rank: int, first: Described, other: Described) -> str:
-    """Message about the first parameter that differs between rank 0 and `rank`."""
+    """Message about the first parameter that differs between rank 0 and `rank`.
+
+    Args:
+        rank: A rank whose description differs from rank 0's.
+        first: Rank 0's description.
+        other: Description of `rank`.
+    """
     pairs = zip_longest(first, other, fillvalue=("", f"only {min(len(first), len(other))}"))
     left, right = next((left, right) for left, right in pairs if left != right)
     return (
@@ -412,7 +461,11 @@ def _difference(rank: int, first: Described, other: Described) -> str:
 
 
 def warn_of_others(module: Module, optimizers: Sequence[Optimizer]) -> None:
-    """Warns of parameters that require gradients, but are in no optimizer. Local."""
+    """Warns of the module's parameters that require gradients, but are in no optimizer. Local.
+
+    Parameters in `ignored_names` do not count. Does nothing if there is no such parameter. Callers
+    call it on rank 0 only.
+    """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     held = {id(parameter) for group in groups for parameter in group["params"]}
     ignored = ignored_names(module)

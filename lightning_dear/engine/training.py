@@ -20,7 +20,8 @@ from lightning_dear.planning import FusionPlanner
 from lightning_dear.telemetry.statistics import Instruments
 
 REFUSALS = "_lightning_dear_refusals"
-"""Attribute of an optimizer whose training has ended: its step hooks, which raise and say so."""
+"""Name of an attribute that optimizers get when their training has ended under Fabric: the handles
+of step hooks, which refuse further steps."""
 
 
 @dataclass(eq=False)
@@ -34,20 +35,21 @@ class Training:
         module: The module. Each plan mutates it: its parameters become views of flat buffers.
         collectives: Launches all messages.
         fusion: Planner that makes each optimizer's plan from its recorded first step.
-        options: Which values travel in both halves, and their compressor.
-        instruments: Measures every wait.
-        tree: The tree of modules, compared with an earlier look before each forward.
+        options: Which values travel in the reduce half and in the gather half, and their
+            compressor.
+        instruments: Measures every wait for gradients, parameters and module buffers.
+        tree: The tree of modules. `Pipeline.forward` looks for changes in it.
         broadcast: Sends the module's buffers from rank 0. None means that each rank keeps its own.
         early_refusal: Why no bucket may be stepped and gathered in backward, for the user. None
-            means that the plan's early buckets are.
-        all_reduce_refusal: Why no bucket may be all-reduced, for the user. None means that the
-            plan's all-reduced buckets are.
-        has_compiled_region: Whether a part of the module is compiled, so that its reads of
-            parameters cannot be seen.
+            means that early buckets of plans may be.
+        all_reduce_refusal: Why no bucket of a plan may be all-reduced, for the user. None means
+            that all-reduced buckets of plans are.
+        has_compiled_region: Whether a part of the module is compiled. Its reads of parameters
+            cannot be seen, so forward first waits for all parameters.
         is_in_forward: Whether a training forward runs at present.
         optimizers: The optimizers of the training.
-        parameters: All parameters of the module that are trained, or may be later.
-        signal: Message of ranks that want to stop, sent with each round.
+        parameters: All parameters of the module, frozen ones too, without `ignored_names`.
+        signal: Note that carries each rank's wish to stop; it travels with each round.
     """
 
     module: Module
@@ -67,42 +69,52 @@ class Training:
 
     @property
     def world(self) -> World:
-        """The ranks that train, and this rank's place among them."""
+        """The ranks that train: their number, their hosts, and this rank's number."""
         return self.collectives.world
 
     @property
     def uses_buckets(self) -> bool:
-        """Whether gradients pass through buckets: there are other ranks, or a compressor."""
+        """Whether gradients pass through buckets: there are other ranks, or a compressor is used.
+
+        If not, `.grad` holds the gradient that is stepped, as under plain torch.
+        """
         return self.world.size > 1 or self.options.compressor is not None
 
     def launch_buffers(self) -> None:
-        """Launches the broadcast of module buffers, once for each forward. Does not block.
+        """Launches the broadcast of module buffers. Does not block.
 
-        To be called after the last reduce-scatter was launched. Some ranks launch it in backward;
-        ranks that lack a gradient launch it only before the step. The broadcast is in the other
-        process group, and NCCL needs one order of launches over both groups on all ranks.
+        Does nothing without `broadcast`, or if no forward has run since the last broadcast.
+
+        To be called after the last reduce-scatter was launched. Some ranks launch that one in
+        backward, and ranks that lack a gradient launch it only before the step. The broadcast is in
+        the other process group, and NCCL needs one order of launches over both groups on all ranks.
         """
         if self.broadcast is not None and self.broadcast.are_due:
             self.broadcast.launch()
 
     def finish_buffers(self) -> None:
-        """Blocks until module buffers that were launched have arrived."""
+        """Blocks until a launched broadcast has arrived, and writes the buffers; see `wait`.
+
+        Does nothing if none was launched since the last call.
+        """
         if self.broadcast is not None and self.broadcast.launched:
             with self.instruments.waiting("all_gather", "module buffers"):
                 self.broadcast.wait()
 
     def refuse_stranger(self, optimizer: Optimizer) -> None:
-        """Refuses an optimizer that is not of this training and has parameters of its module.
+        """Refuses a step of an unknown optimizer that holds parameters of this training's module.
 
-        Called before every step of any optimizer in the process.
+        Called before every step of any optimizer in the process. Does nothing if gradients pass
+        through no buckets, or if `fabric.setup` has ended the optimizer's training (`REFUSALS`).
 
         Raises:
-            RuntimeError: If `optimizer` is such an optimizer.
+            RuntimeError: If `optimizer` is not in `optimizers` and holds any of `parameters`.
         """
-        # A twin that makes a part of a step shares its optimizer's state, see `DeferredStep`.
+        # Compared by state: with gathered gradients buckets are stepped by copies of an optimizer,
+        # which share its state (see `DeferredStep`).
         is_ours = any(optimizer.state is one.state for one in self.optimizers)
         is_known = is_ours or REFUSALS in vars(optimizer)
-        # Without buckets `.grad` holds the gradient that any optimizer expects.
+        # Without buckets `.grad` holds the gradient as under plain torch, for any optimizer.
         if is_known or not self.uses_buckets:
             return
         groups = optimizer.param_groups
@@ -127,9 +139,10 @@ class BufferBroadcast:
         collectives: Launches the broadcasts.
 
     Attributes:
-        are_due: Whether a forward has run since the last broadcast, which may have changed buffers
-            on each rank in its own way; to be assigned to.
-        launched: For each message: its work, the flat message, and the buffers that it holds.
+        are_due: Whether a forward has run since the last broadcast; to be assigned to. A forward
+            may change the buffers of each rank in another way.
+        launched: For each message that was not waited for yet: its work, the flat message, and the
+            buffers that it holds.
     """
 
     def __init__(self, tree: ModuleTree, collectives: Collectives) -> None:
@@ -139,7 +152,10 @@ class BufferBroadcast:
 
     @torch.no_grad()
     def launch(self) -> None:
-        """Launches the broadcast of the buffers' present values. Does not block."""
+        """Launches the broadcast of rank 0's present buffer values. Does not block.
+
+        At world size 1 nothing is launched.
+        """
         is_alone = self._collectives.world.size == 1
         for number, buffers in enumerate(() if is_alone else self._tree.buffers()):
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
@@ -149,7 +165,10 @@ class BufferBroadcast:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Blocks until the broadcast has arrived, then writes rank 0's values into the buffers."""
+        """Waits for the broadcast, and then writes rank 0's values into the other ranks' buffers.
+
+        Rank 0 writes nothing. Blocks the host on gloo, and the current stream on NCCL.
+        """
         for work, flat, buffers in self.launched:
             work.wait()
             if self._collectives.world.rank != 0:

@@ -18,7 +18,8 @@ class WholeGradients:
     `MeanGradient` calls it, between a finished round and the step.
 
     Args:
-        flat: The buckets, and where each parameter lies in them.
+        flat: The buckets, and where each parameter lies in them. Their gradients and means are
+            mutated.
         bucket_round: The round that has reduced the means; its `used` and `has_means` are mutated.
         exchange: Launches the all-gathers.
         waiting: Reason -> context that is entered around the wait for the all-gathers.
@@ -35,9 +36,10 @@ class WholeGradients:
         self._exchange, self._waiting = exchange, waiting
 
     def expose(self) -> None:
-        """Puts the whole mean into every used parameter's `.grad`. Collective, blocks.
+        """Puts the whole mean gradient of each parameter into its `.grad`. Collective, blocks.
 
-        Afterwards `.grad` counts: the next `conceal`, or the next round, reads it.
+        `.grad` becomes None if no rank had a gradient for the parameter. Afterwards changes to
+        `.grad` count: the next `conceal`, or the next round after another backward, reads it.
         """
         buckets = self._flat.buckets
         for bucket in buckets:
@@ -50,7 +52,11 @@ class WholeGradients:
         self.show()
 
     def show(self) -> None:
-        """Puts views of the buckets' gradients, unchanged, into `.grad`. Local."""
+        """Puts views of `Bucket.gradients` into `.grad`, whose values it does not change. Local.
+
+        To be called while these buffers hold the whole mean, such as after `expose`. Does nothing
+        for parameters without a gradient buffer (world size 1 without a compressor).
+        """
         self._round.has_means = False
         for used, placement in zip(self._round.used, self._flat.placements, strict=True):
             if placement.gradient is not None:
@@ -60,11 +66,12 @@ class WholeGradients:
     def conceal(self) -> None:
         """Takes exposed gradients back from `.grad`, with the user's changes. Collective, blocks.
 
-        From then on a parameter counts as used if any rank has a `.grad` for it now.
+        Afterwards `.grad` is None. A parameter counts as used if any rank had a `.grad` for it. If
+        some ranks had none, those ranks keep the mean that was exposed.
         """
         self._round.has_means = True
         collectives, placements = self._exchange.collectives, self._flat.placements
-        # Ranks exchange flags, since a hook may have cleared a `.grad` on some ranks only.
+        # A maximum over ranks, since a hook may have cleared a `.grad` on some ranks only.
         own = torch.tensor([one.parameter.grad is not None for one in placements])
         flags = own.to(collectives.flags_device, torch.uint8)
         collectives.launch_max(flags).wait()

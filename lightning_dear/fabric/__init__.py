@@ -1,4 +1,4 @@
-"""Lets `Fabric(strategy="dear")` work after `import lightning_dear`; see `strategy.py`."""
+"""Holds the strategy that `Fabric(strategy="dear")` uses."""
 
 from lightning_dear.fabric.strategy import DearFabricStrategy
 

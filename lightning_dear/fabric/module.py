@@ -1,4 +1,4 @@
-"""What `fabric.setup` puts around a module, where "ddp" puts DistributedDataParallel."""
+"""Wraps a module in `fabric.setup`, as "ddp" does with DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -25,24 +25,29 @@ from lightning_dear.engine.training import REFUSALS
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
 
 _PART = "_lightning_dear_part"
-"""Attribute of an optimizer that was set up."""
+"""Name of the attribute in which an optimizer that was set up has its `OptimizerPipeline`."""
 
 _training: WeakSet[DearModule] = WeakSet()
+"""Modules of this process that were set up with an optimizer and still exist."""
 
 
 class DearModule(Module):
-    """Runs the training forwards of `module` inside the pipeline; other forwards as they are.
+    """Wraps a module, and trains it through a pipeline. `fabric.setup` returns it to the user.
 
-    The module is trained for as long as this object lives, which is what `fabric.setup` returned.
-    Then it is an ordinary module again, with the new values, and its optimizers refuse to step.
+    Forwards with gradients run in the pipeline. Other forwards wait for all parameters first.
+
+    Training ends when this object is deleted, in `end`, and when the module is set up again. Then
+    the module is an ordinary module again, with the new values. Its optimizers raise in `step`
+    until they are set up again.
 
     Args:
-        module: The user's.
-        pipeline: Trains it; None if it was set up without an optimizer.
+        module: The user's module.
+        pipeline: Pipeline of the module. None means that it was set up without an optimizer, so
+            that forwards are the module's own.
 
     Attributes:
-        has_run: Whether a training forward has run since the last step of its optimizers.
-        is_sync_blocked: Whether gradients stay on this rank at present.
+        has_run: Whether a training forward has run since the last step of any of its optimizers.
+        is_sync_blocked: Whether a `no_sync` block is entered, so that backwards send nothing.
     """
 
     def __init__(self, module: Module, pipeline: Pipeline | None = None) -> None:
@@ -59,14 +64,19 @@ class DearModule(Module):
             for part in pipeline.parts:
                 _claim(part)
 
-    # What is compiled inside stays compiled; only this method is not to be traced.
+    # Only this method is not traced. Compiled modules inside still run compiled.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's own forward; waits only for what a training forward reads.
+        """Runs the module's own forward.
+
+        With gradients, each read of a parameter waits for that parameter. Without gradients (under
+        `torch.no_grad`, or if all trained parameters are frozen) it first blocks until all
+        parameters are complete. Without a pipeline it waits for nothing.
 
         Raises:
-            RuntimeError: If Fabric has compiled this object instead of the module.
+            RuntimeError: In the first call, if Fabric has compiled this object instead of the
+                module.
         """
         if not self._was_called:
             self._refuse_compiling()
@@ -82,7 +92,8 @@ class DearModule(Module):
         return output
 
     def _refuse_compiling(self) -> None:
-        # Fabric compiles what the strategy returns, and tells nobody.
+        # Fabric compiles the module that the strategy returns, without telling the strategy. The
+        # compiled module refers to this one, which the garbage collector can find.
         holders = (holder for holder in gc.get_referrers(self) if isinstance(holder, dict))
         if any(holder.get(private_names.ORIGINAL_MODULE.name) is self for holder in holders):
             raise RuntimeError(
@@ -98,7 +109,7 @@ class DearModule(Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Lets gradients accumulate locally in backwards run within; nothing is sent."""
+        """A context whose backwards accumulate gradients locally and send nothing."""
         before, self.is_sync_blocked = self.is_sync_blocked, True
         try:
             yield
@@ -106,32 +117,40 @@ class DearModule(Module):
             self.is_sync_blocked = before
 
     def trains(self, optimizer: Optimizer) -> bool:
-        """Tells whether `optimizer` is one of this module's."""
+        """Tells whether `optimizer` trains this module."""
         return self.pipeline is not None and optimizer in self.pipeline.optimizers
 
     def end(self) -> None:
-        """Ends the training before this object's life ends. Blocks for the last parameters."""
+        """Ends the training now. Blocks until the last step's parameters are complete.
+
+        Collective if gradients were launched that no step has used. Does nothing without a
+        training.
+        """
         if self.pipeline is not None:
             self._ending()
             self.pipeline = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: process groups stay behind, a copy is for inference."""
+        """Leaves out the pipeline, so that copies and unpickled objects are for inference only."""
         return {**self.__dict__, "pipeline": None, "_ending": None}
 
 
 def part_of(optimizer: Optimizer) -> OptimizerPipeline | None:
-    """Returns what an optimizer that was set up has of its own; also after its training."""
+    """Returns the `OptimizerPipeline` of an optimizer, also after its training.
+
+    None means that the optimizer was not set up with a model.
+    """
     part: OptimizerPipeline | None = getattr(optimizer, _PART, None)
     return part
 
 
 def finish_at_exit() -> None:
-    """Waits until other ranks have this rank's part of the last step, and it has theirs.
+    """Blocks until the last step's all-gathers are done, so that all ranks have all parameters.
 
-    After an exception it does not: others may never come.
+    It waits for all modules that this process trains, and warns if an all-gather fails. Does
+    nothing if an uncaught exception ends the process: other ranks may never send their part.
     """
-    # What Python sets before it prints an exception that nobody caught.
+    # Python sets `sys.last_value` when it prints an uncaught exception.
     if getattr(sys, "last_value", None) is not None:
         return
     for module in list(_training):
@@ -140,14 +159,17 @@ def finish_at_exit() -> None:
                 module.pipeline.complete_parameters("exit")
             except (RuntimeError, ValueError) as error:
                 warnings.warn(
-                    f"The last step's parameters did not all arrive ({error}); what other ranks"
-                    " have of them may be a mixture of two steps.",
+                    f"The last step's parameters did not all arrive ({error}). Use the last"
+                    " checkpoint: weights of other ranks may be a mixture of two steps.",
                     stacklevel=2,
                 )
 
 
 def finishing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls `function`; then as `finish_at_exit`, for processes that leave without an exit."""
+    """Returns the result of `function`, and calls `finish_at_exit` after it.
+
+    For processes that run no exit handlers. If `function` raises, `finish_at_exit` is not called.
+    """
     result = function(*args, **kwargs)
     finish_at_exit()
     return result
@@ -158,19 +180,19 @@ def _end_of(pipeline: Pipeline) -> None:
         pipeline.detach()
     except RuntimeError:
         pipeline.abandon()
-        pipeline.detach()  # Warns now.
+        pipeline.detach()  # After `abandon` it warns instead of raising.
     for part in pipeline.parts:
         _disown(part)
 
 
-# --- what is refused beside what a Trainer's strategy refuses -------------------------------------
+# --- checks that only Fabric needs ----------------------------------------------------------------
 
 
 def check_without_trainer(fusion: FusionPlanner) -> None:
-    """Refuses what only Lightning's Trainer allows, which says where a step ends and counts them.
+    """Refuses planners that measure steps. Only a Trainer tells them where a step ends.
 
     Raises:
-        ValueError: Naming what to use.
+        ValueError: If `fusion` is such a planner.
     """
     if isinstance(fusion, SearchingPlanner):
         raise ValueError(
@@ -181,10 +203,14 @@ def check_without_trainer(fusion: FusionPlanner) -> None:
 
 
 def check_apart(module: Module, trained: Sequence[DearModule]) -> None:
-    """Refuses a module that has parameters in common with another one that is being trained.
+    """Refuses a module that shares parameters with a module that is being trained.
+
+    Args:
+        module: Module to be set up.
+        trained: Modules that are being trained.
 
     Raises:
-        ValueError: Naming a parameter and what to do.
+        ValueError: If they share a parameter. The message names it.
     """
     owner = {id(p): one for one in trained for p in one.module.parameters()}
     for name, parameter in module.named_parameters():
@@ -200,8 +226,12 @@ def check_apart(module: Module, trained: Sequence[DearModule]) -> None:
 def check_have_optimizer(module: Module, trained: Sequence[DearModule]) -> None:
     """Refuses gradients in a module that was set up without an optimizer.
 
+    Args:
+        module: Module that was set up without an optimizer.
+        trained: Modules that are being trained, which may share its parameters.
+
     Raises:
-        RuntimeError: Naming a parameter and what to do.
+        RuntimeError: If a parameter that is in none of `trained` has a gradient.
     """
     own = {id(parameter) for one in trained for parameter in one.module.parameters()}
     for name, parameter in module.named_parameters():
@@ -218,7 +248,11 @@ def check_have_optimizer(module: Module, trained: Sequence[DearModule]) -> None:
 
 
 def _claim(part: OptimizerPipeline) -> None:
-    """Leads to `part` from its optimizer, and `zero_grad` of Fabric's wrapper to the optimizer."""
+    """Stores `part` in its optimizer, and changes the optimizer's class. Mutates the optimizer.
+
+    The new class is a subclass of `_ZeroGradReachesInner` and of the old class, with the old
+    class's name. If an earlier training has ended, `step` no longer raises.
+    """
     optimizer, kind = part.optimizer, type(part.optimizer)
     setattr(optimizer, _PART, part)
     for hook in optimizer.__dict__.pop(REFUSALS, ()):
@@ -229,10 +263,12 @@ def _claim(part: OptimizerPipeline) -> None:
 
 
 class _ZeroGradReachesInner(Optimizer):
-    """Base of an optimizer's class while it is trained.
+    """Makes `zero_grad` of Fabric's optimizer wrapper call `zero_grad` of the optimizer inside.
 
-    Fabric wraps an optimizer in an object whose class derives from the optimizer's, and so runs
-    the class's `zero_grad` on the wrapper, past the one that the pipeline has put in its place.
+    An optimizer's class gets this base as long as the optimizer is trained. The class of Fabric's
+    wrapper derives from the optimizer's class. Without this base the wrapper would run the class's
+    `zero_grad` on itself, and not the `zero_grad` that the pipeline has assigned to the optimizer
+    inside.
     """
 
     @override

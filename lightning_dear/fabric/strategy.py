@@ -1,4 +1,4 @@
-"""`Fabric(strategy="dear")`: Fabric's lifecycle around pipelines, one for each `fabric.setup`."""
+"""`DearFabricStrategy`: calls the engine's pipelines, one for each `fabric.setup`, from Fabric."""
 
 from __future__ import annotations
 
@@ -43,30 +43,31 @@ _MultiProcessingLauncher: Any = private_names.FABRIC_PROCESS_LAUNCHER.of(multipr
 _BackwardSyncControl: Any = private_names.BACKWARD_SYNC_CONTROL.of(fabric_strategy)
 _WrappingCheckpointIO: Any = private_names.WRAPPING_IO.of(wrapper)
 
-# Since Lightning 2.6 schedulers are set up as well.
+# Since Lightning 2.6 `setup_module_and_optimizers` also takes and returns a scheduler.
 _SETS_UP_SCHEDULERS = (
     "scheduler" in inspect.signature(DDPStrategy.setup_module_and_optimizers).parameters
 )
 
 _MAX_OPTIMIZERS = 128
-"""Numbers of optimizers whose messages are told apart; the next ones are other messages'."""
+"""Number of optimizers that can have message tags of their own."""
 
 
 class DearFabricStrategy(PipelineStrategy, DDPStrategy):
-    """Trains under Fabric as `lightning_dear.DearStrategy` does: same engine, same weights.
+    """Trains under Fabric as `lightning_dear.DearStrategy` does under a Trainer.
 
-    Every `fabric.setup(model, *optimizers)` makes a pipeline of its own. The model is trained for
-    as long as what `fabric.setup` returned for it lives.
+    Every `fabric.setup(model, *optimizers)` makes a pipeline. The model is trained until the object
+    that `fabric.setup` returned for it is deleted, or the model is set up again.
 
     Args:
-        precision: As `precision_plugin` of `lightning_dear.DearStrategy`, where all other options
-            are described too.
-        fusion: As there, without the planners that need measurements.
-        **ddp_options: Options that need a Trainer, or of `DDPStrategy`; each is refused by name.
+        precision: Same as `precision_plugin` of `lightning_dear.DearStrategy`, which also describes
+            the options that are not listed here.
+        fusion: Same as there, but planners that measure steps are refused.
+        **ddp_options: Options that need a Trainer, and other options of `DDPStrategy`. All of them
+            are refused by name.
 
     Raises:
-        ValueError: For unknown names (the message lists the valid ones) and impossible options.
-        TypeError: For values of another kind than an option takes.
+        ValueError: If a name is unknown (the message lists the valid ones) or options conflict.
+        TypeError: If a value has a wrong type.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         **ddp_options: Any,
     ) -> None:
         given = refusals.checked_options(DearFabricStrategy.__init__, locals())
-        # First: what others say of a planner or a schedule is for Trainers.
+        # Checked first, because the messages of `_take_options` give advice for a Trainer.
         modules.check_without_trainer(resolve_fusion(fusion, bucket_cap_mb))
         self._take_options(given)
         self._setups: list[weakref.ref[DearModule]] = []
@@ -125,7 +126,8 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        # Registered after what ends the default process group, and so called before.
+        # Exit handlers run in reverse order. This one is registered after Lightning's handler that
+        # destroys the default process group, and so runs before it.
         atexit.register(modules.finish_at_exit)
 
     @override
@@ -135,36 +137,52 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def setup_module(self, module: Module) -> DearModule:  # type: ignore[override]
-        """Gives all ranks rank 0's weights, for inference. Collective, blocks."""
+        """Wraps `module` for inference, with rank 0's weights on all ranks. Collective. Blocks.
+
+        A `backward` after which this module has gradients raises.
+        """
         refusals.check_module_states(module)
         _sync(module, self.world_size)
         return self._remember(DearModule(module))
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Refuses: the optimizer must come together with its module.
+        """Raises, because an optimizer must be set up together with its module.
 
         Raises:
-            RuntimeError: Always, saying what to call.
+            RuntimeError: Always.
         """
         raise RuntimeError(
-            f"strategy='dear' must know the model and its {type(optimizer).__name__} together,"
-            " since it steps on shards of the model's parameters: call model, optimizer ="
-            " fabric.setup(model, optimizer) in place of setup_module and setup_optimizers."
+            f"strategy='dear' must know the model and its {type(optimizer).__name__} together."
+            " Call model, optimizer = fabric.setup(model, optimizer) in place of setup_module and"
+            " setup_optimizers. The optimizer steps shards of the model's parameters."
         )
 
     @override
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> Any:
-        """Makes a pipeline. A training of the same module ends first. Collective, blocks."""
+        """Makes a pipeline, and ends an earlier training of the same module. Collective. Blocks.
+
+        All ranks get rank 0's weights. The new pipeline takes over the state of optimizers that the
+        earlier training had, too. With several trained modules, and a backend that matches messages
+        by order (NCCL), no gradient is sent in backward.
+
+        Returns:
+            The wrapped module and the optimizers, and in Lightning 2.6 and later also `scheduler`.
+
+        Raises:
+            ValueError: If the precision, the optimizers, the module or the number of optimizers
+                are not supported, or if the module shares parameters with another trained module.
+        """
         refusals.check_precision(self.precision)
         refusals.check_optimizers(optimizers, self.precision)
         refusals.check_module_states(module)
         collectives = self._new_collectives()
         others = [one.pipeline for one in self._trained if one.module is not module]
         own = [part.plans.number for other in others for part in other.parts]
-        # Everybody's, since a rank may have deleted a model that is still there on another one.
+        # Numbers of all ranks, because another rank may still have a model that this rank has
+        # deleted.
         taken = set(chain(*collectives.all_gather_object(own)))
         self._options.check(collectives, len(optimizers) + len(taken))
         number = self._next_number(len(optimizers), taken)
@@ -174,7 +192,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         pipeline = self._new_pipeline(module, optimizers, *place)
         for one in [*others, pipeline] if taken else []:
             one.hold_back()
-        pipeline.refuse_early("under Fabric nobody says which backward belongs to which step")
+        pipeline.refuse_early("Fabric does not tell which backward belongs to which step")
         _sync(module, self.world_size)
         wrapped = self._remember(DearModule(module, pipeline))
         for part in pipeline.parts:
@@ -183,12 +201,18 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         return (wrapped, optimizers, scheduler) if _SETS_UP_SCHEDULERS else (wrapped, optimizers)
 
     def _next_number(self, count: int, taken: Set[int]) -> int:
-        """The first of `count` numbers in a row, on from the last ones, that nobody has.
+        """Returns the first of `count` successive optimizer numbers that are not in use.
 
-        They keep messages apart whose backwards mix in another order per rank.
+        Optimizer numbers are part of message tags, which tell apart the messages of optimizers
+        whose backwards run in another order on another rank. The search begins after the numbers
+        that were given out last.
+
+        Args:
+            count: How many numbers are needed.
+            taken: Numbers that are in use on any rank.
 
         Raises:
-            ValueError: If there are none.
+            ValueError: If there are not enough numbers left.
         """
         starts = range(_MAX_OPTIMIZERS - count + 1)
         for start in chain(starts[self._num_optimizers :], starts):
@@ -196,12 +220,15 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
                 self._num_optimizers = start + count
                 return start
         raise ValueError(
-            f"At most {_MAX_OPTIMIZERS} optimizers can be trained at once: delete what"
+            f"At most {_MAX_OPTIMIZERS} optimizers can be trained at once. Delete what"
             " fabric.setup returned for models that are not trained any more."
         )
 
     def _end_training_of(self, module: Module) -> list[OptimizerPipeline]:
-        """Ends it, if there is one; returns its parts, whose shards have the optimizers' state."""
+        """Ends the training of `module`. Returns its parts, which still hold the optimizers' state.
+
+        Empty if `module` is not being trained. Otherwise blocks, see `DearModule.end`.
+        """
         parts: list[OptimizerPipeline] = []
         for one in self._trained:
             if one.module is module:
@@ -220,7 +247,16 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Sends the gradients of `module`, or else of all modules whose forward has run."""
+        """Runs backward, and launches messages with the gradients of `module` meanwhile.
+
+        If `module` is no `DearModule`, gradients are sent of all modules that have run a training
+        forward since their last step. In a `no_sync` block nothing is sent of that module.
+        Collective if gradients are sent. Blocks for other ranks only in the first step of a module,
+        which makes the plan.
+
+        Raises:
+            RuntimeError: If a module that was set up without an optimizer has a gradient.
+        """
         trained = self._trained
         with ExitStack() as stack:
             for one in trained:
@@ -249,10 +285,13 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Scales the mean gradient to at most `max_norm`; returns its norm before. Blocks.
+        """Scales the mean gradient to a norm of at most `max_norm`; returns its norm before.
+
+        Collective. Blocks. If there is a GradScaler, the gradient is unscaled first.
 
         Raises:
-            RuntimeError: If the norm is not finite, before anything is scaled.
+            RuntimeError: If the norm is not finite and `error_if_nonfinite`. No gradient is scaled
+                then.
         """
         mean = self._part(optimizer).mean
         self.precision.unscale_gradients(optimizer)
@@ -270,12 +309,15 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     def clip_gradients_value(
         self, module: Module, optimizer: Optimizer, clip_val: float | int
     ) -> None:
-        """Clips every element of the mean gradient to [-clip_val, clip_val]. Blocks."""
+        """Clips each element of the mean gradient to [-clip_val, clip_val]. Collective. Blocks.
+
+        If there is a GradScaler, the gradient is unscaled first.
+        """
         mean = self._part(optimizer).mean
         self.precision.unscale_gradients(optimizer)
         mean.clip_by_value(float(clip_val))
 
-    # --- checkpoints: files that "ddp" loads, at any world size, and the other way round --------
+    # --- checkpoints: ordinary files, which "ddp" can load, at any world size -------------------
 
     @override
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
@@ -291,9 +333,11 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the whole state in torch's format on every rank's CPU. Collective, blocks.
+        """Returns the whole state in torch's format, on every rank's CPU. Collective. Blocks.
 
-        For `save_checkpoint` on rank 0 alone.
+        While `save_checkpoint` runs, only rank 0 gets whole tensors, since only rank 0 writes the
+        file. Other ranks get stand-ins without data. The state of an optimizer that was never set
+        up with a model is returned as plain Fabric returns it.
         """
         part = modules.part_of(unwrapped(optimizer))
         if part is None:
@@ -304,7 +348,10 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     def save_checkpoint(
         self, path: str | Path, state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Writes torch's ordinary format, and the format number. All ranks call; blocks."""
+        """Writes an ordinary checkpoint file on rank 0. Collective. Blocks.
+
+        If `state` holds a `DearModule` or an optimizer, the format number is written into the file.
+        """
         if any(isinstance(one, (DearModule, Optimizer)) for one in state.values()):
             state = dict(state)
             stamp(state)
@@ -318,14 +365,16 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     def load_checkpoint(
         self, path: str | Path, state: Any = None, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Reads the file on every rank, into `state`. Blocks.
+        """Reads the file on every rank, and loads its entries into `state`. Collective. Blocks.
 
         Returns:
-            What of the file is not in `state`; everything if there is no `state`.
+            The entries of the file that are not in `state`. All entries if `state` is None or
+            empty.
 
         Raises:
-            ValueError: If the file is damaged, or its format number is unknown; nothing is changed
-                then. If it has the state of an optimizer of another class.
+            ValueError: If the file is damaged or has an unknown format number. Nothing is loaded
+                then. Also if an optimizer's state belongs to another optimizer class. Other entries
+                may have been loaded by then.
         """
         plain = self.checkpoint_io
         self.checkpoint_io = checking = _CheckingIO(plain)
@@ -339,10 +388,13 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         return rest
 
     def __getstate__(self) -> dict[str, Any]:
-        """For launchers that pickle the strategy: process groups and works stay behind."""
+        """Leaves out modules that were set up, since launchers pickle the strategy.
+
+        Their process groups cannot be pickled.
+        """
         return {**self.__dict__, "_setups": []}
 
-    # --- for users, beside what `PipelineStrategy` has ------------------------------------------
+    # --- for users, besides the methods of `PipelineStrategy` -----------------------------------
 
     @override
     def pipeline_of(self, optimizer: Optimizer | None = None) -> Pipeline:
@@ -353,9 +405,9 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
             own = unwrapped(optimizer)
             trained = [one for one in trained if one.trains(own)]
             if not trained:
-                raise ValueError(f"This {type(own).__name__} was not set up, or has ended.")
+                raise ValueError(f"{type(own).__name__} was not set up, or has ended. Set it up.")
         if len(trained) > 1:
-            raise ValueError("Several models were set up; pass the optimizer of one of them.")
+            raise ValueError("Several models were set up. Pass the optimizer of one of them.")
         pipeline: Pipeline = trained[0].pipeline
         return pipeline
 
@@ -366,7 +418,11 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def encoding_figures(self, optimizer: Optimizer | None = None) -> dict[str, Tensor | float]:
-        """Returns figures as a Trainer's does; with several optimizers, see `pipeline_of`."""
+        """Returns the compressor's figures for an optimizer. Local. Does not block.
+
+        Args:
+            optimizer: The optimizer. None means the only one that is being trained.
+        """
         return self._part(optimizer).encoding_figures()
 
     @property
@@ -396,7 +452,7 @@ class _DearBackwardSyncControl(_BackwardSyncControl):  # type: ignore[misc]
 
 
 class _FinishingLauncher(_MultiProcessingLauncher):  # type: ignore[misc]
-    """For processes that end without what Python does at exit."""
+    """Calls `finish_at_exit` in spawned and forked ranks, which run no exit handlers."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -404,7 +460,11 @@ class _FinishingLauncher(_MultiProcessingLauncher):  # type: ignore[misc]
 
 
 class _CheckingIO(_WrappingCheckpointIO):  # type: ignore[misc]
-    """Loads as another does, and refuses what is damaged, or what a later version wrote."""
+    """Wraps a `CheckpointIO`, and reads checkpoints through `checked`, which refuses damaged ones.
+
+    Attributes:
+        checks_digests: Whether to compare local files with the digests in them.
+    """
 
     checks_digests = True
 

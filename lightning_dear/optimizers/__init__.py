@@ -1,1 +1,1 @@
-"""Steps the user's optimizer, on shards or on whole tensors; says which one allows that."""
+"""Steps the user's optimizer, on shards or on whole tensors, and tells which of both it allows."""

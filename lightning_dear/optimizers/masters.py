@@ -1,4 +1,8 @@
-"""The masters of weights that follow them, in an optimizer's state: loaded, and dropped."""
+"""Loads and drops masters in an optimizer's state.
+
+A master is the copy of a weight that the optimizer steps: in fp32 for a 16-bit parameter, and also
+for parameters whose differences a compressor encodes.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,17 @@ from torch.optim import Optimizer
 from lightning_dear.bucket import LOW_PRECISION
 
 MASTER_KEY = "master_weight"
-"""Of an optimizer's state: the fp32 numbers that are stepped, where weights follow them."""
+"""Key of an optimizer's state for a parameter: its master. The optimizer steps the master. A 16-bit
+parameter gets the rounded values. A parameter whose differences are encoded lags behind it."""
 
 
 class AdoptedState(NamedTuple):
-    """What was found in `optimizer.state` and taken over.
+    """Says whether optimizer state that was taken over had masters. Ranks may differ.
 
     Attributes:
-        brings_masters: Whether fp32 masters were among it.
-        loses_masters: Whether masters were dropped that differ from the weights.
+        brings_masters: Whether a piece of this rank took over its master.
+        loses_masters: Whether masters were dropped whose values differ from the weights. From
+            `hand_on`, which compares no values: whether any masters were dropped.
     """
 
     brings_masters: bool
@@ -29,9 +35,14 @@ class AdoptedState(NamedTuple):
 
 
 def undo_casts(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Gives 16-bit parameters the state that `state_dict` has, which torch has cast to 16 bits.
+    """Restores the state of 16-bit parameters to the dtypes that `state_dict` has.
 
-    Mutates `optimizer.state`; to be called right after `optimizer.load_state_dict(state_dict)`.
+    `Optimizer.load_state_dict` casts floating-point state to the dtype of the parameter. Call this
+    right after it. Mutates `optimizer.state`. State of other parameters is left as it is.
+
+    Args:
+        optimizer: Optimizer into which `state_dict` was loaded.
+        state_dict: The argument of that `load_state_dict`.
     """
     saved_groups = (group["params"] for group in state_dict["param_groups"])
     groups = (group["params"] for group in optimizer.param_groups)
@@ -39,15 +50,19 @@ def undo_casts(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         if parameter.dtype not in LOW_PRECISION:
             continue
         for name, value in state_dict["state"].get(key, {}).items():
-            # torch never casts `step` to 16 bits.
+            # `step` is left out, since torch does not cast it.
             if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
                 optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
 
 
 def differs(master: Tensor | None, parameter: Tensor, *, is_rounded: bool = False) -> bool:
-    """Whether `parameter`'s numbers are not those of its loaded master. May wait for the device.
+    """Tells whether the values of `parameter` differ from its master. May wait for the device.
 
-    Where `is_rounded`, those of the master in the parameter's precision.
+    Args:
+        master: Loaded master of the parameter. None means no master, and the result is False.
+        parameter: The parameter.
+        is_rounded: Whether to round the master to the parameter's dtype before it is compared. If
+            not, any value that rounding would change counts as different.
     """
     if master is None:
         return False
@@ -56,6 +71,10 @@ def differs(master: Tensor | None, parameter: Tensor, *, is_rounded: bool = Fals
 
 
 def drop_masters(optimizer: Optimizer) -> bool:
-    """Takes masters out of `optimizer.state`, since weights count; whether one of them differs."""
-    # A list, so that none stays behind the first that differs.
+    """Removes all masters from `optimizer.state`, so that training goes on from the weights. Local.
+
+    Returns:
+        Whether a removed master differs from its weights. False also if there was none.
+    """
+    # A list, because `any` would stop at the first difference and leave the other masters there.
     return any([differs(own.pop(MASTER_KEY, None), one) for one, own in optimizer.state.items()])

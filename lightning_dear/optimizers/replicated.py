@@ -1,4 +1,4 @@
-"""The user's optimizer on whole parameters, bucket by bucket as their mean gradients arrive."""
+"""Steps the user's optimizer on whole parameters, whose mean gradients every rank has."""
 
 from __future__ import annotations
 
@@ -13,53 +13,62 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.optimizers.masters import AdoptedState, drop_masters
-from lightning_dear.optimizers.sharded import OptimizerShards, closure_skipped, inner_step
+from lightning_dear.optimizers.sharded import SteppedPieces, closure_skipped, inner_step
 from lightning_dear.torch_modes import plain_mode
 
 
-class ReplicatedOptimizer(OptimizerShards):
-    """Steps whole parameters on every rank; each rank has the whole optimizer state.
+class ReplicatedOptimizer(SteppedPieces):
+    """Steps whole parameters on every rank, each rank with the whole optimizer state.
 
-    `optimizer.step(closure)` runs the closure, reduces, notes all options, and has the mean
-    gradients' all-gathers launched. The step under way then finds no gradient and updates nothing:
-    `step_bucket` does, later, once a bucket's gradient is there. Where every rank has whole
-    gradients already (one rank, or all-reduced buckets) the step under way is an ordinary one.
+    `OptimizerPipeline` uses it with `gather="gradients"`. Within `optimizer.step(closure)` the
+    closure runs, gradients are reduced, the options of all parameter groups are copied, and the
+    all-gathers of the mean gradients are launched. The optimizer's own step finds no gradient then
+    and updates nothing. `step_bucket` makes the update later, once a bucket's gradient is gathered.
 
-    State lives in `optimizer.state`, as under plain torch.
+    If every rank has whole gradients before the step (one rank without a compressor, or all-reduced
+    buckets), the optimizer's own step makes an ordinary update and nothing is gathered.
+
+    The state is in `optimizer.state`, as under plain torch.
 
     Args:
-        optimizer: The user's. Its `state` is mutated by `step_bucket`.
-        decouple: Whether gradients are gathered after the step, rather than all-reduced before.
+        optimizer: The user's optimizer. `step_bucket` mutates its `state`.
+        decouple: Whether mean gradients are gathered after the step. If not, they have been
+            all-reduced before it.
     """
 
     def __init__(self, optimizer: Optimizer, *, decouple: bool) -> None:
         super().__init__(optimizer)
         self._decouple = decouple
         self._deferred: DeferredStep | None = None
-        # Whether a call of `step` has called its closure, and whether it finds whole gradients.
+        # Both are False outside a step, and in a step whose closure has not been called yet.
         self._has_begun = self._shows_gradients = False
 
     def adopt_state(self) -> AdoptedState:
-        """Nothing to take over: `optimizer.state` is where state lives.
+        """Drops masters from `optimizer.state`, and takes over nothing. Local.
 
-        But for masters, which nobody steps here: they would be old when they are read again.
+        Other state stays in `optimizer.state`. Masters are not stepped here, so they would be
+        outdated when a later run loads them.
         """
         return AdoptedState(False, drop_masters(self.optimizer))
 
     # --- the step -----------------------------------------------------------------------------
 
-    def run(self, order: Iterable[int]) -> Iterator[Sequence[int]]:
-        """Yields the buckets whose mean gradients are to be gathered; steps none of them.
+    def begin_step(self, order: Iterable[int]) -> Iterator[Sequence[int]]:
+        """Prepares the step, and yields the buckets whose mean gradients may be gathered now.
 
-        In the order of their numbers, whatever `order` is.
+        Steps nothing. Yields buckets in the order of their bucket numbers, one at a time. The
+        caller launches the gather of each. If every rank has whole gradients already, no bucket is
+        yielded, and `.grad` holds them until `restore`, so that the optimizer's own step updates
+        the parameters. The caller must call `restore` if anything raises.
 
-        Leaves to the call of `optimizer.step` that is under way what is whole already. Whoever
-        iterates calls `restore` if anything raises.
+        Args:
+            order: Not used: no bucket is stepped now, so none is ready before another.
         """
         self._has_begun = True
         buffers = self.shards.buffers
         if all(placement.gradient is None for placement in buffers.placements):
-            # World size 1: gradients are where autograd left them.
+            # Without gradient buffers (world size 1, no compressor) autograd has left the gradients
+            # in `.grad`, where the optimizer finds them.
             return
         if not self._decouple:
             self._shows_gradients = True
@@ -72,10 +81,14 @@ class ReplicatedOptimizer(OptimizerShards):
         self._leave_only_managed()
 
     def finish(self) -> Sequence[int]:
-        """The call under way has updated everything, or nothing yet; no bucket was stepped by us.
+        """Ends the step after the optimizer's own step has returned, and calls `restore`.
+
+        Returns:
+            Numbers of the buckets to gather now: always none, `begin_step` has yielded them all.
 
         Raises:
-            RuntimeError: If it stepped before there were gradients.
+            RuntimeError: If the optimizer did not call its closure, so that it updated parameters
+                before the gradients were reduced.
         """
         if not self._has_begun:
             raise closure_skipped(self.optimizer)
@@ -83,9 +96,11 @@ class ReplicatedOptimizer(OptimizerShards):
         return ()
 
     def _leave_only_managed(self) -> None:
-        """No parameter in the groups has a gradient until `restore`, whatever was frozen with one.
+        """Takes parameters that are in no bucket out of the optimizer's groups, until `restore`.
 
-        Whoever is managed has had its gradient taken by its bucket.
+        Such a parameter, for example one that was frozen, may still have a gradient in `.grad`,
+        which the optimizer's own step would use. Parameters in buckets have None in `.grad`, since
+        their gradients were moved into the buckets. So the optimizer's own step updates nothing.
         """
         managed = {id(parameter) for parameter in self.shards.parameters}
         self._set_params_aside()
@@ -103,25 +118,30 @@ class ReplicatedOptimizer(OptimizerShards):
     # --- afterwards ---------------------------------------------------------------------------
 
     def step_bucket(self, number: int) -> None:
-        """Updates the parameters of bucket `number`, whose mean gradient has arrived.
+        """Updates the parameters of a bucket whose mean gradient has been gathered. Local.
 
-        Once a step; in whatever torch contexts the caller is.
+        Call it once for each bucket of a step. Parameters that no rank used stay as they are.
+        `.grad` holds the mean gradient during the update, and its former value afterwards. Torch
+        contexts of the caller, such as autocast, have no effect on the update.
+
+        Args:
+            number: The bucket number.
 
         Raises:
-            RuntimeError: If a bucket was broken off half-way before.
+            RuntimeError: If updating an earlier bucket of the step has raised.
         """
         deferred, self._deferred = self._deferred, None
         if deferred is None:
             raise RuntimeError(
                 f"A step of {type(self.optimizer).__name__} was broken off half-way (see the first"
-                " error): the weights are a mixture of two steps. Load the last checkpoint."
+                " error). Load the last checkpoint: the weights are a mixture of two steps."
             )
         buffers, group_of = self.shards.buffers, self.shards.group_of
         slices = buffers.buckets[number].spec.slices
         used = [piece.tensor for piece in slices if self._used[piece.tensor]]
         places = [buffers.placements[index] for index in used]
         before = [place.parameter.grad for place in places]
-        # By number: groups may have been added since the step.
+        # Keyed by group index, because the user may have added groups since the step.
         groups: defaultdict[int, list[Tensor]] = defaultdict(list)
         with plain_mode(self.device.type, deferred.dtype):
             try:
@@ -132,35 +152,44 @@ class ReplicatedOptimizer(OptimizerShards):
             finally:
                 for place, gradient in zip(places, before, strict=True):
                     place.parameter.grad = gradient
-        # Not there after an error: whoever completes another bucket is told above.
+        # Put back only after success: after an error the next call raises the RuntimeError above.
         self._deferred = deferred
 
 
 class DeferredStep:
-    """What the optimizer was set to when `step` was called: learning rates, and all else.
+    """A step of an optimizer that is made later, bucket by bucket, in calls of `run`.
 
-    Each part of the step is made by a twin: an object of the optimizer's class with the same
-    attributes and the same `state`, and with copies of the groups. So the step sees no option that
-    was changed since, and what it counts in the groups or in itself is forgotten with the twin: the
-    optimizer's own, empty step has counted it once. What it counts in a container of its own is
-    shared, and counted by every part: `why_not_tensorwise` refuses it if steps depend on that.
+    It is made with the learning rates and all other options and attributes that the optimizer has
+    when this object is made.
+
+    Each call of `run` steps with a twin: an object of the optimizer's class with the same
+    attributes and the same `state`, and with copies of the groups. So the step does not see options
+    that were changed meanwhile. Counters that the twin changes in its groups or attributes are lost
+    with it. The optimizer's own step, which updates nothing, has counted once for all buckets. A
+    counter inside a container that is an attribute, such as a list, is shared with the twins and so
+    counted by every bucket. The trial of `why_not_tensorwise` refuses an optimizer whose steps
+    depend on such a counter.
 
     Args:
-        optimizer: The user's; its `state` is mutated by `run`.
+        optimizer: The user's optimizer. `run` mutates its `state`.
 
     Attributes:
-        dtype: torch's default one at that time.
+        dtype: torch's default dtype when the object was made.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self.dtype = optimizer, torch.get_default_dtype()
-        # Without the old state, which would else outlive a load_state_dict.
+        # `state` is read when `run` is called, since `load_state_dict` may replace it until then.
         outdated = ("state", "param_groups")
         self._attributes = {k: v for k, v in optimizer.__dict__.items() if k not in outdated}
         self._options = [_copied(group) for group in optimizer.param_groups]
 
     def run(self, parameters: Mapping[int, Sequence[Tensor]]) -> None:
-        """Steps these parameters, by their group's number, with what is in their `.grad`."""
+        """Steps some parameters, in place, with the gradients in their `.grad`.
+
+        Args:
+            parameters: Index of a parameter group -> the parameters of the group to step now.
+        """
         twin: Any = object.__new__(type(self._optimizer))
         twin.__dict__.update(self._attributes)
         twin.__dict__.update(
@@ -179,6 +208,6 @@ def _copied(group: dict[str, Any]) -> dict[str, Any]:
 
 def _copy_of(value: Any) -> Any:
     if isinstance(value, Tensor):
-        # A learning rate may be a tensor, which schedulers change in place.
+        # Cloned, because schedulers change a learning rate that is a tensor in place.
         return value.detach().clone()
     return deepcopy(value) if isinstance(value, list | dict | set) else value

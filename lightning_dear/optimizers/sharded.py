@@ -1,7 +1,8 @@
-"""The user's optimizer, stepped on this rank's shards: 1/world_size of the work and of the state.
+"""Steps the user's optimizer on this rank's shards: 1/world_size of the work and of the state.
 
-The user's parameter groups always hold the user's parameters. Only from the end of the closure to
-the end of the inner step do pieces of them, bucket by bucket, stand in their place.
+The optimizer's parameter groups hold the user's parameters. Pieces of the parameters take their
+place from the end of the closure to the end of the optimizer's own step, bucket by bucket. They
+also do while an early bucket is stepped, and in the block of `on_shards`.
 """
 
 from __future__ import annotations
@@ -28,24 +29,21 @@ from lightning_dear.bucket import Chunk, FlatBuffers, Piece, as_flat, cut_state,
 from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, differs, undo_casts
 from lightning_dear.torch_modes import saves_calls
 
-# A call of the optimizer costs as much as stepping so many elements.
 MAX_RUN_NUMEL = 1 << 16
-"""Elements of shards that are stepped at once on a CPU."""
+"""Most elements of several buckets that one call of the optimizer steps on a CPU. The overhead of a
+call is about the time of stepping that many elements, so smaller buckets are stepped together."""
 
 MAX_RUN_NUMEL_OF_DEVICES = 1 << 23
-"""The same on accelerators, which step some tens of elements in a nanosecond."""
+"""Same as `MAX_RUN_NUMEL`, on accelerators, which step tens of elements in a nanosecond."""
 
 _PROFILED: Any = private_names.PROFILED_STEP.of(Optimizer)(print)
-"""What torch makes of a class's `step`, by its code: it calls the hooks around it."""
+"""Has the code of the wrapper that torch puts around `step` to profile it and to call hooks."""
 
 _STEP_HOOKS = (private_names.STEP_PRE_HOOKS.name, private_names.STEP_POST_HOOKS.name)
 
 
 def inner_step(optimizer: Optimizer, **arguments: Any) -> None:
-    """Calls the class's own `step`, without the hooks and profiling that torch wraps around it.
-
-    Nor are hooks called by a `super().step()` within.
-    """
+    """Calls the class's `step` unprofiled. No hooks of `optimizer` run, nor in `super().step()`."""
     step: Any = type(optimizer).step
     own = step.__wrapped__ if getattr(step, "__code__", None) is _PROFILED.__code__ else step
     hooks = {name: vars(optimizer)[name] for name in _STEP_HOOKS}
@@ -57,10 +55,11 @@ def inner_step(optimizer: Optimizer, **arguments: Any) -> None:
 
 
 def is_nested(optimizer: Optimizer) -> bool:
-    """Whether the hook that asks was called by a step that another step of `optimizer` has called.
+    """Tells a step hook whether it was called by the inner one of two nested steps of `optimizer`.
 
-    That is a subclass's `super().step()`: torch wraps both, once there was an object of the plain
-    class. Told by the stack, since of a step that raised no hook hears the end.
+    Steps are nested when a subclass calls `super().step()`: torch wraps the `step` of both classes
+    once an object of the base class has been made, and each wrapper calls the hooks. The call stack
+    is examined, because no post-hook runs after a step that raised.
     """
     num_steps, kind = 0, cast(Any, type(optimizer))
     frame: FrameType | None = sys._getframe(1) if _has_several_steps(kind) else None
@@ -78,34 +77,34 @@ def _has_several_steps(kind: type[Optimizer]) -> bool:
 
 
 def warn_of_zeros(optimizer: Optimizer) -> None:
-    """Warns, once, that gradients are cleared and not zeroed."""
+    """Warns that `zero_grad(set_to_none=False)` sets gradients to None and not to 0."""
     warnings.warn(
         f"{type(optimizer).__name__}.zero_grad(set_to_none=False) does what set_to_none=True does"
-        " under strategy='dear': a parameter that the next step does not use is left alone, while"
-        " momentum and weight decay would go on with zeros. Leave set_to_none out.",
+        " under strategy='dear'. Leave set_to_none out. A parameter that the next step does not use"
+        " stays as it is: zeros in .grad would let momentum and weight decay change it.",
         stacklevel=3,
     )
 
 
 def closure_skipped(optimizer: Optimizer) -> RuntimeError:
-    """What is raised after a step that has updated parameters before there were gradients."""
+    """Returns the error for a step that updated parameters before the gradients were reduced."""
     return RuntimeError(
-        f"{type(optimizer).__name__}.step() did not call its closure, so strategy='dear'"
-        " could not reduce the gradients; call the closure before the update."
+        f"{type(optimizer).__name__}.step() did not call its closure, so strategy='dear' could not"
+        " reduce the gradients. Call the closure in step(), before parameters are updated."
     )
 
 
 @dataclass(frozen=True)
 class Shards:
-    """What of an optimizer's parameters is this rank's under one plan.
+    """One optimizer's parameters under one plan, and this rank's pieces of them.
 
     Attributes:
-        buffers: The plan's; of no buckets before the first plan and after the last.
-        parameters: All that the optimizer trains, in the order of their numbers.
-        layouts: The shape and the strides of each, in whose order its state lies.
-        group_of: Number of a parameter -> that of its parameter group.
-        in_bucket: Number of a bucket -> this rank's pieces of it.
-        state: The optimizer's, by piece.
+        buffers: Flat buffers of the plan. They have no buckets before the first and after the last.
+        parameters: Parameters that the optimizer trains, by parameter index.
+        layouts: (shape, strides) of each parameter. State is stored in the order of these strides.
+        group_of: Parameter index -> index of its parameter group.
+        in_bucket: Bucket number -> this rank's pieces of the bucket.
+        state: Optimizer state of the pieces, keyed by `Piece.parameter`.
     """
 
     buffers: FlatBuffers = field(default_factory=lambda: FlatBuffers([], []))
@@ -118,19 +117,19 @@ class Shards:
 
 @dataclass(frozen=True)
 class SpreadState:
-    """An optimizer's state, of which each rank has parts.
+    """Optimizer state by parameter, of which each rank has chunks.
 
     Attributes:
-        entries: Parameter -> its state, the same on all ranks. Tensors on the meta device stand for
-            those with a number for each element.
-        chunks: (stand-in, this rank's chunks of it), in one order on all ranks.
+        entries: Parameter -> its state, the same on all ranks. A tensor with an element for each
+            element of the parameter is replaced by a stand-in, which is on the meta device.
+        chunks: (stand-in, this rank's chunks of the tensor), in the same order on all ranks.
     """
 
     entries: Mapping[Parameter, dict[str, Any]]
     chunks: list[tuple[Tensor, list[Chunk]]]
 
     def take(self, key: str, of: Set[Parameter]) -> SpreadState:
-        """What those parameters have under `key`, taken out of both."""
+        """Removes the state under `key` of the parameters `of`, and returns it. Mutates `self`."""
         entries = [(one, its) for one, its in self.entries.items() if one in of and key in its]
         own = {one: {key: its.pop(key)} for one, its in entries}
         taken = {id(its[key]) for its in own.values()}
@@ -139,23 +138,24 @@ class SpreadState:
         return SpreadState(own, chunks)
 
 
-class OptimizerShards:
-    """This rank's pieces of an optimizer's parameters, with their mean gradients.
+class SteppedPieces:
+    """The pieces of an optimizer's parameters that this rank steps, with their mean gradients.
 
-    For norms, clipping and loss scales, whoever steps what. `OptimizerPipeline` drives it.
+    Base of `ShardedOptimizer` and `ReplicatedOptimizer`. `MeanGradient` uses it for norms, clipping
+    and loss scales. `OptimizerPipeline` drives the step of the subclass.
 
     Args:
-        optimizer: The user's. Its groups are mutated within `on_shards` and within a step only.
+        optimizer: The user's optimizer. Its groups are mutated in `on_shards` and in a step only.
 
     Attributes:
-        optimizer: The user's.
-        shards: What is this rank's at present.
-        left: State that an earlier plan has left for the next one; None: nothing.
-        pieces: This rank's, bucket by bucket.
-        device: Where the parameters were when the plan began, which is where ranks meet for their
-            state; after a fit Lightning moves them to the CPU.
-        stepped_early: Numbers of the buckets that this step's closure has stepped already.
-        state_at_end: What `optimizer.state` was when the training ended: another one was loaded.
+        optimizer: The user's optimizer.
+        shards: The parameters and pieces of the present plan.
+        left: State that an ended plan has left for the next one. None means no such state.
+        pieces: This rank's pieces, bucket by bucket.
+        device: Device that the parameters had when the plan began, through which state is sent.
+            After a fit Lightning moves the parameters to the CPU.
+        stepped_early: Numbers of the buckets that were stepped in the backward of this step.
+        state_at_end: `optimizer.state` when the training ended; a later load assigns another dict.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -167,17 +167,17 @@ class OptimizerShards:
         held = (one for group in optimizer.param_groups for one in group["params"])
         self.device = next((one.device for one in held), torch.device("cpu"))
         self.stepped_early: set[int] = set()
-        # Which parameters have a mean gradient.
+        # Parameter index -> whether any rank had a gradient.
         self._used: Sequence[bool] = ()
-        # What a step has taken out of the optimizer, to be put back.
+        # The user's parameters and state while pieces take their place in the optimizer.
         self._params: list[list[Parameter]] | None = None
         self._state: defaultdict[Tensor, Any] | None = None
-        # Numbers of the buckets that the call under way steps.
+        # Numbers of the buckets whose pieces the optimizer's own step updates.
         self._last_run: Sequence[int] = ()
         self._hooks: Sequence[RemovableHandle] = ()
 
     def attach(self, buffers: FlatBuffers, parameters: Sequence[Parameter]) -> None:
-        """Takes over this rank's pieces of the optimizer's parameters."""
+        """Makes this rank's pieces under a new plan, and forgets `left`. Local."""
         self.left = None
         in_bucket = {bucket.number: shard_pieces(bucket) for bucket in buffers.buckets}
         self.pieces = list(chain(*in_bucket.values()))
@@ -192,10 +192,7 @@ class OptimizerShards:
         self.shards = Shards(buffers, parameters, layouts, group_of, in_bucket)
 
     def detach(self) -> None:
-        """Lets go of the flat buffers; state stays readable through `state_of`.
-
-        Gives the optimizer's methods back their ordinary meaning.
-        """
+        """Drops the flat buffers and removes hooks. State stays readable through `state_of`."""
         for hook in self._hooks:
             hook.remove()
         self.state_at_end = self.optimizer.state
@@ -203,7 +200,7 @@ class OptimizerShards:
         for piece in self.pieces:
             kept = self.shards.state.get(piece.parameter)
             piece.gradient = None
-            # State is found by this tensor, which as a view would hold the whole flat buffer.
+            # A view as key of the state would keep the flat buffer alive. A master is no view.
             if not piece.role.has_master:
                 piece.parameter = torch.empty(0)
             if kept:
@@ -211,10 +208,10 @@ class OptimizerShards:
         self.shards = replace(self.shards, buffers=FlatBuffers([], []), state=state)
 
     def state_of(self, piece: Piece) -> Mapping[str, Any]:
-        """The optimizer's state for `piece`; empty if it has not been stepped.
+        """Returns the optimizer state of `piece`, which is empty if it has not been stepped.
 
-        With the fp32 master under MASTER_KEY, once it may differ from the parameter. (torch's
-        optimizers take a parameter that has any state for one that they have stepped.)
+        A piece's master is added under MASTER_KEY once the piece has state or was stepped. Not
+        before: torch's optimizers would take a parameter with any state for a stepped one.
         """
         state: Mapping[str, Any] = self.shards.state.get(piece.parameter, {})
         if piece.role.has_master and (state or piece.was_stepped):
@@ -222,13 +219,17 @@ class OptimizerShards:
         return state
 
     def leave(self, left: SpreadState | None) -> None:
-        """Lets go of the pieces, whose plan has ended; `left` is what is kept of their state."""
+        """Drops an ended plan's pieces. Keeps their state for the next plan, unless it is None."""
         self.pieces, self.left, self.shards = (), left, Shards()
 
     # --- mean gradients -------------------------------------------------------------------------
 
     def set_gradients(self, used: Sequence[bool]) -> None:
-        """Gives each piece its part of the mean gradient, and none where nobody had one."""
+        """Sets each piece's `.grad` to its part of the mean gradient, or to None if not `used`.
+
+        Args:
+            used: Parameter index -> whether any rank had a gradient.
+        """
         self._used = tuple(used)
         for piece in self.pieces:
             if not used[piece.tensor_index]:
@@ -242,28 +243,28 @@ class OptimizerShards:
                 piece.parameter.grad = gradient.view(-1) if is_plain else self._own_gradient(piece)
 
     def _own_gradient(self, piece: Piece) -> Tensor:
-        """World size 1: the piece's part of its parameter's gradient, in storage order; a view."""
+        """Returns the piece of the parameter's `.grad`, which it first puts in storage order."""
         parameter = self.shards.parameters[piece.tensor_index]
         assert parameter.grad is not None
-        # Once for all pieces, each of which `as_flat` would else copy the whole gradient for.
+        # Put in storage order here: `as_flat` would copy the whole gradient for every piece.
         if parameter.grad.stride() != parameter.stride():
             parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
         return as_flat(parameter.grad, parameter.stride())[piece.start : piece.stop]
 
     def clear_gradients(self) -> None:
-        """Lets go of the pieces' gradients, which would stand beside those of the next backward."""
+        """Sets `.grad` of all pieces to None, to free memory before the next backward."""
         for piece in self.pieces:
             piece.parameter.grad = None
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The pieces' gradients, where there are any."""
+        """The gradients of all pieces that have one."""
         gradients = (piece.parameter.grad for piece in self.pieces)
         return [gradient for gradient in gradients if gradient is not None]
 
     @contextmanager
     def on_shards(self, *extra: Tensor) -> Iterator[None]:
-        """Puts all pieces, and `extra` in front of them, into the optimizer's groups meanwhile."""
+        """A context in which the optimizer has the tensors `extra`, and all pieces with state."""
         self._swap()
         try:
             self._put(self.shards.in_bucket)
@@ -288,38 +289,40 @@ class OptimizerShards:
         self._state, self.optimizer.state = self.optimizer.state, self.shards.state
 
     def restore(self) -> None:
-        """Puts the user's parameters and state back, also after a step that raised half-way."""
+        """Puts the user's parameters and state back, if pieces have taken their place."""
         if self._params is None:
             return
         for group, parameters in zip(self.optimizer.param_groups, self._params, strict=True):
             group["params"] = parameters
         if self._state is not None:
-            # Perhaps another object: an optimizer may make its state anew.
+            # Read back, because a step may assign a new object to `optimizer.state`.
             self.shards = replace(self.shards, state=self.optimizer.state)
             self.optimizer.state = self._state
         self._params = self._state = None
         self._last_run = ()
 
 
-class ShardedOptimizer(OptimizerShards):
-    """Steps the user's optimizer on the pieces, bucket by bucket within one call of its `step`.
+class ShardedOptimizer(SteppedPieces):
+    """Steps the user's optimizer on this rank's pieces, bucket by bucket in one call of `step`.
 
-    `optimizer.step(closure)` keeps its meaning for whoever calls it: the closure runs once, then
-    `OptimizerPipeline` reduces, then every bucket is stepped, in gather order, with the group's
-    options at that moment. The class's own step runs for each run of buckets but the last (`run`).
-    The pieces of the last one are left in the groups for the call under way, which `finish` ends.
+    `optimizer.step(closure)` keeps its meaning for its caller. The closure runs once, and
+    `OptimizerPipeline` reduces the gradients. Then buckets not stepped early are stepped, in gather
+    order, with the options that the parameter groups have now. A run is one bucket or several small
+    ones. `begin_step` steps all runs but the last with the `step` of the optimizer's class, and
+    leaves the pieces of the last run in the groups for the call that the user has made.
 
-    State lives here, by piece. `optimizer.state` is the user's dict outside a step, and normally
-    empty. What is put into it (`load_state_dict`) is taken over before the next step.
+    The state of the pieces is in `shards.state`. Outside a step `optimizer.state` is the user's
+    dict, which is normally empty. State that `load_state_dict` puts there is moved to the pieces
+    before the next step.
 
     Args:
-        optimizer: The user's. Mutated: hooks of `load_state_dict`.
+        optimizer: The user's optimizer. Mutated: gets hooks of `state_dict` and `load_state_dict`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
         self._was_loaded = self._has_warned = False
-        # Not among `_hooks`: after the training the state is still here.
+        # Not in `_hooks`, which `detach` removes: state stays sharded after the training.
         optimizer.register_state_dict_pre_hook(self._warn_of_shards)
         self._loading: dict[str, Any] | None = None
         self._hooks = (
@@ -329,11 +332,11 @@ class ShardedOptimizer(OptimizerShards):
 
     # --- the step -------------------------------------------------------------------------------
 
-    def run(self, order: Iterable[int]) -> Iterator[Sequence[int]]:
-        """Steps the buckets of `order`, in runs; yields each run's numbers once it is stepped.
+    def begin_step(self, order: Iterable[int]) -> Iterator[Sequence[int]]:
+        """Steps all runs but the last; yields each run's bucket numbers, to be gathered now.
 
-        Leaves the last run to the call of `optimizer.step` that is under way. Whoever iterates
-        calls `restore` if anything raises.
+        Leaves the last run to the call of `optimizer.step` that is under way, and early buckets
+        out. The caller must call `restore` if anything raises. Buckets not in `order` come last.
         """
         wanted = dict.fromkeys((*order, *self.shards.in_bucket))
         late = [number for number in wanted if number not in self.stepped_early]
@@ -349,10 +352,10 @@ class ShardedOptimizer(OptimizerShards):
         self._last_run = last
 
     def finish(self) -> Sequence[int]:
-        """The call under way has stepped the last run; returns its numbers.
+        """Returns the last run's bucket numbers, after the optimizer's own step has returned.
 
         Raises:
-            RuntimeError: If it stepped before there were gradients.
+            RuntimeError: If the optimizer did not call its closure, which reduces the gradients.
         """
         if not self._last_run:
             raise closure_skipped(self.optimizer)
@@ -361,14 +364,14 @@ class ShardedOptimizer(OptimizerShards):
         return numbers
 
     def step_early(self, number: int) -> None:
-        """Steps bucket `number`, whose gradient is reduced, within the closure of a step.
+        """Steps the early bucket `number`, whose gradient is reduced, while backward still runs.
 
-        The rest of the step then leaves it out. All its parameters must have been used.
+        All ranks must have used all its parameters: unused ones would be stepped, too.
         """
         for piece in self.shards.in_bucket[number]:
             piece.parameter.grad = piece.gradient
         self._swap()
-        # First: should the step raise, part of the state may be new.
+        # Added before the step: if it raises, part of the state may be new, and must not be saved.
         self.stepped_early.add(number)
         try:
             self._put([number])
@@ -385,19 +388,18 @@ class ShardedOptimizer(OptimizerShards):
             for piece in stepped:
                 piece.was_stepped = True
             if self.shards.buffers.buckets[number].is_stepped_whole:
-                # No gather will tell autograd that what it saved of these is no longer there.
+                # Autograd sees changes by version counters. In other buckets the all-gather raises
+                # these, and this bucket is not gathered.
                 changed = [parameters[piece.tensor_index] for piece in stepped]
                 torch.autograd.graph.increment_version(changed)
 
     # --- state ----------------------------------------------------------------------------------
 
     def adopt_state(self) -> AdoptedState:
-        """Cuts state that stands in `optimizer.state` under whole parameters into pieces.
+        """Moves the state of whole parameters from `optimizer.state` to the pieces. Local.
 
-        Takes the managed parameters' state out of `optimizer.state`. After a `load_state_dict`
-        what the pieces had before is forgotten, otherwise only what is given replaces it.
-
-        Masters of weights that were written to after loading are lost: writes win.
+        After `load_state_dict` all earlier state of the pieces is dropped. Otherwise only pieces of
+        parameters that are in `optimizer.state` get other state.
         """
         whole = self.optimizer.state
         was_loaded = self._was_loaded
@@ -421,9 +423,10 @@ class ShardedOptimizer(OptimizerShards):
         return AdoptedState(brings_masters, self._take_out(whole, was_loaded))
 
     def _take_out(self, whole: dict[Tensor, Any], was_loaded: bool) -> bool:
-        """Takes the managed parameters' state out of `whole`; says whether a master is lost.
+        """Removes the parameters' state from `whole`; tells whether a master is lost.
 
-        Of 16 bits those are lost, too, that were loaded and do not round to their weights.
+        A master is lost if it differs from a parameter that has none now, or if it was loaded for a
+        16-bit parameter and does not round to the parameter's values.
         """
         is_lost, buffers = False, self.shards.buffers
         for parameter, placement in zip(self.shards.parameters, buffers.placements, strict=True):
@@ -434,7 +437,7 @@ class ShardedOptimizer(OptimizerShards):
         return is_lost
 
     def _forget(self) -> None:
-        """Back to before the first step: masters, which were of other weights, are the weights."""
+        """Drops all state of the pieces and sets their masters to the present weights."""
         self._was_loaded = False
         self.shards.state.clear()
         for piece in self.pieces:
@@ -445,16 +448,16 @@ class ShardedOptimizer(OptimizerShards):
                 piece.was_stepped = False
 
     def _warn_of_shards(self, optimizer: Optimizer) -> None:
-        """Whoever wants the whole state lends it to `optimizer` while asking, see `packed`."""
+        """Pre-hook of `state_dict`: warns once if sharded state is missing, except in `packed`."""
         own: Mapping[Any, Any] = self.shards.state if self.left is None else self.left.entries
-        has_shards, is_lent = (any(s.values()) for s in (own, optimizer.state))
-        if has_shards and not is_lent and not self._has_warned:
+        has_shards, is_filled = (any(s.values()) for s in (own, optimizer.state))
+        if has_shards and not is_filled and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{type(optimizer).__name__}.state_dict() is without its state, of which each rank"
-                " has its shards elsewhere. All ranks call trainer.save_checkpoint(path) to save"
-                " it, strategy.optimizer_state(optimizer, on_all_ranks=True) to have it whole, or"
-                " under Fabric fabric.save(path, state) and state_dict() of what setup returned.",
+                f"{type(optimizer).__name__}.state_dict() is without its state, which is sharded."
+                " On all ranks, call trainer.save_checkpoint(path) to save it, or"
+                " strategy.optimizer_state(optimizer, on_all_ranks=True) to get it whole. Under"
+                " Fabric call fabric.save(path, state), or state_dict() of what setup returned.",
                 stacklevel=2,
             )
 
@@ -464,7 +467,7 @@ class ShardedOptimizer(OptimizerShards):
     @torch.no_grad()
     def _on_loaded(self, optimizer: Optimizer) -> None:
         if self.left is not None:
-            # It is of other weights.
+            # The loaded state replaces what an ended plan has left.
             self.left = SpreadState({}, [])
         self._was_loaded = True
         loaded, self._loading = self._loading, None
@@ -473,13 +476,17 @@ class ShardedOptimizer(OptimizerShards):
 
 
 Pieces = Mapping[int, Sequence[Piece]]
-"""Number of a bucket -> this rank's pieces of it."""
+"""Bucket number -> this rank's pieces of the bucket."""
 
 
 def step_runs(numbers: Sequence[int], pieces: Pieces, most: int) -> list[list[int]]:
-    """Cuts a list of buckets into runs that one call of the optimizer steps, small ones together.
+    """Groups buckets into runs, each of which one call of the optimizer steps.
 
-    Of at most `most` elements: the first gather of a run waits for the whole run.
+    Args:
+        numbers: Bucket numbers in the order of the step.
+        pieces: Bucket number -> this rank's pieces of the bucket.
+        most: Most elements of a run of several buckets. A run's gathers start only when the whole
+            run is stepped, so long runs would delay them.
     """
     runs: list[list[int]] = []
     room = 0

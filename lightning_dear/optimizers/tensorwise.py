@@ -1,9 +1,9 @@
-"""Which optimizers may be stepped on parts of tensors, and which on one tensor after the other.
+"""Tells whether an optimizer can be stepped on parts of tensors, or on one tensor at a time.
 
-torch's own are known by class. Anything else is tried: twins of the optimizer step small tensors,
-with the options of its groups, whole and as the engine steps them. After each step values and state
-must be the same, bit by bit. That says nothing of what was not tried: other shapes, later steps,
-and options that are set later.
+torch's own optimizers are known by class. Any other optimizer is tried: twins of it, with the
+options of its groups, step small tensors both whole and in the engine's way. After each step values
+and state must be exactly equal. The trial proves nothing for other shapes, for later steps, and for
+options that are set later.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ _KNOWN = ELEMENTWISE | {
 
 
 def why_not_elementwise(optimizer: Optimizer) -> str | None:
-    """Why it would give another result on parts of tensors, and what to use; None: it would not."""
+    """Says why the optimizer gives other results on parts of tensors than on whole ones. Local.
+
+    Returns:
+        Sentences for the user, with what to use instead. None means that the optimizer is one of
+        `ELEMENTWISE` without unusual parameters, or that a trial found no difference.
+    """
     name, why = type(optimizer).__name__, None
     if name.lower() in _WHOLE_TENSOR:
         why = "it works on whole tensors, not element by element"
@@ -55,7 +60,12 @@ def why_not_elementwise(optimizer: Optimizer) -> str | None:
 
 
 def why_not_tensorwise(optimizer: Optimizer) -> str | None:
-    """Why it would give another result if tensors are stepped one by one; None: it would not."""
+    """Says why the optimizer gives other results if it steps one tensor at a time. Local.
+
+    Returns:
+        Sentences for the user, with what to use instead. None means that the optimizer is one of
+        `_KNOWN`, or that a trial found no difference.
+    """
     why = None if type(optimizer) in _KNOWN else find_difference(optimizer, on_parts=False)
     return why and (
         "strategy='dear' with gather='gradients' steps each tensor when its gradient has"
@@ -66,7 +76,10 @@ def why_not_tensorwise(optimizer: Optimizer) -> str | None:
 
 
 def _strange_parameters(optimizer: Optimizer) -> list[str]:
-    """Classes of its parameters that are not torch's own; of lazy layers others tell."""
+    """Returns the names of the optimizer's parameter classes that are not torch's own.
+
+    Parameters of lazy layers are left out, since `check_module_states` refuses them.
+    """
     kinds = {type(one) for group in optimizer.param_groups for one in group["params"]}
     return sorted(one.__name__ for one in kinds - {Parameter, UninitializedParameter})
 
@@ -76,19 +89,27 @@ def _names(kinds: frozenset[type[Optimizer]]) -> str:
 
 
 def why_not_steppable(optimizer: Optimizer, options: ExchangeOptions) -> str | None:
-    """Why it cannot be stepped as `options` steps it, and what to use; None: it can."""
+    """Says why the optimizer cannot be stepped in the way that `options` asks for. Local.
+
+    That way is to step whole tensors, each when its gradient has arrived, if gradients are
+    gathered. Otherwise it is to step parts of tensors.
+
+    Returns:
+        Sentences for the user, with what to use instead. None means that it can, as far as a trial
+        shows.
+    """
     name = type(optimizer).__name__
     wrapped = [type(one).__name__ for one in vars(optimizer).values() if isinstance(one, Optimizer)]
     if wrapped:
         return (
-            f"strategy='dear' does not support {name}, which wraps another optimizer: what"
-            f" {wrapped[0]} steps, and its state, would be out of sight. Use {wrapped[0]} by"
-            " itself, or strategy='ddp'."
+            f"strategy='dear' does not support {name}, which wraps another optimizer. Use"
+            f" {wrapped[0]} by itself, or strategy='ddp'. The steps and the state of the"
+            f" {wrapped[0]} inside could not be seen."
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return (
-            f"{name}(differentiable=True) lets autograd record its steps, and strategy='dear' makes"
-            " them outside of it. Leave it out."
+            f"strategy='dear' does not support {name}(differentiable=True). Leave differentiable"
+            " out: steps are made outside of autograd, which cannot record them."
         )
     if options.is_of_gradients:
         return _why_not_whole(optimizer)
@@ -108,9 +129,9 @@ def _why_not_whole(optimizer: Optimizer) -> str | None:
     narrow = {str(p.dtype) for p in parameters if p.dtype in LOW_PRECISION}
     if why is None and narrow:
         return (
-            f"gather='gradients' steps parameters as they are, and an update is often below the"
-            f" resolution of {', '.join(sorted(narrow))}; use gather='parameters', which steps fp32"
-            " masters, where the optimizer and the compressor allow it, or a mixed precision."
+            f"gather='gradients' steps {', '.join(sorted(narrow))} parameters without fp32 masters,"
+            " so that small updates are rounded away. Use a mixed precision, or gather='parameters'"
+            " where the optimizer and the compressor allow it: it steps fp32 masters."
         )
     return why
 
@@ -118,10 +139,17 @@ def _why_not_whole(optimizer: Optimizer) -> str | None:
 def choose_options(
     optimizers: Sequence[Optimizer], options: ExchangeOptions, or_else: ExchangeOptions | None
 ) -> tuple[ExchangeOptions, str | None, str | None]:
-    """`options` if all can be stepped so, or else `or_else`, if it is given and they can. Local.
+    """Chooses between `options` and `or_else` by what all optimizers allow. Local.
+
+    Args:
+        optimizers: The user's optimizers.
+        options: Options to use if all optimizers can be stepped with them.
+        or_else: Options to use otherwise, if all can be stepped with these. None means no others.
 
     Returns:
-        What travels; why they cannot be stepped so; what people are to be told.
+        The chosen options, why an optimizer cannot be stepped with them, and a remark for the user.
+        None in place of a sentence means that there is nothing to say. If neither options will do,
+        they are `options` with the reason.
     """
     problem, remark = _problem(optimizers, options), None
     names = dict.fromkeys(type(o).__name__ for o in optimizers if type(o) not in ELEMENTWISE)
@@ -129,15 +157,15 @@ def choose_options(
         why = _without_remedy(problem)
         options, problem = or_else, None
         remark = (
-            f"{why} So every rank gets whole gradients instead of parameters, and has the whole"
-            " optimizer state, as with gather='gradients'."
+            f"{why} So gather='gradients' is used: every rank gets whole gradients instead of"
+            " parameters, and has the whole optimizer state."
         )
     elif problem is None and names and not options.is_of_gradients:
         remark = (
             f"strategy='dear' steps {', '.join(names)} on parts of tensors: in a test with small"
-            " tensors the bits were those of whole ones. That does not prove it of all. If an"
-            " update of an element may depend on others, use gather='gradients', which steps whole"
-            " tensors."
+            " tensors the bits were those of whole ones. If an element's update may depend on other"
+            " elements, use gather='gradients', which steps whole tensors. The test proves nothing"
+            " for other shapes and options."
         )
     return options, problem, remark
 
@@ -150,22 +178,26 @@ def _problem(optimizers: Sequence[Optimizer], options: ExchangeOptions) -> str |
 
 _SHAPES = ((8, 12), (72, 96), (40,), (130,), (4, 6, 24), (16, 33, 3, 3), (4, 2, 3, 3, 3), ())
 _SCALES = (1e-7, 1e-4, 1.0, 0.0, 1e4, 1.0, 1e-9, 1.0, 30.0, 1.0, 1e2, 1.0, 1.0, 1.0, 1.0)
-"""Of the gradients, step by step."""
+"""Factor of the gradients in each step of a trial."""
 
 _VARYING = {"params", "param_names", "lr", "initial_lr"}
 
 
 @torch.no_grad()
 def find_difference(optimizer: Optimizer, *, on_parts: bool) -> str | None:
-    """What is not as if whole tensors were stepped all at once, in words; None: nothing. Local.
+    """Tries whether steps in the engine's way equal steps on all whole tensors at once. Local.
 
-    What draws torch's random numbers differs, as each way draws others; afterwards they are as they
-    were.
+    An optimizer that draws torch's random numbers hardly ever passes, since the two ways draw
+    different numbers. torch's generators are restored afterwards.
 
     Args:
-        optimizer: Not mutated, but for what it holds in objects that are no list, dict, or set.
-        on_parts: Whether each tensor is cut in two; else every tensor is stepped by itself, later
-            than the others.
+        optimizer: The optimizer, which is copied and not stepped. Objects that it holds and that
+            are no list, dict, set or tensor are shared with the copies and may be mutated.
+        on_parts: Whether the engine's way is to cut each tensor in two. If not, it is to step each
+            tensor by itself, after an empty step.
+
+    Returns:
+        The difference, or the error of the trial, in words. None means no difference.
     """
     held = (one.device for group in optimizer.param_groups for one in group["params"])
     device = next(held, torch.device("cpu"))
@@ -179,11 +211,11 @@ def find_difference(optimizer: Optimizer, *, on_parts: bool) -> str | None:
                 other.step(number)
                 if (shape := other.first_difference(whole)) is not None:
                     way = "cut in two" if on_parts else "stepped by itself"
-                    return f"a tensor of shape {tuple(shape)} becomes another one if it is {way}"
+                    return f"a tensor of shape {tuple(shape)} gets other values if it is {way}"
             values = (_new_tensor(one.tensor.shape, device) for one in whole.pieces)
             if all(map(torch.equal, (one.tensor for one in whole.pieces), values)):
-                # Equal bits would say nothing.
-                raise ValueError("it changes nothing")
+                # If no step changes anything, equal values prove nothing.
+                raise ValueError("it changes no tensor")
             return None
     except Exception as error:
         hint = "" if on_parts else "; note that a step must skip parameters whose .grad is None"
@@ -191,22 +223,35 @@ def find_difference(optimizer: Optimizer, *, on_parts: bool) -> str | None:
 
 
 def _shapes(optimizer: Optimizer, *, tries_all: bool) -> dict[int, set[tuple[int, ...]]]:
-    """Shapes to try, by the number of the first group with the same options.
+    """Returns the shapes to try. Groups with the same options, except lr, share one entry.
 
-    All, or those with as many dimensions as what is in such groups: some take matrices alone.
+    Args:
+        optimizer: The optimizer to try.
+        tries_all: Whether to try all shapes with each group. If not, only those with as many
+            dimensions as a parameter of the group: some optimizers accept only matrices.
+
+    Returns:
+        Index of the first group with some options -> shapes to try with these options.
     """
     first: dict[str, int] = {}
     shapes: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
-    for number, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(optimizer.param_groups):
         options = repr({key: value for key, value in group.items() if key not in _VARYING})
         held = {one.ndim for one in group["params"]}
         tried = {shape for shape in _SHAPES if tries_all or len(shape) in held}
-        shapes[first.setdefault(options, number)] |= tried
+        shapes[first.setdefault(options, index)] |= tried
     return shapes
 
 
 class _TriedPart(NamedTuple):
-    """A part of a small tensor, or all of it; `place` is the number of its group."""
+    """A small tensor, or a part of it, that a twin steps.
+
+    Attributes:
+        place: Index of the twin's group that the tensor belongs to.
+        number: Index of the whole tensor in the trial.
+        where: Range of the whole tensor's elements, flat.
+        tensor: The tensor that is stepped: 1-D for a part, otherwise in its shape.
+    """
 
     place: int
     number: int
@@ -215,14 +260,15 @@ class _TriedPart(NamedTuple):
 
 
 class _Trial:
-    """A twin of an optimizer that steps small tensors, in one of the engine's ways.
+    """A twin of an optimizer that steps small tensors in one of three ways.
 
     Args:
-        optimizer: Whose twin.
-        device: Where its tensors are.
-        way: "whole": all tensors at once. "late": one by one, after a call of `step` that finds no
-            gradient. "parts": both parts of each, one by one.
-        shapes: See `_shapes`.
+        optimizer: The optimizer to make a twin of.
+        device: Device of the tensors.
+        way: "whole": all tensors in one step. "late": one tensor at a time, after a step that finds
+            no gradient, as in `ReplicatedOptimizer`. "parts": one half of a tensor at a time, as in
+            `ShardedOptimizer`.
+        shapes: Shapes to try, as `_shapes` returns them.
     """
 
     def __init__(
@@ -251,7 +297,7 @@ class _Trial:
         self._put(self.pieces)
 
     def step(self, number: int) -> None:
-        """One step, with gradients that depend on its number alone."""
+        """Makes step `number`. All trials with the same shapes get the same gradients in it."""
         deferred = DeferredStep(self.twin)
         if self._way == "late":
             inner_step(self.twin)
@@ -276,14 +322,18 @@ class _Trial:
         row = torch.randn(most, generator=generator, dtype=torch.float32, device="cpu")
         row.mul_(_SCALES[number])
         if number % 4 == 1:
-            # What lies in one part may be 0 where the rest of the tensor is not.
+            # The beginning is 0 and the rest is not, as it may be in the gradient of an embedding.
             row[:ALIGNMENT] = 0
         for one in self.pieces:
             own = row[one.where][: one.tensor.numel()].view(one.tensor.shape)
             one.tensor.grad = own.to(one.tensor.device, copy=True)
 
     def first_difference(self, whole: _Trial) -> torch.Size | None:
-        """Shape of the first tensor that is not, with its state, what it is in `whole`, or None."""
+        """Returns the shape of the first tensor whose values or state differ from `whole`'s.
+
+        None means that all are exactly equal; nan counts as equal to nan. State that is no tensor
+        and no number is not compared.
+        """
         for one in self.pieces:
             tensor = whole.pieces[one.number].tensor
             own = {"": one.tensor, **self.twin.state.get(one.tensor, {})}
@@ -304,19 +354,26 @@ def _new_tensor(shape: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _new_twin(optimizer: Optimizer, places: Sequence[int], in_place_of_others: Tensor) -> Any:
-    """The optimizer as before its first step, with these of its groups.
+    """Returns a copy of an optimizer as it was before its first step, without hooks.
 
-    Where it holds parameters itself, it holds a small tensor instead.
+    The copy has no state of parameters. A learning rate of 0 is replaced by another one.
+
+    Args:
+        optimizer: The optimizer to copy.
+        places: Indices of the parameter groups that the twin gets.
+        in_place_of_others: Small tensor that replaces each parameter in the optimizer's attributes,
+            so that no large tensor is copied.
     """
     groups = optimizer.param_groups
     memo = {id(one): in_place_of_others for group in groups for one in group["params"]}
-    # Not by its constructor, of whose arguments nothing is known here.
+    # The constructor is not called, because its arguments are not known.
     twin: Any = object.__new__(type(optimizer))
     kept = optimizer.state.items()
     state = {key: deepcopy(own) for key, own in kept if not isinstance(key, Tensor)}
     vars(twin)["state"] = defaultdict(dict, state)
     for name, value in vars(optimizer).items():
-        # `zero_grad` may be the engine's, and drop what other ranks wait for.
+        # `zero_grad` may be replaced by `OptimizerPipeline`'s, which would drop the gradients of
+        # the training.
         if name in ("state", "zero_grad"):
             continue
         is_copied = isinstance(value, list | dict | set | Tensor)
@@ -325,6 +382,6 @@ def _new_twin(optimizer: Optimizer, places: Sequence[int], in_place_of_others: T
     twin.param_groups[:] = [twin.param_groups[place] for place in places]
     for group in twin.param_groups:
         if not group.get("lr", 1):
-            # A warm-up may begin at 0, where nothing would be seen.
+            # A warm-up may begin with a learning rate of 0, which would change no tensor.
             group["lr"] = group.get("initial_lr") or 1e-2
     return twin

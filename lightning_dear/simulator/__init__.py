@@ -1,4 +1,4 @@
-"""Predicts what a cluster would do: the engine's own plans, on networks that are not here."""
+"""Predicts step times on networks that are not here, with the engine's own plans."""
 
 from lightning_dear.planning.step import Program
 from lightning_dear.simulator.network import ALGORITHMS, Algorithm, Curve, Link, Network

@@ -1,4 +1,4 @@
-"""The units of FSDP2 and ZeRO: whole modules whose tensors are gathered, and reduced, together."""
+"""Units of FSDP2 and ZeRO: whole modules whose tensors are gathered, and reduced, together."""
 
 import re
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ _BLOCK = re.compile(r"(?:[^.]+[.])*?[0-9]+(?=[.])")
 
 
 def units_of(workload: Workload) -> list[list[int]]:
-    """Numbers of the tensors of each unit; see `Workload.shard_unit_mb`.
+    """Return the tensor indices of each unit; see `Workload.shard_unit_mb` for what a unit is.
 
-    Those without a gradient are in none: nothing waits for them.
+    Tensors without a gradient are in no unit, because no exchange moves them.
     """
     families: dict[str, list[TensorSpec]] = {}
     for tensor in sorted((one for one in workload.tensors if one.is_used), key=use_key):

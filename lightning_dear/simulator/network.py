@@ -1,7 +1,8 @@
-"""What collectives cost on a cluster: alpha-beta links within a node and between nodes.
+"""Costs of collectives on a cluster: alpha-beta links within a node and between nodes.
 
 Formulas are the usual ones (Thakur, Rabenseifner, Gropp, IJHPCA 2005; NCCL's double binary trees).
-A cost in seconds is of all ranks at once, which begin together; n is the size of the whole buffer.
+A cost is the seconds from the moment when all ranks begin to the end of the last one; n is the size
+of the whole buffer, and P the number of ranks.
 """
 
 import math
@@ -15,15 +16,16 @@ import numpy as np
 from lightning_dear.names import check_name
 
 Algorithm = Literal["pairwise", "two_hops", "ring", "tree", "best"]
-"""How a collective goes about it.
+"""Algorithm of the collectives. A half is a reduce-scatter or an all-gather.
 
-pairwise: every rank sends to every other one at once; for both halves of an all-reduce, as ours
-    with hops=1. Gloo's all-reduces take a ring.
-two_hops: every rank sends to every other one of its node at once, then those with the same place in
-    their nodes to each other; as ours with gloo. All-reduces take a ring.
-ring: P - 1 steps for a half, each after the one before.
-tree: two binary trees that share the bytes, for all-reduces; half of one takes a ring.
-best: as NCCL: rings for halves; for all-reduces a ring or trees, whichever is faster for a size.
+pairwise: In a half every rank sends to every other rank at once, as `strategy="dear"` does with
+    hops=1. Gloo's all-reduces use a ring.
+two_hops: In a half every rank sends to all ranks of its node at once, and then to the ranks with
+    the same local rank on the other nodes, as `strategy="dear"` does on gloo. All-reduces use a
+    ring.
+ring: A half has P - 1 steps, one after the other.
+tree: All-reduces use two binary trees, each for half of the bytes. Halves use a ring.
+best: As NCCL. Halves use a ring, all-reduces a ring or trees, whichever is faster for the size.
 """
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
@@ -34,8 +36,8 @@ class Link:
     """One direction of a link.
 
     Attributes:
-        alpha_s: Seconds that a message takes however small it is.
-        beta_s: Seconds for a byte.
+        alpha_s: Seconds that every message takes, whatever its size.
+        beta_s: Seconds for each byte.
     """
 
     alpha_s: float
@@ -44,27 +46,26 @@ class Link:
     def __post_init__(self) -> None:
         if not (0 <= self.alpha_s < math.inf and 0 <= self.beta_s < math.inf):
             raise ValueError(
-                f"alpha_s and beta_s must be finite and not negative, got {self.alpha_s} and"
-                f" {self.beta_s}."
+                f"alpha_s={self.alpha_s} and beta_s={self.beta_s} must be finite and not negative."
             )
 
     def message_s(self, nbytes: float, num_messages: float = 1) -> float:
-        """Seconds for so many messages, one after the other, of `nbytes` in all."""
+        """Return the seconds for `num_messages` messages in a row, which have `nbytes` in all."""
         return num_messages * self.alpha_s + nbytes * self.beta_s
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of messages of several sizes, as measured, with straight lines between them.
+    """Measured seconds of messages of several sizes, with linear interpolation between them.
 
-    For what is no alpha and beta: gloo's all-gather takes the same up to some size, and loses a
-    third of its rate above another. Below the smallest size it takes what that one takes, above
-    the largest it goes on at that one's rate.
+    For costs that alpha and beta do not fit: gloo's all-gather takes the same time up to some size,
+    and loses a third of its rate above another one. A message smaller than the smallest size takes
+    that size's time. A larger one than the largest size has that size's rate.
 
     Attributes:
         sizes: Bytes that a rank sends, rising.
-        seconds: Of each.
-        least_s: What every message takes at least.
+        seconds: Measured seconds for each size.
+        least_s: Least seconds of any message.
     """
 
     sizes: tuple[float, ...]
@@ -75,12 +76,12 @@ class Curve:
         is_rising = all(one < other for one, other in pairwise((0.0, *self.sizes)))
         if not self.sizes or not is_rising or len(self.sizes) != len(self.seconds):
             raise ValueError(
-                "A curve needs sizes that are positive and rise, and seconds for each; got"
-                f" {list(self.sizes)} and {list(self.seconds)}."
+                f"sizes={list(self.sizes)} and seconds={list(self.seconds)} are no curve. Give"
+                " sizes that are positive and rise, and seconds for each size."
             )
 
     def message_s(self, nbytes: float) -> float:
-        """Seconds for a message of `nbytes`."""
+        """Return the seconds for a message of `nbytes`."""
         beyond = max(nbytes / self.sizes[-1], 1.0)
         return max(self.least_s, beyond * float(np.interp(nbytes, self.sizes, self.seconds)))
 
@@ -90,27 +91,29 @@ class Network:
     """A cluster of equal nodes, each with one link that its ranks share.
 
     Attributes:
-        between: A node's link to the others.
-        world_size: Ranks in all.
-        ranks_per_node: At most; they fill one node after the other.
-        within: A rank's link to others of its node; None: what is in one node travels as if each
-            rank were a node of its own.
-        algorithm: How halves and all-reduces go about it.
-        all_reduce: The backend's own all-reduce as measured, by bytes that a rank sends. Gloo's
-            takes alpha or the bytes' time, whichever is longer, as its dependent steps hide behind
-            the bytes of another one; others' take both. None: by `algorithm`.
-        all_gather: The backend's own all-gather as measured when it is waited for, by bytes that a
-            rank sends, which ours is not on gloo. None: as any half.
-        reduce_scatter: The backend's own reduce-scatter alike, by bytes that a rank sends in a
-            half, twice of which are on the way where it is an all-reduce. None: as any half, or as
-            an all-reduce.
-        has_reduce_scatter: Whether the backend has a reduce-scatter, and streams on which it takes
-            place. Gloo has neither: a reduce-scatter that is not ours is an all-reduce, FSDP2
-            stands still for each exchange, and all-reduces take a ring whatever `algorithm` says.
-        sharded_tensor_s: Seconds of a step that a host takes for each tensor that is sharded by
-            itself, as FSDP2's are. Nothing hides them; 0 where hosts run ahead of their devices.
-        host_growth: How many times as long hosts take for what was measured of a workload
-            (`copies_s`, `sharding_s`), as more ranks than there were share their cores.
+        between: Link from a node to the other nodes.
+        world_size: Number of ranks.
+        ranks_per_node: Most ranks on a node; ranks fill one node after the other.
+        within: Link from a rank to the other ranks of its node. None means that these ranks use
+            links like `between`.
+        algorithm: Algorithm of halves and all-reduces.
+        all_reduce: Measured cost of the backend's own all-reduce, by bytes that a rank sends. With
+            gloo an all-reduce takes the maximum of alpha and the bytes' time, because its
+            dependent steps overlap with the bytes of another all-reduce; otherwise their sum. None
+            means that the cost follows from `algorithm`.
+        all_gather: Measured cost of the backend's own all-gather, waited for one by one, by bytes
+            that a rank sends. On gloo `strategy="dear"` does not use it. None means the cost of a
+            half by `algorithm`.
+        reduce_scatter: Measured cost of the backend's own reduce-scatter, likewise. If it is an
+            all-reduce (gloo), a rank sends twice these bytes. None means the cost of a half, or on
+            gloo of an all-reduce.
+        has_reduce_scatter: Whether the backend has a reduce-scatter and runs it on a stream. Gloo
+            has neither: its reduce-scatter is an all-reduce, FSDP2 waits for each exchange, and
+            all-reduces use a ring whatever `algorithm` says.
+        sharded_tensor_s: Seconds in a step that the host needs for each tensor that FSDP2 shards.
+            No computation hides them. 0 if hosts run ahead of their devices.
+        host_growth: Factor on measured host times of a workload (`copies_s`, `sharding_s`), for
+            more ranks on the same cores than were measured.
     """
 
     between: Link
@@ -128,61 +131,67 @@ class Network:
     def __post_init__(self) -> None:
         for name in ("world_size", "ranks_per_node"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+                raise ValueError(f"{name}={getattr(self, name)} is not valid. Choose 1 or more.")
         check_name("algorithm", self.algorithm, ALGORITHMS)
         if self.num_nodes > 1 and self.world_size % self.ranks_in_node:
             raise ValueError(
-                f"{self.world_size} ranks do not fill nodes of {self.ranks_per_node}; let all nodes"
-                " have as many."
+                f"{self.world_size} ranks do not fill nodes of {self.ranks_per_node}. Set"
+                f" world_size to a multiple of {self.ranks_per_node}."
             )
         if self.ranks_in_node > 1 and self.num_nodes > 1 and self.within is None:
-            raise ValueError("Nodes of several ranks need the link within one: within=Link(...).")
+            raise ValueError("Nodes of several ranks lack a link within one. Add within=Link(...).")
 
     @property
     def ranks_in_node(self) -> int:
-        """Ranks of a node."""
+        """Number of ranks on a full node."""
         return min(self.ranks_per_node, self.world_size)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that are used."""
+        """Number of nodes with a rank."""
         return -(-self.world_size // self.ranks_in_node)
 
     @property
     def outer_link(self) -> Link:
-        """The link between nodes; of one node's ranks the one within it."""
+        """The link between nodes. If all ranks are on one node, the link within it."""
         return self.between if self.num_nodes > 1 or self.within is None else self.within
 
     def sent_bytes(self, nbytes: float) -> float:
-        """What a rank sends in one half, whatever the algorithm: n(P-1)/P."""
+        """Return the bytes that a rank sends in one half, by any algorithm: n(P-1)/P."""
         return nbytes * (self.world_size - 1) / self.world_size
 
     def half_s(self, nbytes: float, starts: float | None = None) -> float:
-        """Seconds for a reduce-scatter, or an all-gather, of `nbytes`; 0 at one rank.
+        """Return the seconds for a reduce-scatter, or an all-gather; 0 at one rank.
 
         Args:
-            nbytes: Of the whole buffer.
-            starts: Messages that begin one after the other; None: as many as the algorithm takes.
+            nbytes: Bytes of the whole buffer.
+            starts: Number of messages that begin one after the other, each with its alpha. None
+                means as many as the algorithm needs.
         """
         if self.world_size == 1:
             return 0.0
         ways = {"pairwise": self._pairwise_s, "two_hops": self._two_hops_s}
-        # Trees are for all-reduces, and NCCL has nothing but rings for halves.
+        # "tree" is for all-reduces only, and NCCL uses rings for halves.
         way = ways.get(self.algorithm, self._ring_s)
         return way(nbytes) if starts is None else self._started_s(way, nbytes, starts)
 
     def _started_s(self, way: Callable[[float], float], nbytes: float, starts: float) -> float:
-        """What the bytes take some way, after so many starts."""
+        """Return the time of the algorithm `way`, with `starts` alphas instead of its own."""
         return starts * self._slowest.alpha_s + way(nbytes) - way(0.0)
 
     def all_to_all_s(
         self, nbytes: float, starts: float | None = None, summed_nbytes: float | None = None
     ) -> float:
-        """Seconds for what everybody has for everybody, of `nbytes` a rank; 0 at one rank.
+        """Return the seconds of an all-to-all of `nbytes` a rank; 0 at one rank.
 
-        As a half, but that nothing is summed on its way: of a node with R of P ranks R (P - R) / P
-        of the bytes leave it, and not (P - 1) / P. In two hops `summed_nbytes` are summed within
-        nodes first, if they are given, and `nbytes` travel between them.
+        Differs from a half in that messages are not summed on the way. So a node with R of P ranks
+        sends R (P - R) / P of `nbytes`, and not (P - 1) / P.
+
+        Args:
+            nbytes: Bytes that each rank has for all ranks together.
+            starts: Same as in `half_s`.
+            summed_nbytes: Bytes that are summed within nodes first, with algorithm "two_hops"; only
+                then `nbytes` travel between nodes. None means that nothing is summed first.
         """
         if self.world_size == 1:
             return 0.0
@@ -196,7 +205,7 @@ class Network:
         return self.half_s(0.0) + self._pairwise_s(nbytes) - self._pairwise_s(0.0)
 
     def all_reduce_s(self, nbytes: float) -> float:
-        """Seconds for an all-reduce of `nbytes`; 0 at one rank."""
+        """Return the seconds for an all-reduce of `nbytes`; 0 at one rank."""
         if self.world_size == 1:
             return 0.0
         if self.all_reduce is not None:
@@ -205,7 +214,7 @@ class Network:
             seconds = 2 * self.sent_bytes(nbytes) * self.all_reduce.beta_s
             return max(self.all_reduce.alpha_s, seconds)
         if self.algorithm == "two_hops" or not self.has_reduce_scatter:
-            # Gloo's is a ring over all ranks, however our own halves travel.
+            # Gloo's all-reduce is a ring over all ranks, whatever algorithm our halves use.
             return 2 * self._ring_s(nbytes)
         if self.algorithm == "tree":
             return self._tree_s(nbytes)
@@ -214,13 +223,13 @@ class Network:
         return 2 * self.half_s(nbytes)
 
     def all_gather_s(self, nbytes: float) -> float:
-        """Seconds for the backend's own all-gather of `nbytes`; 0 at one rank."""
+        """Return the seconds for the backend's own all-gather of `nbytes`; 0 at one rank."""
         if self.world_size == 1 or self.all_gather is None:
             return self.half_s(nbytes)
         return self.all_gather.message_s(self.sent_bytes(nbytes))
 
     def reduce_scatter_s(self, nbytes: float) -> float:
-        """Seconds for the backend's own reduce-scatter of `nbytes`; 0 at one rank."""
+        """Return the seconds for the backend's own reduce-scatter of `nbytes`; 0 at one rank."""
         if self.world_size > 1 and self.reduce_scatter is not None:
             return self.reduce_scatter.message_s(self.sent_bytes(nbytes))
         return self.half_s(nbytes) if self.has_reduce_scatter else self.all_reduce_s(nbytes)
@@ -228,14 +237,14 @@ class Network:
     # --- one half, by algorithm -----------------------------------------------------------------
 
     def _pairwise_s(self, nbytes: float) -> float:
-        """All messages at once: one start, and every byte that leaves a node over its link."""
+        """All messages at once: one alpha, and all bytes that leave a node share its link."""
         piece, inside = nbytes / self.world_size, self.ranks_in_node
         outside = self.world_size - inside
         between_s = self.between.message_s(inside * outside * piece) if outside else 0.0
         return max(between_s, self._local.message_s((inside - 1) * piece) if inside > 1 else 0.0)
 
     def _two_hops_s(self, nbytes: float, between_nbytes: float | None = None) -> float:
-        """All of a node's messages at once, then all of those between nodes."""
+        """All messages within nodes at once, and then all messages between nodes at once."""
         inside, nodes = self.ranks_in_node, self.num_nodes
         if inside == 1 or nodes == 1:
             return self._pairwise_s(nbytes if between_nbytes is None else between_nbytes)
@@ -244,10 +253,10 @@ class Network:
         return within_s + self.between.message_s(outer_nbytes * (nodes - 1) / nodes)
 
     def _ring_s(self, nbytes: float) -> float:
-        """A block passes P - 1 links, of which a node's is one, and bytes wait for the slowest.
+        """A block passes P - 1 links, one of them for each further node; the slowest sets the rate.
 
-        Starts add up along the ring, as in NCCL's own model (its tuning.cc): while a block is on
-        its way over one link, the next link is free.
+        The alphas of all links add up, as in NCCL's own model (its tuning.cc), because a link can
+        begin with a block only when the block has passed the link before.
         """
         nodes = self.num_nodes - 1
         starts_s = nodes * self.between.alpha_s
@@ -255,7 +264,7 @@ class Network:
         return starts_s + self.sent_bytes(nbytes) * self._slowest.beta_s
 
     def _tree_s(self, nbytes: float) -> float:
-        """Up and down two trees over the nodes, each with half of the bytes; chains in nodes."""
+        """Up and down two trees of nodes, half of the bytes each; a node's ranks form a chain."""
         depth = math.ceil(math.log2(self.num_nodes)) if self.num_nodes > 1 else 0
         inside = self.ranks_in_node - 1
         starts_s = 2 * (depth * self.between.alpha_s + inside * self._local.alpha_s)
@@ -263,7 +272,7 @@ class Network:
 
     @property
     def _slowest(self) -> Link:
-        """Of the links that are used, in either respect."""
+        """A link with the largest alpha and the largest beta of the links in use."""
         used = [self._local] if self.ranks_in_node > 1 else []
         used += [self.between] if self.num_nodes > 1 else []
         return Link(max(one.alpha_s for one in used), max(one.beta_s for one in used))

@@ -12,24 +12,25 @@ from lightning_dear.simulator.workload import Workload
 BASELINE = "ddp"
 
 ENOUGH = 0.03
-"""Share of the step by which DDP must be slower before another strategy is worth a change."""
+"""Share of the fastest step by which a simpler strategy may be slower and still be recommended."""
 
 
 SIMPLE = (BASELINE, *HOOKS, "dear")
-"""What needs fewer words in a script than others, the simplest first."""
+"""Names of strategies that are simpler to use than others, the simplest first."""
 
 Pair = tuple[Strategy, Workload]
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A strategy and its step.
+    """A strategy with its predicted step.
 
     Attributes:
-        strategy: Which.
-        step: What it takes.
-        compressor: What it encodes with.
-        overrides: What `dear-train` takes to use both; None where it cannot.
+        strategy: The strategy.
+        step: Its predicted step.
+        compressor: Name of the compressor that it uses.
+        overrides: Overrides of `dear-train` that select both. None means that `dear-train` cannot
+            run this pair.
     """
 
     strategy: Strategy
@@ -39,36 +40,36 @@ class Ranked:
 
     @property
     def name(self) -> str:
-        """Of both; of DDP with a hook what `dear-train` calls it."""
+        """Name of strategy and compressor. DDP with a hook has `dear-train`'s name, as ddp_bf16."""
         if self.compressor == "none":
             return self.strategy.name
         both = f"{self.strategy.name} + {self.compressor}"
         return self.strategy.hooks.get(self.compressor, both)
 
     def efficiency(self, alone_s: float) -> float:
-        """Of weak scaling, 0..1: the step of one rank alone over this one."""
+        """Return the efficiency of weak scaling, 0 to 1: one rank's step time over this one."""
         return alone_s / self.step.step_s
 
 
 def predicted(strategy: Strategy, workload: Workload, network: Network) -> Ranked:
-    """The step of `workload` under a strategy."""
+    """Return the predicted step of `workload` under a strategy."""
     used = workload.compressor if strategy.encodes(workload) else "none"
     step = simulate(strategy.program(workload, network))
     return Ranked(strategy, step, used, strategy.overrides_for(workload))
 
 
 def by_step(rows: Iterable[Ranked]) -> list[Ranked]:
-    """The one with the shortest step first; of equal ones, as they were."""
+    """Return `rows` by rising step time; rows with equal times keep their order."""
     return sorted(rows, key=lambda row: row.step.step_s)
 
 
 def pairs(strategies: Sequence[Strategy], workloads: Sequence[Workload]) -> list[Pair]:
-    """Each of `strategies` with each workload whose compressor it can use.
+    """Return each strategy paired with each workload whose compressor it can use.
 
     Args:
-        strategies: Which.
-        workloads: The same one with different compressors. Of the first, strategies that cannot use
-            its compressor go without it.
+        strategies: Strategies to pair.
+        workloads: The same model with different compressors. The first one is also paired with
+            strategies that cannot use its compressor; they then run without it.
     """
     return [
         (strategy, workload)
@@ -79,31 +80,31 @@ def pairs(strategies: Sequence[Strategy], workloads: Sequence[Workload]) -> list
 
 
 def alone_s(workload: Workload) -> float:
-    """Seconds of a step of one rank that sends nothing."""
+    """Return the seconds of a step of one rank alone, which sends nothing."""
     times = workload.times
     return times.forward_s + times.backward_s + times.step_s + workload.fixed_step_s
 
 
 def recommended(rows: Sequence[Ranked], enough: float = ENOUGH) -> Ranked:
-    """What to use: the one that is `chosen` of those that a command line can ask for.
+    """Return the row to use: the one that `chosen` picks of the rows that `dear-train` can run.
 
     Raises:
         ValueError: If none of `rows` can be run.
     """
     runnable = {row.name: row for row in rows if row.overrides is not None}
     if not runnable:
-        raise ValueError("None of these strategies can be run; add ddp or dear.")
+        raise ValueError("None of these strategies can be run. Add ddp or dear to strategies.")
     return runnable[chosen({name: row.step.step_s for name, row in runnable.items()}, enough)]
 
 
 def chosen(steps_s: Mapping[str, float], enough: float = ENOUGH) -> str:
-    """The name of the shortest step, or of a simpler strategy that is nearly as fast.
+    """Return the name of the fastest strategy, or of a simpler one that is nearly as fast.
 
-    That is DDP, or else DDP with a hook of its own, or else ours as it is.
+    Simpler ones are, in this order: DDP, DDP with a hook of its own, plain `strategy="dear"`.
 
     Args:
-        steps_s: Name -> seconds of its step; at least one.
-        enough: By which share of the shortest step a simpler strategy's may be longer.
+        steps_s: Name -> seconds of a step; at least one.
+        enough: Share of the shortest step by which a simpler strategy's step may be longer.
     """
     best = min(steps_s, key=steps_s.__getitem__)
     most_s = (1 + enough) * steps_s[best]

@@ -1,4 +1,4 @@
-"""Workloads as JSON files: what was measured of a model, to be planned for."""
+"""Workloads as JSON files: measurements of a model, written by `dear-plan calibrate`."""
 
 import json
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from lightning_dear.planning import CodecCost, CodecCosts, Linear, ModelTimes, T
 from lightning_dear.simulator.workload import Workload
 
 FORMAT_VERSION = 3
-"""Of `save_workload`."""
+"""Version of the format that `save_workload` writes."""
 
 _PLAIN = ("name", "compressor", "fixed_step_s", "copies_s", "sharding_s", "shard_unit_mb")
-"""What of a workload is written as it is."""
+"""Fields of a workload that JSON can hold as they are."""
 
 
 def save_workload(workload: Workload, path: str | Path) -> None:
-    """Writes `workload` as JSON, for `load_workload`."""
+    """Write `workload` as JSON, for `load_workload`."""
     codecs = asdict(workload.codecs)
     content = {
         "version": FORMAT_VERSION,
@@ -31,11 +31,11 @@ def save_workload(workload: Workload, path: str | Path) -> None:
 
 
 def load_workload(path: str | Path) -> Workload:
-    """Reads what `save_workload` wrote.
+    """Read a workload that `save_workload` wrote.
 
     Raises:
-        ValueError: If the file holds something else.
-        FileNotFoundError: If there is none.
+        ValueError: If the content is not such a workload, or of another version.
+        FileNotFoundError: If there is no such file.
     """
     text = Path(path).read_text()
     try:
@@ -51,11 +51,13 @@ def load_workload(path: str | Path) -> Workload:
             **{name: content[name] for name in _PLAIN},
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} holds no measured model ({error}); calibrate again.") from error
+        raise ValueError(
+            f"{path} holds no measured model: {error}. Write it again with dear-plan calibrate."
+        ) from error
 
 
 def _times(fields: Mapping[str, Any]) -> ModelTimes:
-    # JSON knows no keys but text.
+    # Keys of JSON objects are text: tensor indices become integers again.
     by_index = {
         key: {int(index): seconds for index, seconds in value.items()}
         for key, value in fields.items()

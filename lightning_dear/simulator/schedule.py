@@ -1,4 +1,4 @@
-"""From a plan to a program: what each strategy does with buckets, and what that costs."""
+"""Turns a plan into a program: the operations of a step under a strategy, with their costs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from lightning_dear.simulator.workload import Workload
 Gathers = Literal["stepped", "one_ahead", "at_once"]
 """When all-gathers are launched.
 
-stepped: each as soon as its bucket is stepped.
-one_ahead: when all buckets are stepped the first, and each other one where forward gets to the
+stepped: Each one as soon as its bucket has been stepped.
+one_ahead: The first one when all buckets have been stepped; each other one when forward reaches the
     bucket before it.
-at_once: when all buckets are stepped, and nothing is computed until all have ended.
+at_once: All of them when all buckets have been stepped. Forward begins when all have ended.
 """
 
 PARTITION_MB = 4.0
@@ -28,16 +28,17 @@ _MAX_PARTS = 1 << 12
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a strategy does with the buckets of a plan; the default is `DearStrategy`'s.
+    """How a strategy exchanges and steps the buckets of a plan; the default is `DearStrategy`'s.
 
     Attributes:
         gathers: When all-gathers are launched.
-        steps_late: Whether every rank steps whole buckets where forward first reads them, of
-            gradients that were gathered, as DeAR was published.
-        cycle_s: Between the times when buckets are launched, as Horovod's cycles; 0: at once.
+        steps_late: Whether mean gradients are gathered, and every rank then steps whole buckets
+            when forward first reads them, as in the DeAR paper.
+        cycle_s: Seconds between the times at which buckets are launched, as Horovod's cycles. 0
+            means that a bucket is launched as soon as it is full.
         uses_the_backends: Whether reduce-scatters and all-gathers are the backend's own; see
             `Network.has_reduce_scatter`.
-        shards_tensors: Whether every tensor is sharded by itself, and not a bucket of them; see
+        shards_tensors: Whether every tensor is sharded by itself instead of a whole bucket; see
             `Workload.sharding_s` and `Network.sharded_tensor_s`.
         is_ddp: Whether gradients are copied into buckets and back; see `Workload.copies_s`.
     """
@@ -50,12 +51,12 @@ class Schedule:
     is_ddp: bool = False
 
     def program(self, plan: BucketPlan, workload: Workload, network: Network) -> Program:
-        """The steady-state step of `plan`, which must be one for `network`'s ranks."""
+        """Return the steady-state step of `plan`, which must be for as many ranks as `network`."""
         return _SimulatedStep(self, plan, workload, network).program()
 
 
 class _SimulatedStep(PlannedStep):
-    """A step whose exchanges cost what a network takes, launched as a schedule says."""
+    """A step whose exchanges are launched by a schedule and cost what the network's model says."""
 
     def __init__(
         self, schedule: Schedule, plan: BucketPlan, workload: Workload, network: Network
@@ -67,7 +68,7 @@ class _SimulatedStep(PlannedStep):
         self._schedule, self._workload, self._network = schedule, workload, network
         self._nbytes = [bucket.nbytes for bucket in plan.buckets]
         if len(plan.all_reduced) == len(plan.buckets):
-            # As others' all-reduces, which need no equal shards.
+            # All-reduced buckets are not cut into equal shards, so they have no padding.
             self._nbytes = self.stepped_bytes
         self._is_ddp = schedule.is_ddp and plan.world_size > 1
         self._lacks_reduce_scatter = schedule.uses_the_backends and not network.has_reduce_scatter
@@ -112,7 +113,10 @@ class _SimulatedStep(PlannedStep):
         return [*(op for op in ops if not isinstance(op, Launch)), *first]
 
     def _host_s(self) -> float:
-        """Of others' work on tensors and units, which nothing hides; ours has none."""
+        """Return the host seconds of DDP's copies, or of FSDP2's sharded tensors, in a step.
+
+        No computation hides them. `strategy="dear"` has none.
+        """
         if self._is_ddp:
             return self._network.host_growth * self._workload.copies_s
         if not self._schedule.shards_tensors or self.plan.world_size == 1:
@@ -148,7 +152,7 @@ class _SimulatedStep(PlannedStep):
             seconds = network.all_to_all_s(size, starts) + network.half_s(cost.gather_bytes)
             return self._message(steps.ALL_REDUCE, number, seconds, size + cost.gather_bytes)
         if cost.way == "half":
-            # Nothing is encoded; 16-bit gradients are all-reduced in fp32.
+            # "half" without a codec: an all-reduce of the gradients, 16-bit ones in fp32.
             size = self._nbytes[number] * max(4 / self.plan.buckets[number].itemsize, 1)
         return self._message(steps.ALL_REDUCE, number, network.all_reduce_s(size), 2 * size)
 
@@ -156,7 +160,7 @@ class _SimulatedStep(PlannedStep):
     def gather(self, number: int) -> Message:
         cost, network = self.costs[number], self._network
         gather_s = network.all_gather_s if self._schedule.uses_the_backends else network.half_s
-        # "all_gather": the first half has brought all that there is.
+        # With way "all_gather" the reduce half has already brought all ranks' bytes to all ranks.
         seconds = 0.0 if cost.way == "all_gather" else gather_s(cost.gather_bytes)
         return self._message(steps.ALL_GATHER, number, seconds, cost.gather_bytes)
 
@@ -172,7 +176,7 @@ def _blocking(op: Op) -> list[Op]:
 
 
 def single_program(workload: Workload, network: Network) -> Program:
-    """The step of one rank alone, which sends nothing."""
+    """Return the step of one rank alone, which sends nothing."""
     times = workload.times
     ops = (
         Compute(steps.FORWARD, times.forward_s),
@@ -183,11 +187,10 @@ def single_program(workload: Workload, network: Network) -> Program:
 
 
 def partitioned_program(workload: Workload, network: Network) -> Program:
-    """Every tensor in parts of `PARTITION_MB`, all-reduced; what forward needs first goes first.
+    """Return a step that all-reduces every tensor in parts of `PARTITION_MB`, by priority.
 
-    Priority scheduling of cut tensors (ByteScheduler, SOSP'19). A part that is under way is not
-    broken off. Each tensor is stepped, whole and by every rank, where the next forward first reads
-    it.
+    Tensors that forward reads first go first (ByteScheduler, SOSP'19). A part that has begun is not
+    interrupted. Every rank steps each whole tensor when the next forward first reads it.
     """
     times, tensors = workload.times, workload.tensors
     reads_s = {one.index: times.first_use_s.get(one.index, times.forward_s) for one in tensors}

@@ -1,4 +1,4 @@
-"""Runs a program step after step, and says what a step takes in the long run."""
+"""Runs a program for several steps, and returns the step time of the steady state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,18 +6,19 @@ from dataclasses import dataclass
 from lightning_dear.planning.step import Carried, Program, Run
 
 _WARM_UP_STEPS, _NUM_STEPS = 3, 4
-"""Steps that are not counted, since the first one waits for no step before it, and that are."""
+"""Number of first steps that do not count, because the very first one waits for no earlier step;
+and number of steps that count."""
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """What a step takes, on the average of those that were counted.
+    """Mean over the counted steps.
 
     Attributes:
-        program: What ran.
-        step_s: From one step's end to the next one's.
-        exposed_s: Kind of message -> for how long a rank stood still for it.
-        spans: The link's timeline, from the first step on.
+        program: Program that was run.
+        step_s: Seconds from the end of one step to the end of the next.
+        exposed_s: Kind of message -> seconds in a step for which a rank waited for such messages.
+        spans: Timeline of the link, from the first step on.
     """
 
     program: Program
@@ -27,7 +28,7 @@ class SimulatedStep:
 
 
 def simulate(program: Program) -> SimulatedStep:
-    """Run `program` on ranks that are alike. Pure: equal arguments give equal results."""
+    """Simulate `program` on ranks that all behave alike. Equal arguments give equal results."""
     run, begin_s = Run(), 0.0
     for step in range(_WARM_UP_STEPS + _NUM_STEPS):
         if step == _WARM_UP_STEPS:

@@ -1,4 +1,4 @@
-"""Strategies by name: how each makes its buckets, and what it does with them."""
+"""Strategies by name: how each makes its buckets, and its schedule for them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,10 +19,10 @@ from lightning_dear.simulator.simulate import simulate
 from lightning_dear.simulator.workload import Workload
 
 HOROVOD_FUSION_MB = 128.0
-"""Of its buffer, and so of a bucket; HOROVOD_FUSION_THRESHOLD's default since 0.21, 64 before."""
+"""Most MiB of a Horovod bucket: default of HOROVOD_FUSION_THRESHOLD since 0.21; 64 before."""
 
 HOROVOD_CYCLE_S = 1e-3
-"""HOROVOD_CYCLE_TIME's default since 0.21; 5 ms before."""
+"""Default of HOROVOD_CYCLE_TIME since 0.21; 5 ms before."""
 
 OURS = Schedule()
 
@@ -31,17 +31,19 @@ Builder = Callable[[Workload, Network], Program]
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to train with many ranks.
+    """A strategy that can be simulated: DDP, FSDP2, `strategy="dear"` or a published one.
 
     Attributes:
-        name: Its key in `STRATEGIES`.
-        build: Makes its step of a workload on a network.
-        overrides: What `dear-train` takes to use it; None where it cannot.
-        compresses: What a workload's compressor is to it: it has halves to encode, or all-reduces,
-            of which all ranks' bytes become all-gathers; "no": it goes without.
-        plans_for_codecs: Whether it may be used with a compressor.
-        searches: Whether its buckets are those of a search, which not all compressors allow.
-        hooks: Compressor -> the strategy of `dear-train` that all-reduces with it.
+        name: Key in `STRATEGIES`.
+        build: Makes the program of a step from a workload and a network.
+        overrides: Overrides of `dear-train` that select the strategy. None means that `dear-train`
+            cannot run it.
+        compresses: How it uses a workload's compressor. "halves": it encodes reduce-scatters and
+            all-gathers. "whole": it gathers all ranks' encoded gradients instead of all-reducing.
+            "no": it does not use it.
+        plans_for_codecs: Whether it may be used with a workload that has a compressor.
+        searches: Whether a search finds its buckets. Not all compressors allow that.
+        hooks: Compressor -> name that `dear-train` has for this strategy with that compressor.
     """
 
     name: str
@@ -53,14 +55,14 @@ class Strategy:
     hooks: Mapping[str, str] = field(default_factory=dict)
 
     def program(self, workload: Workload, network: Network) -> Program:
-        """Its step of `workload` on `network`.
+        """Return the program of a step of `workload` on `network`.
 
         Raises:
-            ValueError: If there is a compressor and it may not be used with one.
+            ValueError: If the workload has a compressor that the strategy does not allow.
         """
         if not self.allows(workload):
             raise ValueError(
-                f"{self.name} may not be used with {workload.compressor!r}; leave one of them out."
+                f"{self.name} may not be used with {workload.compressor!r}. Leave one of them out."
             )
         if not self.encodes(workload):
             workload = workload.uncompressed
@@ -69,17 +71,17 @@ class Strategy:
         return self.build(workload, network)
 
     def allows(self, workload: Workload) -> bool:
-        """Whether it may be used where the workload's compressor is wanted, with it or without."""
+        """Whether the strategy may run a workload that has this compressor, using it or not."""
         codecs = workload.codecs
         return codecs.are_none or (self.plans_for_codecs and (codecs.may_plan or not self.searches))
 
     def encodes(self, workload: Workload) -> bool:
-        """Whether its step of `workload` uses the compressor."""
+        """Whether the strategy's step of `workload` uses the compressor."""
         may = {"no": False, "halves": True, "whole": workload.whole_codecs is not None}
         return may[self.compresses] and not workload.codecs.are_none
 
     def overrides_for(self, workload: Workload) -> str | None:
-        """What `dear-train` takes to use it for `workload`; None where it cannot."""
+        """Return the overrides of `dear-train` for `workload`. None means it cannot run it."""
         if self.overrides is None or not self.encodes(workload):
             return self.overrides
         if self.compresses == "whole":
@@ -94,7 +96,13 @@ def planned(
     *,
     all_reduces: bool = False,
 ) -> Builder:
-    """Buckets by a fixed rule."""
+    """Return a builder whose buckets come from the fixed rule `plan`.
+
+    Args:
+        plan: Makes a plan from tensors and the number of ranks.
+        schedule: How buckets are exchanged and stepped.
+        all_reduces: Whether all buckets are all-reduced.
+    """
 
     def build(workload: Workload, network: Network) -> Program:
         made = plan(workload.tensors, network.world_size)
@@ -104,19 +112,23 @@ def planned(
 
 
 def as_published(cap_mb: float | None) -> Builder:
-    """DeAR's schedule, in buckets up to a cap; without one in a bucket for every tensor."""
+    """Return a builder of the DeAR paper's step, in buckets up to a cap.
+
+    Args:
+        cap_mb: Most MiB of a bucket. None means a bucket for every tensor.
+    """
     caps: Any = {"bucket_cap_mb": cap_mb, "first_bucket_cap_mb": cap_mb}
     fusion = planning.NoFusion() if cap_mb is None else planning.ThresholdFusion(**caps)
     return planned(fusion.plan, Schedule(gathers="one_ahead", steps_late=True))
 
 
 def whole(plan: planning.BucketPlan) -> planning.BucketPlan:
-    """`plan` with every bucket all-reduced."""
+    """Return `plan` with every bucket all-reduced."""
     return replace(plan, all_reduced=tuple(range(len(plan.buckets))))
 
 
 def searched(planner: planning.SearchingPlanner) -> Builder:
-    """What the engine's own search ends with, if its trial steps take what is simulated."""
+    """Return a builder that runs the engine's own search, with simulated instead of trial steps."""
 
     def build(workload: Workload, network: Network) -> Program:
         times, world_size = workload.sharded_times(network.world_size), network.world_size
@@ -131,9 +143,10 @@ def searched(planner: planning.SearchingPlanner) -> Builder:
 
 
 def linear(workload: Workload, network: Network) -> planning.LinkCost:
-    """What planners know of a network: alpha and beta, of a small bucket and of half the model.
+    """Return the costs that planners get of a network: a line through two points.
 
-    Of all-reduces, too. What no line fits, such as a change of algorithm, they do not see.
+    The points are a bucket of 1 KiB and a bucket of half the model, for halves and for all-reduces.
+    So planners do not see costs that are not linear in the size, such as a change of algorithm.
     """
     small, large = 1024.0, workload.nbytes / 2 + 2048.0
 
@@ -148,7 +161,7 @@ def linear(workload: Workload, network: Network) -> planning.LinkCost:
 
 
 def _mgwfbp(workload: Workload, network: Network) -> Program:
-    """MG-WFBP's rule with the cost of an all-reduce."""
+    """MG-WFBP's rule, with the cost of an all-reduce instead of a half's."""
     link = linear(workload, network).all_reduce
     assert link is not None
     as_half = planning.LinkCost(link.alpha_s, 2 * link.beta_s)
@@ -163,7 +176,14 @@ def horovod_program(
     cycle_s: float = HOROVOD_CYCLE_S,
     fusion_mb: float = HOROVOD_FUSION_MB,
 ) -> Program:
-    """All gradients that a cycle finds ready, up to the buffer's size, are one all-reduce."""
+    """Return Horovod's step: the gradients ready in a cycle, up to a size, are one all-reduce.
+
+    Args:
+        workload: The model.
+        network: The network.
+        cycle_s: Seconds of a cycle.
+        fusion_mb: Most MiB of an all-reduce.
+    """
     times, groups = workload.times, list[list[int]]()
     for family in backward_order(workload.tensors, times):
         last_cycle, filled = -1.0, 0.0
@@ -179,7 +199,7 @@ def horovod_program(
 
 
 def in_units(schedule: Schedule) -> Builder:
-    """Buckets that are a workload's units; see `Workload.shard_unit_mb`."""
+    """Return a builder whose buckets are the workload's units; see `Workload.shard_unit_mb`."""
 
     def build(workload: Workload, network: Network) -> Program:
         name = f"units({workload.shard_unit_mb})"
@@ -194,7 +214,7 @@ _FSDP2 = Schedule(gathers="one_ahead", uses_the_backends=True, shards_tensors=Tr
 _DDP = Schedule(is_ddp=True)
 
 FUSED = "dear_"
-"""Before the name of a fusion: ours with it."""
+"""Prefix of a fusion's name: `strategy="dear"` with that fusion, as dear_mergecomp."""
 
 
 def _fused(fusion: str) -> Strategy:
@@ -216,24 +236,24 @@ _IN_CAPS = planned(everything_all_reduced, _DDP)
 STRATEGIES: dict[str, Strategy] = {
     one.name: one
     for one in (
-        # One rank alone, which sends nothing: what the others are measured against.
+        # One rank alone, which sends nothing: the reference for scaling efficiency.
         Strategy("single", single_program),
-        # An all-reduce for every tensor, as soon as its gradient is there.
+        # An all-reduce for every tensor, as soon as its gradient is ready.
         Strategy("wfbp", _EACH, "strategy=wfbp", "whole"),
         # DistributedDataParallel: all-reduces of 25 MiB, the first of 1 MiB.
         Strategy("ddp", _IN_CAPS, "strategy=ddp", "whole", hooks={"bf16": "ddp_bf16"}),
-        # All-reduces of what each cycle of 1 ms finds, up to 128 MiB.
+        # An all-reduce of the gradients that are ready in a cycle of 1 ms, up to 128 MiB.
         Strategy("horovod", horovod_program, compresses="whole"),
         Strategy("mgwfbp", _mgwfbp, compresses="whole"),
-        # All-reduces of 4 MiB, those that forward needs first before the others.
+        # All-reduces of 4 MiB; tensors that forward reads first have priority.
         Strategy("bytescheduler", partitioned_program),
         # ZeRO-2: reduce-scatters in backward, all-gathers before the next forward.
         Strategy("zero", in_units(_ZERO)),
-        # FSDP2 that keeps parameters: all-gathers in forward, one ahead.
+        # FSDP2 with reshard_after_forward=False: all-gathers in forward, one ahead.
         Strategy("fsdp2", in_units(_FSDP2), "strategy=fsdp2_zero2"),
-        # DeAR as published: gradients are gathered one ahead, every rank steps all.
+        # The DeAR paper: gradients are gathered one ahead, and every rank steps all parameters.
         Strategy("dear_paper", as_published(25.0), "strategy=dear_paper"),
-        # Ours: in buckets of 8 to 25 MiB, in those that are predicted to be best, in measured ones.
+        # Ours: buckets of 8 to 25 MiB; predicted to be fastest (mergecomp); found by trials (auto).
         Strategy("dear", planned(planning.ThresholdFusion().plan), "strategy=dear", "halves"),
         _fused("mergecomp"),
         _fused("auto"),
@@ -242,14 +262,14 @@ STRATEGIES: dict[str, Strategy] = {
 """Name -> strategy."""
 
 HOOKS = {hooked: (one, name) for one in STRATEGIES.values() for name, hooked in one.hooks.items()}
-"""What `dear-train` calls a strategy with a hook of its own -> that strategy and the compressor."""
+"""Name that `dear-train` has for a strategy with a hook (ddp_bf16) -> strategy and compressor."""
 
 
 def resolve_strategy(name: str) -> Strategy:
-    """The strategy of that name, the one that has a hook of that name, or ours with a fusion.
+    """Return a strategy by its name, by its name with a hook, or by `FUSED` and a fusion's name.
 
     Raises:
-        ValueError: If there is none; the message lists the names.
+        ValueError: If there is no such strategy; the message lists the names.
     """
     known = STRATEGIES | {hooked: one for hooked, (one, _) in HOOKS.items()}
     fused = [FUSED + one for one in planning.FUSIONS]

@@ -1,4 +1,4 @@
-"""What is trained, as a simulation sees it: tensors, when each is due, what compressing costs."""
+"""A model as a simulation needs it: tensors, when each is read and ready, costs of compressing."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ class Workload:
     """A model, as one rank trains it.
 
     Attributes:
-        name: For people.
-        tensors: Its parameters, of which `first_use` and `ready` are known.
-        times: Of a step without communication. `step_s` is that of stepping all parameters: how
-            much of it a rank does is the strategy's.
-        codecs: What compressing costs, where owners sum gradients and spread what comes of it.
-        whole_codecs: What it costs where all ranks get all ranks' bytes. None: strategies that work
-            so go without.
-        fixed_step_s: Seconds of the optimizer's step that are the same however little is stepped.
+        name: Name for people.
+        tensors: Parameters, with known `first_use` and `ready`.
+        times: Times of a step without communication. `step_s` is for stepping all parameters; the
+            strategy decides how much of that a rank does.
+        codecs: Costs of compressing if owners sum gradients and send the sums to all ranks.
+        whole_codecs: Costs of compressing if every rank gets every rank's encoded gradients. None
+            means that strategies which work this way run without the compressor.
+        fixed_step_s: Seconds of the optimizer's step that do not depend on how much is stepped.
         copies_s: Seconds of a step in which DDP copies gradients into its buckets and back, and
-            sends rank 0's module buffers to all ranks; ours travel meanwhile.
-        sharding_s: Seconds of a step that FSDP2 takes of the host beyond exchanges, in units of
-            `shard_unit_mb`; None: by the number of tensors, see `Network.sharded_tensor_s`.
-        compressor: The name of what `codecs` are the costs of.
-        shard_unit_mb: MiB that FSDP2 and ZeRO gather together: whole modules, in the order in which
-            forward reads them, up to the one that reaches so much. "blocks": the tensors of each of
-            the model's blocks, which are numbered in their names ("net.blocks.3.weight"), and all
-            others together.
+            sends rank 0's module buffers. `strategy="dear"` sends buffers while it computes.
+        sharding_s: Host seconds in a step of FSDP2 beyond its exchanges, in units of
+            `shard_unit_mb`. None means `Network.sharded_tensor_s` for each tensor.
+        compressor: Name of the compressor whose costs `codecs` are.
+        shard_unit_mb: MiB of a unit, which FSDP2 and ZeRO gather together. A unit is whole modules
+            in the order in which forward reads them, until they reach this size. "blocks" means one
+            unit for each numbered block in the tensors' names ("net.blocks.3.weight") and one for
+            all other tensors.
     """
 
     name: str
@@ -49,14 +49,14 @@ class Workload:
 
     @property
     def nbytes(self) -> int:
-        """Of all parameters."""
+        """Bytes of all parameters."""
         return sum(tensor.numel * tensor.itemsize for tensor in self.tensors)
 
     @property
     def uncompressed(self) -> Workload:
-        """The same without a compressor."""
+        """The same workload without a compressor."""
         return replace(self, codecs=NO_CODEC, whole_codecs=None, compressor="none")
 
     def sharded_times(self, world_size: int) -> ModelTimes:
-        """Its times as planners take them: `step_s` is that of one rank's share."""
+        """Return the times as planners need them: `step_s` is for stepping one rank's shard."""
         return replace(self.times, step_s=self.times.step_s / world_size)

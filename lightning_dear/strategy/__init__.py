@@ -1,4 +1,4 @@
-"""Holds what a Trainer drives: `DearStrategy`, its refusals, launchers and checkpoints."""
+"""Holds the Trainer's `DearStrategy`, with its checks, launchers and checkpoint files."""
 
 from lightning_dear.strategy.dear import DearStrategy
 

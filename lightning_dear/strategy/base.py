@@ -1,4 +1,4 @@
-"""What the strategies of a Trainer and of Fabric share: options, pipelines, what users ask for."""
+"""Base of the strategies for Trainer and Fabric: options, pipelines, methods for the user."""
 
 from __future__ import annotations
 
@@ -34,33 +34,36 @@ from lightning_dear.telemetry.statistics import StepStatistics
 from lightning_dear.telemetry.timeline import Timeline
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-"""Of a collective. Lightning's own is 30 minutes, which all ranks wait for one that hangs."""
+"""Default of `timeout`. If a rank hangs, the others wait this long in a collective and then raise.
+Lightning's default is 30 minutes."""
 
 NO_TIMEOUT = timedelta(minutes=30)
-"""torch's own, which `timeout=None` stands for."""
+"""Timeout of collectives if `timeout` is None: torch's default."""
 
 
 class PipelineStrategy(ABC):
-    """Trains modules through pipelines of the engine. Stands in front of Lightning's own base.
+    """Trains modules through pipelines of the engine.
+
+    Subclasses name this class before Lightning's `DDPStrategy` among their bases.
 
     Attributes:
-        compression_schedule: The given one.
+        compression_schedule: Schedule that the user has passed. None means no schedule.
     """
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers "dear", "dear_spawn", "dear_fork" and "dear_notebook"."""
+        """Registers the names "dear", "dear_spawn", "dear_fork" and "dear_notebook"."""
         register(strategy_registry, cls)
 
     def _take_options(self, given: Mapping[str, Any]) -> None:
-        """Checks and keeps what says how gradients travel; see `DearStrategy` for the meaning.
+        """Checks the options of the exchange and keeps them. `DearStrategy` describes them.
 
         Args:
             given: The strategy's options by name, as `checked_options` returns them.
 
         Raises:
-            ValueError: For unknown names, and options that exclude each other.
-            TypeError: For objects of another kind.
+            ValueError: If a name is unknown, or options exclude each other.
+            TypeError: If an object has a wrong type.
         """
         codec = resolve_compressor(given["compressor"])
         schedule: CompressionSchedule | None = given.get("compression_schedule")
@@ -73,7 +76,7 @@ class PipelineStrategy(ABC):
         self._checks_digests = given["check_digests"]
         self._hops: int | None = given["hops"]
         if self._hops not in (None, 1, 2):
-            raise ValueError(f"hops must be 1, 2 or None, got {self._hops!r}.")
+            raise ValueError(f"hops must be 1, 2 or None, got {self._hops!r}. Pass one of these.")
         how = given.get("decouple", True), codec, groups
         self._options = ExchangeOptions(self._gather or default_gather(codec, groups), *how)
         self._or_else: ExchangeOptions | None = None
@@ -87,9 +90,12 @@ class PipelineStrategy(ABC):
         self.compression_schedule = schedule
 
     def _begin_attempt(self) -> None:
-        """Under torchrun, makes the default process group on keys that no restart has used.
+        """Under torchrun, creates the default process group with store keys that are new.
 
-        To be called before Lightning would make it, which then finds it. Collective, blocks.
+        Collective and blocks under torchrun, see `attempt_store`. Otherwise does nothing. Earlier
+        restarts have left keys in torchrun's store, with addresses of dead ranks, which would be
+        found under the usual keys. Must run before Lightning's setup, which uses a group that is
+        there.
         """
         host: Any = self
         environment, device = host.cluster_environment, host.root_device
@@ -102,9 +108,10 @@ class PipelineStrategy(ABC):
             join(environment, host._get_process_group_backend(), **options)
 
     def _new_collectives(self) -> Collectives:
-        """What moves bytes, as the options want it. Collective, blocks."""
+        """Returns collectives that fit the options. Collective. Blocks."""
         host: Any = self
-        # In two hops rows travel to a few others alone.
+        # With two hops a rank sends rows to few other ranks, so it need not open connections to all
+        # ranks now.
         has_two = self._hops == 2 and self._options.encodes_row_by_row
         sends_rows = self._options.compressor is not None and not has_two
         node = host.node_rank, host.local_rank
@@ -120,9 +127,10 @@ class PipelineStrategy(ABC):
         first_number: int = 0,
         shares_groups: bool = False,
     ) -> Pipeline:
-        """A pipeline with these options, see its class; people are told what they may not expect.
+        """Returns a pipeline with this strategy's options. Collective. Blocks.
 
-        Collective, blocks.
+        Rank 0 tells the user if the choice of what is gathered costs memory, and how much is sent
+        between hosts with several ranks. The arguments are those of `Pipeline`.
         """
         refusals.say_what_is_gathered(self._gather, self._options)
         pipeline = Pipeline(
@@ -149,26 +157,31 @@ class PipelineStrategy(ABC):
     @property
     @abstractmethod
     def _pipelines(self) -> Sequence[Pipeline]:
-        """What trains at present, a pipeline for each module."""
+        """One pipeline for each module. A Trainer's strategy keeps the last fit's after the fit."""
 
     def complete_parameters(self, reason: str = "read") -> None:
-        """Blocks until all parameters have the values of the last step; local and idempotent.
+        """Blocks until all parameters have the values of the last step. Local. Idempotent.
 
-        Only needed before reading parameters through references that were taken before, such as a
-        list kept since construction; reads through modules wait by themselves.
+        Reads of a parameter through its module wait by themselves. Call this before reading
+        parameters through references that you keep, such as a list of parameters.
+
+        Args:
+            reason: Name of the wait in timelines.
         """
         for pipeline in self._pipelines:
             pipeline.complete_parameters(reason)
 
     def sync_replicas(self) -> None:
-        """Gives all ranks the parameters that their owners step. All ranks call; blocks.
+        """Makes the parameters of all ranks equal to their owners' values. Collective. Blocks.
 
-        Where a compressor encodes differences of parameters, these are a little behind; elsewhere
-        nothing changes. What was written to weights since the last step counts. Between an
-        optimizer step and the next forward.
+        Only needed with a compressor that encodes differences of parameters: replicas lag behind
+        the owners' values by what encoding has left out. Otherwise no value changes. Values that
+        the user has written to weights since the last step are kept. Call it between an optimizer
+        step and the next forward.
 
         Raises:
-            RuntimeError: See `OptimizerPipeline.prepare_state`.
+            RuntimeError: If an earlier error has left the optimizer's state half stepped, or half
+                moved to another plan.
         """
         for pipeline in self._pipelines:
             for part in pipeline.parts:
@@ -178,85 +191,97 @@ class PipelineStrategy(ABC):
 
     @property
     def _present(self) -> Pipeline | None:
-        """The only pipeline; None where nothing is being trained."""
+        """The first pipeline. None means that there is none yet."""
         return next(iter(self._pipelines), None)
 
     @property
     def plan(self) -> BucketPlan | None:
-        """Returns the first optimizer's buckets; None before its first step of a fit."""
+        """The first optimizer's plan. None until the first step of a fit has begun.
+
+        After a fit it is the plan of that fit. Under Fabric it raises if nothing is being trained.
+        """
         return None if self._present is None else self._present.parts[0].plan
 
     def save_plan(self, path: str | Path) -> None:
         """Writes the first optimizer's plan to a JSON file, for `planning.FixedPlan(path)`.
 
-        All ranks have the same plan; call on one of each host, as every caller writes the file.
+        Local. All ranks have the same plan, and every rank that calls this writes the file. Call it
+        on one rank of each host, since two ranks would write the same file at once.
 
         Raises:
-            RuntimeError: If there is no plan yet.
+            RuntimeError: If there is no plan yet. The first step of a fit makes it.
         """
         if self._present is None or self._present.parts[0].plan is None:
-            raise RuntimeError("There is a plan from the first step of a fit on.")
+            raise RuntimeError("There is no plan yet. Call save_plan after a fit's first step.")
         save_plan(path, self._present.parts[0].plan, self._present.parts[0].tensors)
 
     def encoding_figures(self) -> dict[str, Tensor | float]:
-        """Returns what the compressor saves and leaves over, for the first optimizer.
+        """Returns the compressor's figures for the first optimizer, such as "compression_ratio".
 
-        Local, no wait. See `OptimizerPipeline.encoding_figures`.
+        Local. Does not block. `OptimizerPipeline.encoding_figures` describes the figures. Empty
+        without a compressor and outside a fit.
         """
         return {} if self._present is None else self._present.parts[0].encoding_figures()
 
     @property
     def statistics(self) -> StepStatistics | None:
-        """Returns what the last step cost; None outside a fit. See `Pipeline.statistics`."""
+        """Times and bytes of the last step, see `Pipeline.statistics`. None before the first step.
+
+        On a GPU waits are timed only after the first read, so that it is None for two more steps.
+        """
         return None if self._present is None else self._present.statistics
 
     @property
     def timeline(self) -> Timeline | None:
-        """Returns where spans are recorded. Assign a `Timeline` to record, None to stop."""
+        """The `Timeline` that is being recorded. Assign one to record into it, or None to stop."""
         return None if self._present is None else self._present.timeline
 
     @timeline.setter
     def timeline(self, timeline: Timeline | None) -> None:
         if self._present is None:
-            raise RuntimeError("A timeline can be recorded only during fit.")
+            raise RuntimeError("Nothing is being trained. Assign timeline in a fit's callback.")
         self._present.timeline = timeline
 
     # --- for users: each rank has its shard of the mean gradient ----------------------------------
 
     @abstractmethod
     def pipeline_of(self, optimizer: Optimizer | None = None) -> Pipeline:
-        """Returns what trains `optimizer`'s parameters; it has `statistics` and `timeline`.
+        """Returns the pipeline that trains `optimizer`'s parameters.
 
         Args:
-            optimizer: One that is being trained; not needed where one module is.
+            optimizer: An optimizer that is being trained. None means the only pipeline. Under a
+                Trainer there is one pipeline, whatever `optimizer` is.
 
         Raises:
-            RuntimeError: If nothing is being trained.
-            ValueError: If it is not clear which pipeline is meant.
+            RuntimeError: If there is no pipeline.
+            ValueError: Under Fabric, if `optimizer` is not being trained, or is None with several
+                pipelines.
         """
 
     def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
-        """Returns the norm of the mean gradient as it came, from the shards of all ranks.
+        """Returns the norm of the whole mean gradient, from the shards of all ranks.
 
-        For `on_before_optimizer_step`, or between a backward and `step()` where you call both. With
-        a GradScaler under Fabric it is that of the scaled gradient until `fabric.clip_gradients`.
-        All ranks call; blocks until the gradients are reduced.
+        Collective. Blocks until the gradients are reduced. Call it in `on_before_optimizer_step`,
+        in which gradients are not clipped yet, or between the last backward and `step()` if your
+        code calls both. With a GradScaler under Fabric the gradient is still multiplied by the loss
+        scale, until `fabric.clip_gradients` has unscaled it.
 
         Args:
-            optimizer: Of which parameters; not needed where there is one.
-            norm_type: p of the p-norm; `inf` for the largest absolute value.
+            optimizer: Optimizer of the parameters. None means the only optimizer.
+            norm_type: p of the p-norm. `inf` means the largest absolute value.
         """
         return self._part(optimizer).mean.norm(norm_type)
 
     @contextmanager
     def whole_gradients(self, optimizer: Optimizer | None = None) -> Generator[None, None, None]:
-        """Lets `.grad` hold the mean gradient in the `with` block; what is done to it counts.
+        """A context in which `.grad` holds the whole mean gradient of each used parameter.
 
-        For code between backward and step that reads or changes gradients itself. Costs one
-        all-gather. All ranks call; blocks.
+        Collective. Blocks at its beginning and end. For code between backward and step that reads
+        or changes gradients itself. The step uses `.grad` as it is at the end of the block. Costs
+        one all-gather of every bucket.
 
         Args:
-            optimizer: Of which parameters; not needed where there is one.
+            optimizer: Optimizer of the parameters. None means the only optimizer.
         """
         mean = self._part(optimizer).mean
         mean.expose()
@@ -268,5 +293,5 @@ class PipelineStrategy(ABC):
         if optimizer is not None:
             return pipeline.of(unwrapped(optimizer))
         if len(pipeline.parts) > 1:
-            raise ValueError("There are several optimizers; say of which one.")
+            raise ValueError("There are several optimizers. Pass the one that is meant.")
         return pipeline.parts[0]

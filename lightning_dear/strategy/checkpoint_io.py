@@ -1,4 +1,4 @@
-"""Checkpoints in files: a killed process leaves the one before whole; strange ones are refused."""
+"""Writes checkpoint files atomically, and reads checkpoints with checks on all ranks."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ from lightning_dear.collectives.store import from_all_ranks
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the file, in its own folder, and renames when all is on the disk.
+    """Writes each checkpoint to a temporary file in the same folder, then renames that file.
 
-    Lightning's own writes to the system's temporary folder and moves; between two file systems a
-    move is a copy, and a process killed in its midst leaves half a file where a whole one was.
-    Paths that are not local are written as Lightning does.
+    If the process is killed meanwhile, an earlier checkpoint of that name is still complete.
+    Lightning's own plug-in writes to the system's temporary folder and moves the file. Between two
+    file systems a move is a copy, and a killed copy leaves half a file. Paths that are not local
+    are written by Lightning's plug-in, not atomically.
     """
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Writes `checkpoint` to `path`. Blocks until it is on the disk.
+        """Writes `checkpoint` to `path`. Local. Blocks until it is on the disk.
 
-        A writer that was killed leaves a file `.writing-...` behind, which the next save to the
-        same name removes.
+        A killed process leaves a file `.writing-...` behind, which the next save to the same path
+        removes.
 
         Raises:
-            TypeError: If `storage_options` are given, which files on disk do not have.
-            OSError: If it cannot be written, with the system's reason. Nothing is left of it then.
+            TypeError: If `storage_options` are given, which this plug-in does not support.
+            OSError: If writing fails, with the system's reason. The temporary file is removed, and
+                an earlier file `path` is kept.
         """
         if storage_options is None and isinstance(get_filesystem(path), LocalFileSystem):
             write(checkpoint, Path(LocalFileSystem._strip_protocol(str(path))))
@@ -59,20 +61,21 @@ def checked(
 ) -> dict[str, Any]:
     """Returns the checkpoint in `path`, without masters if another strategy wrote it.
 
-    Every rank reads: where it fails on any rank, it fails on all. Hosts may have copies of their
-    own: without that others would wait for the one that failed. Collective, blocks.
+    Collective. Blocks. Every rank reads. If reading fails on one rank, all ranks raise: each host
+    may have its own copy of the file, and the other ranks would wait for the rank that failed.
 
     Args:
-        load: Reads the file; called once.
-        path: To be named, and compared with its digests where it is local.
-        check_digests: Whether to compare.
-        weights_only: Of a folder: see `folder.load`.
-        is_trainers: Whether a Trainer must have written it.
+        load: Reads the file. It is not called for a folder.
+        path: File or folder. It is named in error messages.
+        check_digests: Whether to compare local files with the digests in them.
+        weights_only: For a folder, the argument of `folder.load`.
+        is_trainers: Whether to refuse a checkpoint without "state_dict", which no Trainer wrote.
 
     Raises:
-        ValueError: If it is damaged or no checkpoint, or a later version of this package wrote it.
-            If it was so on other ranks alone, with the first one's words.
-        Exception: What else `load` has raised here.
+        ValueError: If the checkpoint is damaged or no checkpoint, or has another format number. If
+            reading failed on other ranks only, with the message of the first of them.
+        Exception: What else `folder.load` or `files.read` raised on this rank, for instance
+            FileNotFoundError.
     """
     wrong: Exception | None = None
     try:
@@ -82,7 +85,9 @@ def checked(
             local = str(path).removeprefix("file://")
             checkpoint = read(local, load, check_digests=check_digests)
         if is_trainers and "state_dict" not in checkpoint:
-            raise CheckpointError(f"{path} is no Trainer's checkpoint: no 'state_dict'.")
+            raise CheckpointError(
+                f"{path} is no Trainer's checkpoint (no 'state_dict'). Load it with torch.load."
+            )
     except Exception as error:
         wrong = error
     said = from_all_ranks(None if wrong is None else str(wrong) or repr(wrong))

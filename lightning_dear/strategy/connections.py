@@ -1,12 +1,14 @@
-"""What of Lightning is connected to a fit's pipeline, and let go when it ends.
+"""Connects parts of Lightning to a fit's pipeline, and disconnects them when the fit ends.
 
-Its precision plug-ins clip and unscale `.grad`, which is not the mean gradient.
+Lightning's precision plug-ins clip and unscale `.grad`, which does not hold the mean gradient here.
+They are connected to the gradients of this rank's shards.
 
-Its handler of SIGTERM broadcasts from within the signal, so that a rank that is told alone waits
-for others that never come. From version 2.6 on it also broadcasts before every batch whether rank 0
-was told, on the default group, and all ranks wait for it. When a batch starts, the link is full of
-all-gathers, and the answer queues behind them: the overlap with forward would be lost. So the wish
-of any rank travels with the flags of the reduce-scatters instead (`Signal`, `StopRequest`).
+Lightning's handler of SIGTERM makes a broadcast inside the handler. If only one rank gets the
+signal, that rank waits for the others, which never join the broadcast. Since version 2.6 Lightning
+also broadcasts before every batch whether rank 0 got a signal. That broadcast queues behind the
+all-gathers of parameters, and all ranks would wait for it, so that all-gathers would not overlap
+with forward. `StopRequest` replaces both: any rank's wish to stop travels with the flags that end
+each round of reduce-scatters (`Signal`).
 """
 
 from __future__ import annotations
@@ -49,7 +51,17 @@ _ASKS = is_inside(pl.__version__, "2.6", "1000")  # type: ignore[attr-defined]
 def append_callbacks(
     trainer: pl.Trainer, planner: FusionPlanner, schedule: CompressionSchedule | None
 ) -> None:
-    """Adds the callbacks that work between two steps of a fit, once for a trainer."""
+    """Adds the callbacks that the options need to the trainer, unless it has them.
+
+    The environment variable LIGHTNING_DEAR_TIMELINE=FOLDER asks for a `TimelineCallback`. It is
+    ignored, and rank 0 warns, if the trainer has such a callback for another folder. Nothing is
+    added if the trainer does not fit.
+
+    Args:
+        trainer: The trainer. Its list of callbacks is mutated.
+        planner: Planner of the strategy. A `SearchingPlanner` needs a `FusionTuner`.
+        schedule: Compression schedule of the strategy. None means no schedule.
+    """
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if trainer.state.fn != TrainerFn.FITTING:
         return
@@ -61,16 +73,20 @@ def append_callbacks(
     if folder and not recorded:
         callbacks.append(TimelineCallback(dirpath=folder))
     elif folder and folder not in recorded:
-        rank_zero_warn("LIGHTNING_DEAR_TIMELINE is ignored: the trainer has a TimelineCallback.")
+        rank_zero_warn("LIGHTNING_DEAR_TIMELINE is ignored. Unset it, or remove TimelineCallback.")
     if schedule is not None and schedule not in callbacks:
         callbacks.append(schedule)
 
 
 def connect_precision(precision: Precision, pipeline: Pipeline) -> None:
-    """Lets `precision` clip and unscale the shards' gradients, until `disconnect_precision`.
+    """Makes `precision` clip and unscale the shards' gradients, until `disconnect_precision`.
 
-    `clip_gradients`, `configure_gradient_clipping` and `gradient_clip_val` all end in the methods
-    replaced here.
+    Lightning's `clip_gradients`, `configure_gradient_clipping` and `gradient_clip_val` all call the
+    methods that are replaced. Clipping becomes collective.
+
+    Args:
+        precision: Plug-in of the trainer. Mutated.
+        pipeline: Pipeline of the fit.
     """
 
     def part_of(optimizer: Optimizer) -> OptimizerPipeline:
@@ -88,12 +104,14 @@ def connect_scaler(
     pipeline: Pipeline,
     part_of: Callable[[Optimizer], OptimizerPipeline | None],
 ) -> None:
-    """Lets a GradScaler unscale shards, and `pipeline` ask for what it multiplies losses by.
+    """Makes a GradScaler unscale the shards' gradients, and lets `pipeline` read its loss scale.
 
     Args:
-        precision: May have none: then nothing is done.
-        pipeline: To be told.
-        part_of: What steps an optimizer's shards; None: nothing of ours.
+        precision: Plug-in that may have a GradScaler, which is mutated. Without one nothing is
+            done.
+        pipeline: Pipeline that gets a function which returns the loss scale.
+        part_of: Returns the `OptimizerPipeline` of an optimizer. None means that the optimizer is
+            stepped by torch alone, so that its gradients are unscaled as usual.
     """
     scaler = getattr(precision, "scaler", None)
     if scaler is None:
@@ -111,14 +129,14 @@ def connect_scaler(
 
 
 def loss_scale(scaler: Any, device: torch.device) -> Tensor:
-    """Returns what a GradScaler multiplies losses by, without waiting for a device."""
-    # Its `get_scale` waits for the device.
+    """Returns the loss scale of a GradScaler, as a tensor on `device`. Does not block."""
+    # `get_scale` would copy the scale to the CPU, and so wait for the device.
     scaled: Tensor = scaler.scale(torch.ones(1, dtype=torch.float32, device=device))
     return scaled
 
 
 def disconnect_precision(precision: Precision) -> None:
-    """Undoes `connect_precision`."""
+    """Undoes `connect_precision`. Idempotent."""
     for name in ("clip_grad_by_norm", "clip_grad_by_value"):
         vars(precision).pop(name, None)
     scaler = getattr(precision, "scaler", None)
@@ -127,34 +145,45 @@ def disconnect_precision(precision: Precision) -> None:
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """Returns torch's optimizer in what a Trainer or Fabric has put around it, or itself."""
+    """Returns the torch optimizer inside a Trainer's or Fabric's wrapper, or `optimizer` itself."""
     is_wrapped = isinstance(optimizer, (LightningOptimizer, _FabricOptimizer))
     found: Optimizer = optimizer.optimizer if is_wrapped else optimizer
     return found
 
 
 _CTRL_C = 128
+"""Added to a wish to stop that came from Ctrl-C and not from SIGTERM, see `StopRequest`."""
+
 _MAX_RANK = _CTRL_C - 2
+"""Largest rank in a wish to stop, which must fit into a byte. It stands for itself and for all
+larger ranks. Messages then name no rank."""
 
 
 class StopRequest:
     """Stops all ranks after the same step on SIGTERM or Ctrl-C on any rank.
 
-    What a rank was asked is one number, of which the largest counts: 1 + its rank for SIGTERM, 128
-    more for Ctrl-C. In training it travels with the flags of every step, or, before a batch whose
-    predecessor has not stepped, in the place of Lightning's own question. Elsewhere, such as in
-    validation, it travels over the board of failures, at which every rank looks twice a second. A
-    rank that has heard of it raises Lightning's `SIGTERMException` at the end of the batch.
+    A rank's wish to stop is a number: 1 + its rank for SIGTERM, and 128 more for Ctrl-C. 0 means no
+    wish. All ranks take the maximum, so that they stop for the same reason.
 
-    The second Ctrl-C ends the process at once. Outside of training it raises, on this rank alone.
+    In training the wishes travel with the flags that end each round of reduce-scatters. If there
+    was no round since the last batch, all ranks send each other their wishes before the next batch,
+    in place of the broadcast of Lightning 2.6 and later. A wish is also written on the
+    `FailureBoard`, which every rank reads twice a second. What is read there counts only outside of
+    training, such as in validation. A rank that has received a wish raises Lightning's
+    `SIGTERMException` at the end of the batch, or before the next one.
+
+    A second Ctrl-C ends the process at once. A Ctrl-C outside of training raises KeyboardInterrupt
+    on this rank only.
 
     Args:
-        trainer: Mutated until `disconnect`: its handlers of signals, its loop's question.
-        board: Of this run.
-        before: The run before, whose wish may have come too late for it.
+        trainer: The trainer. Mutated until `disconnect`: its signal handlers, and the method by
+            which its training loop asks all ranks for signals.
+        board: The board of this run.
+        before: The `StopRequest` of the run before. A wish for which that run did not stop any more
+            counts for this one. None means no earlier run.
 
     Attributes:
-        heard: What all ranks end for; see above; 0: nothing.
+        heard: The wish for which all ranks stop. 0 means that this rank has received none.
     """
 
     def __init__(self, trainer: Any, board: FailureBoard, before: StopRequest | None) -> None:
@@ -168,11 +197,15 @@ class StopRequest:
 
     @property
     def asked(self) -> int:
-        """Returns what this rank was asked, or has heard on the board."""
+        """The wish that a signal to this rank made, or that it has read on the board. 0 if none."""
         return self._board.asked
 
     def take_ctrl_c(self) -> None:
-        """Handles Ctrl-C from here on, if nobody else does; Lightning puts the handler back."""
+        """Makes Ctrl-C a wish to stop from now on, unless the user has a handler of SIGINT.
+
+        Does nothing outside of the main thread. Lightning puts the earlier handler back at the end
+        of the fit.
+        """
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._on_signal)
@@ -187,7 +220,11 @@ class StopRequest:
         self._board.asked = max(self.asked, 1 + rank + _CTRL_C * is_ctrl_c)
 
     def ask_through(self, training: Training) -> None:
-        """Lets the wish travel in each round of `training`, and answers the loop's question."""
+        """Sends the wish with each round of `training`, and replaces Lightning's own broadcast.
+
+        The replacement is collective if `training` had no round since the last batch. It raises
+        `SIGTERMException` if any rank wishes to stop, and RuntimeError if ranks do not answer.
+        """
         signal, collectives = training.signal, training.collectives
         signal.ask, signal.on_heard = lambda: self.asked, self._hear
 
@@ -198,20 +235,26 @@ class StopRequest:
                     heard = max(collectives.all_gather_object(self.asked))
                 except RuntimeError as error:
                     raise RuntimeError(
-                        "This rank has made no step of late and asks whether all are to stop;"
-                        " nobody answers. If others made one, that is why: let no rank leave out a"
-                        " backward or a step that others make."
+                        "This rank has made no step of late, and other ranks do not answer when it"
+                        " asks whether all are to stop. Make the same backwards and steps on all"
+                        " ranks: the others have probably made a step that this rank left out."
                     ) from error
             if heard:
                 self._hear(heard)
                 raise SIGTERMException
 
-        # Lightning asks since version 2.6.
+        # Older versions of Lightning do not broadcast before a batch.
         if _ASKS:
             private_names.STOP_QUESTION.replace_in(self.trainer.fit_loop.epoch_loop, answer)
 
     def tell(self, asked: int) -> None:
-        """Takes what was found on the board; in a step others are waited for, and told by flags."""
+        """Receives a wish that was read on the board. In training it does nothing.
+
+        In training the flags of a round bring the wish, to all ranks in the same step.
+
+        Args:
+            asked: The wish.
+        """
         if not self.trainer.training:
             self._hear(asked)
 
@@ -226,21 +269,30 @@ class StopRequest:
         return f"{f'Rank {rank}' if rank < _MAX_RANK else 'A rank'} was asked to stop ({how})"
 
     def end_by(self, exception: BaseException) -> str:
-        """Says who was asked for the end that `exception` is; after Ctrl-C the exit code is 1."""
+        """Returns a sentence that says which rank was asked to stop, if `exception` is for that.
+
+        Empty means that the run ends for another reason: no wish was received, or `exception` is no
+        `SIGTERMException`. Otherwise the exit code of `exception` is set, to 1 after Ctrl-C and to
+        None, which means 0, after SIGTERM.
+        """
         if not (self.heard and isinstance(exception, SIGTERMException)):
             return ""
         exception.code = 1 if self.heard > _CTRL_C else None
         return str(self)
 
     def disconnect(self) -> None:
-        """Undoes what was done to the trainer, and tells those that expect more of this rank."""
+        """Undoes the changes to the trainer.
+
+        After a fit that has not failed, writes on the board that this rank has ended, and after how
+        many steps. Another rank that waits for more steps of this rank reads that and quotes it.
+        """
         private_names.STOP_HANDLER.restore_in(private_names.SIGNAL_CONNECTOR.of(self.trainer))
         private_names.STOP_QUESTION.restore_in(self.trainer.fit_loop.epoch_loop)
         if self.trainer.state.fn == TrainerFn.FITTING and not self._board.has_failed:
             num_batches = self.trainer.fit_loop.total_batch_idx + 1
             self._board.leave(
                 f"has ended its training after {num_batches} batches and {self.trainer.global_step}"
-                " steps, and others expect more: give all ranks equally many batches, such as by"
-                " Trainer(limit_train_batches=...), and let no rank leave out a backward or a"
-                " step that others make."
+                " steps, and others expect more. Give all ranks equally many batches, such as by"
+                " Trainer(limit_train_batches=...), and make the same backwards and steps on all"
+                " ranks."
             )

@@ -1,6 +1,6 @@
-"""`DearStrategy`: Lightning's lifecycle around the pipeline, from top to bottom.
+"""`DearStrategy`: calls the engine's pipeline from the methods that Lightning's Trainer calls.
 
-The engine does the work (`engine/pipeline.py`); here is when Lightning asks for which part of it.
+The methods stand in the order of a fit. `engine/pipeline.py` describes what the pipeline does.
 """
 
 from __future__ import annotations
@@ -46,58 +46,60 @@ log = logging.getLogger(__name__)
 
 
 class DearStrategy(PipelineStrategy, DDPStrategy):
-    """Trains data-parallel, hiding communication behind backward *and* the next forward.
+    """Trains data-parallel, with communication hidden behind backward *and* the next forward.
 
-    Gradients are reduce-scattered during backward, the optimizer steps this rank's 1/world_size of
-    every bucket, and the new parameters are all-gathered during the next forward (DeAR, arXiv
-    2302.12445, with parameters gathered instead of gradients). The weights are those of
-    `strategy="ddp"`.
+    Gradients are reduce-scattered during backward. The optimizer steps this rank's 1/world_size of
+    every bucket. The new parameters are all-gathered during the next forward (DeAR, arXiv
+    2302.12445, with parameters gathered instead of gradients). Except for rounding, the weights are
+    those of `strategy="ddp"`, unless there is a compressor or parameters have 16 bits.
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io: As in `DDPStrategy`.
-        precision_plugin: Of `Trainer(precision=)`: 32, 16 or bf16 (mixed or true), or 64 bits.
-            16-bit parameters are stepped as fp32 masters, which DDP does not do.
-        compressor: "none", None, or what encodes gradients: a name ("bf16", "int8", "topk", ...)
-            or an instance from `lightning_dear.compression`; see docs/compressors.md.
-        compression_schedule: Dense steps first, densities by step, and other compressors for some
-            parameters.
-        fusion: "threshold", "none", "single", or one that plans from measurements: "mgwfbp",
-            "bayesian", "mergecomp", "mergecomp_heuristic", "auto"; or a planner from
-            `lightning_dear.planning`. With a compressor, of these, "bayesian" and the mergecomps.
-        bucket_cap_mb: Cap of a bucket in MiB, with `fusion="threshold"`; None: the planner's own.
-        gather: What travels back: "parameters", or "gradients", for optimizers that need to see
-            whole tensors (Adafactor, Muon, LARS): every rank then steps all of them, each bucket
-            when forward reads it, and has the whole optimizer state. None: parameters, unless the
-            compressor can send gradients only.
-        hops: How shards travel where several hosts have several ranks each: 1, straight to their
-            owners, or 2, within a host and then between hosts, which sends less between hosts.
-            None: 2 on gloo, where all hosts have as many ranks; else 1. On NCCL 2 is for
-            compressors, and has not been run on GPUs.
-        decouple: With `gather="gradients"`, False: all-reduces during backward and gathers nothing,
-            as WFBP, MG-WFBP and DDP do.
-        broadcast_buffers: Whether BatchNorm statistics follow rank 0, as under DDP.
-        gradients_in_hooks: Whether hooks between backward and step that the user overrides
-            (`on_after_backward`, `on_before_optimizer_step`, `configure_gradient_clipping`, and
-            `optimizer_step` behind the closure) find the mean gradient in `.grad`, as under DDP.
-            Costs one more all-gather in steps with such a hook; without, `.grad` is None there, as
-            it always is in torch's own hooks of the optimizer's step.
-        audit: Whether to look at every read of every forward, and raise where a parameter is read
-            while it is still being gathered. Slow; for finding such a read.
-        save_distributed_checkpoint: Whether checkpoints are folders into which every rank writes
-            its own part, so that none needs memory for the whole optimizer state. All hosts must
-            share the file system. Files and folders are read either way, at any world size;
-            `python -m lightning_dear.checkpoint.folder FOLDER FILE` makes a file of a folder.
-        check_digests: Whether all bytes of a checkpoint that is loaded must be those that were
-            written; each rank then reads them once more. Files that are not local are not checked.
-        find_unused_parameters: Accepted and unnecessary: unused parameters always work.
-        process_group_backend: "gloo" or "nccl"; None: by device.
-        timeout: Of a collective; a rank that waits longer raises. None: torch's 30 minutes.
-        start_method: "popen", "spawn", "fork" or "forkserver".
-        **ddp_options: None of `DDPStrategy`'s other options applies; each is refused by name.
+        precision_plugin: Plug-in of `Trainer(precision=)`: 32, 16 or bf16 (mixed or true), or 64
+            bits. 16-bit parameters are stepped as fp32 masters, unlike under DDP.
+        compressor: Compressor of gradients: a name ("bf16", "int8", "topk", ...) or an instance
+            from `lightning_dear.compression`, see docs/compressors.md. "none" or None means that
+            nothing is compressed.
+        compression_schedule: Changes the compressor by step or by parameter. None means no change.
+        fusion: Planner of buckets: "threshold", "none" (a bucket per tensor), "single" (one
+            bucket); "mgwfbp", "bayesian", "mergecomp", "mergecomp_heuristic" or "auto", which plan
+            from measurements; or an instance from `lightning_dear.planning`. With a compressor,
+            "mgwfbp" and "auto" cannot be used.
+        bucket_cap_mb: Largest bucket in MiB, with `fusion="threshold"`. None means a size that
+            depends on the world size.
+        gather: What is all-gathered: "parameters", or "gradients" for optimizers that need whole
+            tensors (Adafactor, Muon, LARS). With "gradients" every rank steps all parameters, each
+            bucket when forward reads it, and has the whole optimizer state. None means parameters,
+            unless an optimizer needs whole tensors or the compressor only sends gradients.
+        hops: With several ranks on each of several hosts, 1 means that shards are sent directly to
+            their owners. 2 means first within each host, then between hosts, which sends less
+            between hosts. None means 2 on gloo if all hosts have equally many ranks, otherwise 1.
+            On NCCL 2 is meant for compressors, and has not been run on GPUs.
+        decouple: False, with `gather="gradients"`, means all-reduces during backward and no
+            all-gathers, as in WFBP, MG-WFBP and DDP.
+        broadcast_buffers: Whether rank 0's buffers (BatchNorm) are broadcast, as under DDP.
+        gradients_in_hooks: Whether `.grad` holds the mean gradient, as under DDP, in hooks that the
+            user overrides: `on_after_backward`, `on_before_optimizer_step`,
+            `configure_gradient_clipping`, and `optimizer_step` after its closure. Costs one more
+            all-gather in each step with such a hook. False means that `.grad` is None there. In
+            torch's own hooks of the optimizer's step it is always None.
+        audit: Whether to raise if forward reads a parameter that is still being gathered. Slow,
+            since every read is checked.
+        save_distributed_checkpoint: Whether checkpoints are folders, into which every rank writes
+            its own part, so that no rank needs memory for the whole optimizer state. Hosts must
+            share the file system. Files and folders can be loaded either way, at any world size.
+            `python -m lightning_dear.checkpoint.folder FOLDER FILE` converts a folder to a file.
+        check_digests: Whether to check that a loaded checkpoint has the bytes that were written.
+            Each rank then reads a file twice. Files that are not local are not checked.
+        find_unused_parameters: Has no effect. Unused parameters always work.
+        process_group_backend: "gloo" or "nccl". None means the usual one of the device.
+        timeout: Longest wait in a collective, after which the rank raises. None means 30 minutes.
+        start_method: How ranks are started: "popen" runs the script again, others as in torch.
+        **ddp_options: Other options of `DDPStrategy`, all of which are refused by name.
 
     Raises:
-        ValueError: For unknown names (the message lists the valid ones) and impossible options.
-        TypeError: For values of another kind than an option takes.
+        ValueError: If a name is unknown (the message lists the valid ones) or options conflict.
+        TypeError: If a value has a wrong type.
     """
 
     def __init__(
@@ -127,11 +129,11 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         **ddp_options: Any,
     ) -> None:
         given = refusals.checked_options(DearStrategy.__init__, locals())
-        # Of the present run; before the first one, of a run without other ranks.
+        # Until the first run a watch of one rank, which does nothing.
         self._failures = FailureWatch(FailureBoard(), timeout or NO_TIMEOUT)
         self._stop: StopRequest | None = None
         self._is_sync_blocked = False
-        # Within `last_backward` its optimizers; none: all.
+        # Optimizers of the `last_backward` block, or an empty list for all. None outside of it.
         self._last_of: list[Optimizer] | None = None
         self._take_options(given)
         self._saves_folders = save_distributed_checkpoint
@@ -161,14 +163,14 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        """Does as Lightning; then all ranks begin a new board of failures. Collective, blocks."""
+        """Does what Lightning does, and begins a run's `FailureBoard`. Collective. Blocks."""
         super().setup_environment()
         self._failures.close()
         board = FailureBoard(self.broadcast(uuid4().hex), self.global_rank, self.world_size)
         self._failures = FailureWatch(board, self._timeout or NO_TIMEOUT)
         module = self.lightning_module
         if module is not None and private_names.MODULE_TRAINER.of(module) is not None:
-            # Before checkpoints are loaded: one may bring the plan that was found.
+            # Added before a checkpoint is loaded, which may have a plan for the `FusionTuner`.
             connections.append_callbacks(module.trainer, self._fusion, self.compression_schedule)
             if self.world_size > 1:
                 self._stop = StopRequest(module.trainer, board, self._stop)
@@ -199,10 +201,10 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         pipeline = self._new_pipeline(self.model, self.optimizers, collectives)
         for part in pipeline.parts:
             part.inherit(before)
-        # Not before: what has raised then is asked for again by the next fit.
+        # Assigned only now: if a line above raises, the next fit inherits the old pipeline's state.
         self._pipeline = pipeline
         self._failures.on_failed = collectives.abort
-        # Others wait in a collective meanwhile: in half of their time one can tell them why.
+        # Half the timeout, so that ranks that wait in a collective can still be told the reason.
         self._pipeline.before_change = partial(
             self._failures.board.agree,
             "follow a change of the optimizers, which all ranks must make before the same step",
@@ -214,11 +216,11 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             self._stop.ask_through(pipeline.training)
 
     def _connect(self, trainer: pl.Trainer) -> None:
-        """Connects what asks for the pipeline's optimizers."""
+        """Connects the trainer's optimizer wrappers and precision plug-in. Collective. Blocks."""
         assert self._pipeline is not None
         self._connected = self._lightning_optimizers
         for wrapper in self._connected:
-            # Its class has torch's own, which would pass the pipeline by.
+            # Otherwise the wrapper's own `zero_grad`, torch's, would not call the pipeline's.
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
         connections.connect_precision(self.precision_plugin, self._pipeline)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -227,8 +229,11 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._pipeline.refuse_early(refusals.why_not_early(trainer, self.optimizers, readers))
 
     def _check_optimizers(self) -> None:
-        """Refuses other optimizers than those with which the fit began."""
-        # Whoever assigns optimizers gets new wrappers, as the learning rate finder does.
+        """Raises if the trainer has other optimizers than at the beginning of the fit.
+
+        If only Lightning's wrappers of them are new, connects these.
+        """
+        # Assigning `trainer.optimizers` makes new wrappers, as the learning rate finder does.
         if self._pipeline is None or self._lightning_optimizers is self._connected:
             return
         if [unwrapped(one) for one in self.optimizers] != self._pipeline.optimizers:
@@ -241,7 +246,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._connect(self.lightning_module.trainer)
 
     def _insert_guard(self, trainer: pl.Trainer) -> None:
-        """In front of all other callbacks, for as long as there is a pipeline."""
+        """Puts a new `CompletionGuard` before all other callbacks, in place of an earlier one."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [one for one in callbacks if not isinstance(one, CompletionGuard)]
         readers = gradient_readers((*callbacks, trainer.lightning_module))
@@ -253,7 +258,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @property
     def _shows_gradients(self) -> bool:
-        """Whether hooks are shown mean gradients that would not be in `.grad` else."""
+        """Whether means are gathered for hooks: if the user wants it, and buckets are used."""
         uses_buckets = self.pipeline_of().training.uses_buckets
         return uses_buckets and self._gradients_in_hooks
 
@@ -282,13 +287,13 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         assert self._pipeline is not None
         assert self.lightning_module is not None
-        # Under manual optimisation any number of backwards may come before a step.
+        # In manual optimization it is not known whether this is the last backward of the step.
         is_automatic = self.lightning_module.automatic_optimization
         is_last = is_automatic or self._last_of is not None or None
         synchronize = not self._is_sync_blocked and is_last
         with self._pipeline.backward(synchronize=synchronize, optimizers=self._last_of or None):
             loss = super().backward(*args, **kwargs)
-        # The module's `optimizer_step` has called the closure before the optimizer.
+        # True if the module's `optimizer_step` calls the closure itself, before the optimizer.
         is_between = synchronize and is_automatic and not self._pipeline.is_stepping
         if is_between and self._shows_gradients:
             refusals.warn_about_readers({"optimizer_step": [type(self.lightning_module).__name__]})
@@ -304,7 +309,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Lets gradients accumulate locally in backwards run within; nothing is sent."""
+        """A context whose backwards accumulate gradients locally and send nothing."""
         before, self._is_sync_blocked = self._is_sync_blocked, True
         try:
             yield
@@ -341,12 +346,13 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def optimizer_state(
         self, optimizer: Optimizer, *, on_all_ranks: bool = False
     ) -> dict[str, Any]:
-        """Returns the state in torch's format, for a file or for a folder. Collective, blocks.
+        """Returns the state in torch's format, for a file or a folder. Collective. Blocks.
 
         Args:
-            optimizer: One of the trainer's.
-            on_all_ranks: Whether it is whole on each of them, as it is on rank 0: others have
-                descriptions, since rank 0 writes files. For a folder nobody has it whole.
+            optimizer: One of the trainer's optimizers.
+            on_all_ranks: Whether every rank gets whole tensors. Otherwise only rank 0, which writes
+                files, does. With `save_distributed_checkpoint` no rank does, in either case. Ranks
+                that do not get whole tensors get stand-ins without data.
         """
         optimizer = unwrapped(optimizer)
         if self._pipeline is None or optimizer not in self._pipeline.optimizers:
@@ -354,7 +360,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         board = self._failures.board
         if board.has_failed:
             self._pipeline.collectives.check()
-            # Not all ranks may come: then this raises.
+            # After a failure some ranks may not come. Then this raises instead of waiting.
             step = 0 if self.lightning_module is None else self.lightning_module.global_step
             board.agree("collect the whole optimizer state", f"step {step}")
         if self._saves_folders:
@@ -365,10 +371,12 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Writes `checkpoint`, with the format number. All ranks call; blocks.
+        """Writes `checkpoint` with the format number: a file on rank 0, or a folder on all ranks.
+
+        Collective. Blocks.
 
         Raises:
-            TypeError: If `storage_options` are given for a folder, which has none.
+            TypeError: If `storage_options` are given for a folder.
         """
         stamp(checkpoint)
         if not self._saves_folders:
@@ -379,31 +387,31 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         if storage_options is not None:
             raise TypeError(
                 "save_distributed_checkpoint=True writes through the file system and knows no"
-                " storage_options; leave out one of them."
+                " storage_options. Leave out one of them."
             )
-        # Names may hold a time of day, which ranks read at different moments.
+        # Rank 0's name is used, because a name may hold a time of day, which differs by rank.
         folder.save(self.broadcast(filepath), checkpoint)
 
     @override
     def load_checkpoint(
         self, checkpoint_path: str | Path, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Returns the ordinary checkpoint from a file or a folder. Every rank reads it in whole.
+        """Returns the checkpoint dict of a file or a folder, whole on every rank.
 
-        Collective, blocks: what one rank cannot read fails on all.
+        Collective. Blocks. If one rank cannot read it, all ranks raise.
 
         Raises:
-            ValueError: If it is damaged, of an unknown format, or not of a Trainer.
+            ValueError: If it is damaged, has an unknown format, or no Trainer has written it.
         """
         read = partial(super().load_checkpoint, checkpoint_path, *args, **kwargs)
-        # Lightning 2.5 does not pass it.
+        # Lightning 2.5 does not pass `weights_only`.
         weights = kwargs.get("weights_only", *args[:1])
         checks = {"check_digests": self._checks_digests, "is_trainers": True}
         return checked(read, checkpoint_path, weights_only=weights, **checks)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Removes a file or a folder; rank 0 does."""
+        """Removes a checkpoint file or folder, on rank 0."""
         if not folder.is_folder(filepath):
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
@@ -413,15 +421,16 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Reports the failure, if no callback has done so before; waits for nothing."""
+        """Reports the failure, unless `CompletionGuard` has. Restores the optimizers' groups."""
         self.report_failure(exception)
         if self._pipeline is not None:
             self._pipeline.abandon()
 
     def report_failure(self, exception: BaseException) -> None:
-        """Reports `exception` to the other ranks, or says whose it was. Blocks a few seconds.
+        """Reports `exception` to the other ranks, or logs which rank has caused it.
 
-        Acts once a run; `CompletionGuard` calls it before any other callback sees the exception.
+        Blocks for at most a few seconds. Only the first call in a run reports. `CompletionGuard`
+        calls this before other callbacks see the exception.
         """
         if isinstance(self.launcher, JobLauncher):
             self.launcher.has_heard_signal.set()
@@ -432,7 +441,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """Waits as Lightning does, but after a failure not for ranks that never come."""
+        """Waits for all ranks. After a failure at most some seconds; then it logs a warning."""
         if not self._failures.board.has_failed:
             return super().barrier(name)
         try:
@@ -454,14 +463,14 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def __repr__(self) -> str:
-        # Lightning quotes it when the strategy is given to the other package's Trainer.
+        # Lightning quotes this if `pytorch_lightning.Trainer` gets `lightning`'s strategy.
         return f"<{type(self).__module__}.{type(self).__name__} for a Trainer of {pl.__name__}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """For launchers that pickle the strategy: process groups and works stay behind."""
+        """Leaves out process groups and works, since launchers pickle the strategy."""
         return {**self.__dict__, "_pipeline": None, "_stop": None}
 
-    # --- for users, beside what `PipelineStrategy` has ------------------------------------------
+    # --- for users, besides the methods of `PipelineStrategy` -----------------------------------
 
     @property
     @override
@@ -471,18 +480,18 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @override
     def pipeline_of(self, optimizer: Optimizer | None = None) -> Pipeline:
         if self._pipeline is None:
-            raise RuntimeError("There are gradients only during fit.")
+            raise RuntimeError("Nothing is being trained. Call this during fit only.")
         return self._pipeline
 
     @contextmanager
     def last_backward(self, *optimizers: Optimizer) -> Generator[None, None, None]:
-        """Makes the backward run within the last one before `step()`, in manual optimization.
+        """A context for the last backward before `step()`. For manual optimization only.
 
-        Its gradients are sent while it runs. Unmarked, they are sent at `step()`, since any number
-        of backwards may come before it.
+        Gradients of that backward are sent while it runs. Without this context they are sent in
+        `step()`, since more backwards might follow.
 
         Args:
-            *optimizers: Those that are to step; none: all.
+            *optimizers: Optimizers that step next. None given means all.
         """
         before, self._last_of = self._last_of, [unwrapped(one) for one in optimizers]
         try:

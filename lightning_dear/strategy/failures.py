@@ -1,10 +1,11 @@
-"""The first failure of a run, known to all ranks, and agreements that do not wait for ever.
+"""Tells all ranks which rank failed first and why, and lets ranks agree with a time limit.
 
-A rank whose peer fails sees only a closed connection or a timeout. So the first rank that fails for
-a reason of its own writes it on a board: the key-value store of the default process group. The
-others read it there before they end. While a run lasts, `FailureWatch` looks at the board.
+A rank whose peer has failed sees only a closed connection or a timeout. So a rank that fails for a
+reason of its own writes the reason on a board: keys in the store of the default process group. The
+other ranks read it there before they end. `FailureWatch` reads the board during a run.
 
-Nothing here raises because the store is gone, and nothing waits longer than it says.
+If the store is gone, only `agree` raises. All other functions go on without an answer. Every wait
+has the time limit that is documented with it.
 """
 
 from __future__ import annotations
@@ -29,23 +30,25 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EXCEPTION_GRACE_S = 10.0
-"""Seconds within which all ranks must come for a checkpoint after a failure."""
+"""Seconds that a rank waits in `FailureBoard.agree` for the others, unless told otherwise."""
 
 REPORT_WAIT_S = 1.0
-"""Seconds that a failing rank waits for another's report, or for others to read its own. Twice
-`WATCH_POLL_S`, and not more: nobody is to end later than 2 s after a timeout."""
+"""Seconds that a failing rank waits for other ranks' reports, or until they have read its own.
+Twice `WATCH_POLL_S`, and not more: every rank must end within 2 s after a timeout."""
 
 STORE_WAIT_S = 1.5
-"""Seconds after which the store counts as gone."""
+"""Seconds after which a store that does not answer counts as gone."""
 
 WATCH_POLL_S = 0.5
-"""Seconds between two looks at the board; each is one small message to the store."""
+"""Seconds between two reads of the board. Each read sends one small message to the store."""
 
 RAISING_S = 1.5
-"""More than the timeout: in it whoever waits in a collective raises by itself, and says more."""
+"""Seconds, beyond the timeout of collectives, after which `FailureWatch` ends a rank. Until then a
+rank that waits in a collective raises by itself, and its error says more."""
 
 ABORT_S = 2.0
-"""After a failure was noticed; whoever has heard of it otherwise ends before, and says more."""
+"""Seconds from reading a failure on the board until this rank's collectives are aborted. Until then
+a rank that notices the failure by itself ends, and its error says more."""
 
 POLL_S = 0.05
 
@@ -58,17 +61,17 @@ _CONSEQUENCE = re.compile(
     r"|monitoredBarrier|remote process exited|communicator was aborted|collective operation timeout"
     r"|NCCL operations have failed or timed out"
 )
-"""What gloo, NCCL and the store say on a rank whose peer has gone or does not come."""
+"""Matches errors of gloo, NCCL and the store on a rank whose peer is gone or came too late."""
 
 _CLOSED_BY = re.compile(r"connection closed by rank (\d+)")
-"""What our own collectives make of it."""
+"""Matches errors of this package's collectives that name the peer that is gone."""
 
 _IS_LATE = re.compile(r"[Tt]imed out|[Tt]imeout")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Holds what a rank failed of, in one line."""
+    """Names the rank that failed first, with its error in one line."""
 
     rank: int
     message: str
@@ -78,13 +81,16 @@ class Failure:
 
 
 def describe(exception: BaseException) -> str:
-    """Returns the exception's type and text, as a traceback ends."""
+    """Returns the exception's type, and its message, of which at most 2000 characters."""
     text = str(exception)[:_MAX_MESSAGE_CHARS]
     return f"{type(exception).__name__}: {text}" if text else type(exception).__name__
 
 
 def is_consequence(exception: BaseException) -> bool:
-    """Tells whether the root of the exception's chain only says that a peer is gone or late."""
+    """Tells whether the exception was caused only by a peer that is gone or timed out.
+
+    The first exception of its chain decides, by its class (RuntimeError) and its message.
+    """
     root = exception
     while (before := root.__cause__ if root.__suppress_context__ else root.__context__) is not None:
         root = before
@@ -92,18 +98,20 @@ def is_consequence(exception: BaseException) -> bool:
 
 
 class FailureBoard:
-    """Keeps what the ranks of one run know of its failure. With one rank it does nothing.
+    """Shares failures and wishes to stop between the ranks of one run, through keys in the store.
+
+    With one rank nothing is written, read or waited for.
 
     Args:
-        attempt: Equal on all ranks and never used before in this store, so that a run after a
-            failed one does not see the old failure.
-        rank: This process's.
+        attempt: Name of the run, equal on all ranks and not used before in this store. It keeps a
+            run from reading the failure of an earlier run.
+        rank: Rank of this process.
         world_size: Number of ranks.
 
     Attributes:
-        has_failed: Whether this rank has failed in this run.
-        seen: The first failure, once this rank knows it.
-        asked: A number for the wish to stop that this rank, or another, has heard of; 0: none.
+        has_failed: Whether an exception has ended this rank's run, also that of a wish to stop.
+        seen: The first failure with a cause of its own. None means that this rank knows of none.
+        asked: The largest wish to stop that this rank knows, as in `StopRequest`. 0 means no wish.
     """
 
     def __init__(self, attempt: str = "", rank: int = 0, world_size: int = 1) -> None:
@@ -120,9 +128,10 @@ class FailureBoard:
         self._mute: set[int] = set()
 
     def handle(self, exception: BaseException) -> None:
-        """Reports the failure of this rank, or says whose it was. Acts once a run.
+        """Reports this rank's failure and, if another rank caused it, logs which one.
 
-        Blocks for at most about `2 * REPORT_WAIT_S`.
+        Blocks for at most about `2 * REPORT_WAIT_S`, and longer if the store does not answer. Only
+        the first call in a run acts.
         """
         has_failed, self.has_failed = self.has_failed, True
         if has_failed or self.world_size == 1:
@@ -130,14 +139,14 @@ class FailureBoard:
         self.report(self.rank, exception)
         is_suspicion = self.blame(exception) is not None
         if self.rank == 0:
-            # The store ends with this process; the others must have read it before.
+            # The store ends with this process, so the other ranks must have read it before.
             others = [rank for rank in range(self.world_size) if rank not in self._mute]
             know = [self._key("alive", rank) for rank in others]
             self._poll(lambda store: bool(store.check(know)), REPORT_WAIT_S)
             time.sleep(WATCH_POLL_S * is_suspicion)
 
     def report(self, rank: int, exception: BaseException) -> None:
-        """Writes the failure on the board; the first one whose cause lies on its own rank stays."""
+        """Writes a failure on the board, which keeps the first one not caused by another rank."""
         message = self._own = describe(exception)
 
         def write(store: Any) -> bool:
@@ -146,16 +155,16 @@ class FailureBoard:
             self.read(store)
             self._post(store, f"failed/{rank}", message)
             self._post(store, f"alive/{rank}")
-            # Last: who sees this reads the others at once.
+            # Written last, because a rank that finds these keys reads the others at once.
             return self._post(store, "noticed") and self._post(store, "news")
 
         self._ask(write)
 
     def leave(self, how: str) -> None:
-        """Says, for those that still expect something of it, why this rank has ended, unfailed.
+        """Writes on the board why this rank has ended without failing, for ranks that still wait.
 
         Args:
-            how: Stands behind "Rank 1" where it is told.
+            how: Rest of a sentence that begins with "Rank" and the number of this rank.
         """
         sentence = f"Rank {self.rank} {how}"
 
@@ -171,10 +180,10 @@ class FailureBoard:
         return True
 
     def read(self, store: Any) -> bool:
-        """Looks for the first failure in `store` and keeps it in `seen`; whether there is one.
+        """Reads the first failure from `store` into `seen`. Returns whether there is one.
 
-        Keeps as well what a rank suspects that has noticed a silent end before this one, since
-        that rank may take the store with it.
+        Also keeps the sentence that another rank has written about a rank that ended without a
+        report: it could not be read later, should the store end with rank 0.
         """
         if store.check([self._key("suspicion")]):
             self._suspected = _in_one_line(store.get(self._key("suspicion")))
@@ -184,14 +193,15 @@ class FailureBoard:
         return self.seen is not None
 
     def notice(self, store: Any) -> bool:
-        """Tells whether any rank has failed; if so, notes that this rank's process lives.
+        """Reads the board. Returns whether a rank has reported a failure.
 
-        Tells others, or learns from them, that a rank was asked to stop.
+        If one has, also writes on the board that this rank lives. If this rank has a wish to stop,
+        writes it on the board. Otherwise reads another rank's wish into `asked`.
         """
         if self.asked:
             self._post(store, "stop", str(self.asked))
             self._post(store, "news")
-        # The one thing that is asked for while nothing has happened.
+        # As long as nothing has happened, this is the only message to the store.
         if not store.check([self._key("news")]):
             return False
         self.read(store)
@@ -202,13 +212,13 @@ class FailureBoard:
         return self._post(store, f"alive/{self.rank}")
 
     def blame(self, exception: BaseException) -> str | None:
-        """Says which rank failed first, if `exception` is only a consequence of that.
+        """Finds out which rank failed first, if `exception` is only a consequence of that.
 
-        Waits at most `REPORT_WAIT_S` for that rank's report, logs the sentence as an error and adds
-        it to the exception as a note (Python >= 3.11).
+        Waits at most `REPORT_WAIT_S` for that rank's report; without one the sentence is a guess.
+        Logs the sentence as an error, and adds it to the exception as a note (Python >= 3.11).
 
         Returns:
-            The sentence; None where the cause is this rank's own.
+            The sentence. None means that `exception` is no consequence of another rank's failure.
         """
         if not is_consequence(exception):
             return None
@@ -221,15 +231,17 @@ class FailureBoard:
         return sentence
 
     def agree(self, name: str, state: str = "", timeout_s: float = EXCEPTION_GRACE_S) -> None:
-        """Returns once all ranks have called this with the same `state`; on all of them or on none.
+        """Returns once all ranks have called it with the same `state`. Collective. Blocks.
+
+        Either all ranks return or all raise, unless the store ends meanwhile: then a rank raises.
 
         Args:
-            name: What the ranks want to do together; stands in the error message after "Cannot".
-            state: What must be equal on all ranks.
-            timeout_s: Seconds to wait for the others.
+            name: What the ranks want to do, a verb phrase that follows "Cannot" in the error.
+            state: Text that must be equal on all ranks.
+            timeout_s: Seconds to wait for the other ranks.
 
         Raises:
-            RuntimeError: Naming the ranks that came. No rank returns then.
+            RuntimeError: If ranks do not come in time or differ in `state`, or the store is gone.
         """
         if self.world_size == 1:
             return
@@ -254,7 +266,7 @@ class FailureBoard:
         return "/".join(["lightning_dear", self._attempt, *map(str, parts)])
 
     def _ask(self, question: Callable[[Any], T], timeout_s: float = STORE_WAIT_S) -> T | None:
-        """The answer; None if the store is gone, or does not answer within `timeout_s`."""
+        """Returns `question(store)`, or None if it is slow or raises: the store counts as gone."""
         store = None if self.world_size == 1 or self._is_store_gone else default_store()
         if store is None:
             return None
@@ -264,7 +276,7 @@ class FailureBoard:
             with suppress(Exception):
                 answers.append(question(store))
 
-        # A daemon: one that hangs in the store is left behind, and the process can still end.
+        # A daemon thread, so that the process can end although the thread hangs in the store.
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(timeout_s)
@@ -288,39 +300,49 @@ class FailureBoard:
         found = self._ask(lambda store: [self._said(store, kind) for kind in kinds])
         if found is None:
             return self._suspected or (
-                "No rank's report can be read, since rank 0, which keeps them, is gone, stopped or"
-                " out of reach: see what rank 0 printed last."
+                "No rank's report can be read: rank 0, which keeps them, is gone, stopped or out of"
+                " reach. See what rank 0 printed last."
             )
         sentence = self._suspect(*found)
         self._ask(lambda store: self._post(store, "suspicion", sentence))
         return sentence
 
     def _suspect(self, failed: dict[int, str], left: dict[int, str], alive: dict[int, str]) -> str:
-        """Tells who has ended, who is dead, who is cut off and who hangs, by what others report."""
+        """Guesses from the ranks' reports which rank is gone, has ended, is cut off or hangs.
+
+        Args:
+            failed: Rank -> its failure, of ranks that have reported one.
+            left: Rank -> why it has ended without failing.
+            alive: Rank -> "1", of ranks that lived when they noticed that a rank had failed.
+        """
         silent = [rank for rank in range(self.world_size) if rank not in failed]
         mute = self._mute = {rank for rank in silent if rank not in alive}
         reports = " ".join(failed.values())
-        # A rank that was late for another closes its connections to all.
+        # A process that dies closes its connections, and one that is stopped does not. A rank that
+        # times out closes them, too, but it reports a failure.
         closed = {int(rank) for rank in _CLOSED_BY.findall(reports)}
         dead = mute & closed if closed or _IS_LATE.search(reports) else mute
-        # Whoever has ended may fail afterwards, of waiting for those that expect more of it.
+        # If all ranks have ended, the failure came afterwards, and `left` does not explain it.
         ended = [*left.values()] if len(left) < self.world_size else []
         if dead:
-            return f"Ranks {[*dead]} are gone without a report: were they killed (out of memory)?"
+            return (
+                f"Ranks {[*dead]} are gone without a report. See what they printed last, and in"
+                " dmesg whether they were killed (out of memory)."
+            )
         if ended:
             return " ".join(ended)
         if mute:
             return (
-                f"Ranks {[*mute]} neither send nor answer: is their process stopped, or the link to"
-                " them down?"
+                f"Ranks {[*mute]} neither send nor answer. See whether their process is stopped, or"
+                " the link to them is down."
             )
         if silent:
-            return f"Ranks {silent} did not come to a collective: see what they do or printed last."
+            return f"Ranks {silent} did not come to a collective. See what they do or printed last."
         heads = [
             f"Rank {rank} says: {failed[rank][:_QUOTED_CHARS]}" for rank in [*failed][:_QUOTED]
         ]
         return " ".join(
-            ["No rank has reported a cause of its own: see what each printed first.", *heads]
+            ["No rank has reported a cause of its own. See what each printed first.", *heads]
         )
 
     def _verdict(self, store: Any, key: str, state: str, timeout_s: float) -> str:
@@ -334,18 +356,18 @@ class FailureBoard:
         else:
             came = [rank for rank, mark in enumerate(marks) if store.check([mark])]
             verdict = f"only ranks {came} of {self.world_size} came within {timeout_s:g} s"
-        # Whoever decides first decides for all.
+        # The first verdict in the store is the verdict of all ranks.
         decided = _in_one_line(store.compare_set(decision, "", verdict))
         store.set(f"{key}/heard/{self.rank}", "1")
         if self.rank == 0 and decided == "yes":
-            # The store ends with rank 0; those who came must have heard before.
+            # The store ends with rank 0, so the other ranks must have read the verdict before.
             heard = [f"{key}/heard/{rank}" for rank in range(self.world_size)]
             _wait_until(lambda: store.check(heard), REPORT_WAIT_S)
         return decided
 
 
 def _in_one_line(said: bytes) -> str:
-    """What another rank says, with escapes for what could look like a line of somebody else's."""
+    """Decodes another rank's text. Line breaks are escaped, or it could pass for other output."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in said.decode(errors="replace"))
 
 
@@ -356,43 +378,43 @@ def _wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
     return answer
 
 
-# --- a thread that looks at the board, and ends a rank that never notices -----------------------
+# --- a thread that reads the board, and ends a rank that never notices a failure ----------------
 
 
 _latest: FailureBoard | None = None
 
 
 def first_failure() -> Failure | None:
-    """Returns the first failure of this process's latest run, as far as this rank knows it."""
+    """Returns the first failure of this process's latest run. None if it has read of none."""
     return None if _latest is None else _latest.seen
 
 
 def dump_stacks() -> None:
     """Writes the Python stacks of all threads to stderr, so that a hang shows where it stands."""
-    # A notebook's or a test's stderr may be no file.
+    # In a notebook or a test stderr may be no file, and the dump fails.
     if sys.__stderr__ is not None:
         with suppress(OSError, ValueError):
             faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
 
 
 class FailureWatch:
-    """Looks at a board until this rank's run is over.
+    """Reads a board in a thread, twice a second, until this rank's run is over.
 
-    A rank that hangs outside any collective never sees that the others have ended. Where nobody
-    ends it from outside, this thread does: `timeout` after the first report it writes the stacks of
-    all threads to stderr and ends the process with exit code 1. A board that cannot be read for as
-    long is a failure too: rank 0, which keeps it, has ended, or nothing reaches it.
+    A rank that hangs outside of collectives never notices that other ranks have failed. So a second
+    thread ends this process if the run still goes on `timeout` + `RAISING_S` after a failure was
+    read: it writes the stacks of all threads to stderr, and exits with code 1. It does the same if
+    the board cannot be read for as long, since then rank 0, which keeps it, is gone or cut off.
 
     Args:
-        board: What to look at.
-        timeout: Of a collective: the time that a rank has for noticing a failure by itself.
+        board: The board of this run.
+        timeout: Timeout of collectives. A rank in a collective notices a failure within this time.
 
     Attributes:
-        board: See above.
-        on_failed: Called once, in a thread of its own, if this rank still trains `ABORT_S` after
-            another one has reported a failure. May block.
-        on_asked: Told, again and again and in a thread of its own, that a rank was asked to stop;
-            takes `FailureBoard.asked`.
+        board: Same as the argument.
+        on_failed: Called once, in a thread of its own, if this rank's run still goes on `ABORT_S`
+            after it has read that a rank has failed. May block.
+        on_asked: Called in the reading thread with `FailureBoard.asked`, after each read of the
+            board, as long as a rank wishes to stop.
     """
 
     def __init__(self, board: FailureBoard, timeout: timedelta) -> None:
@@ -409,11 +431,14 @@ class FailureWatch:
             threading.Thread(target=self._run, daemon=True, name="failure watch").start()
 
     def handle(self, exception: BaseException, asked: str = "") -> None:
-        """See `FailureBoard.handle`; from here on this rank ends by itself.
+        """Ends the watch and reports `exception`, with which this rank's run ends.
+
+        Blocks as long as `FailureBoard.handle`.
 
         Args:
-            exception: Why it does.
-            asked: Where all ranks end after the same step, who was asked to; nobody has failed.
+            exception: The exception.
+            asked: Sentence about the wish to stop, if all ranks end because of it. Empty means that
+                `exception` is a failure.
         """
         self._is_over.set()
         if not asked:
@@ -423,23 +448,24 @@ class FailureWatch:
         self.board.leave(f"has ended, and not all others with it: {asked}.")
 
     def close(self) -> None:
-        """Ends the watch: the run is over on this rank. Returns at once."""
+        """Ends the watch, since the run is over on this rank. Does not block."""
         self._is_over.set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles, which launchers make before a run, are of a run without ranks."""
+        """Makes copies and unpickled objects, needed only before a run, watch nothing."""
         return FailureWatch, (FailureBoard(), timedelta(seconds=self._timeout_s))
 
     def _run(self) -> None:
-        # A client has one lock, which the main thread may hold for as long as it waits for a key.
+        # A client of its own: a store client has one lock, and the main thread may hold it as long
+        # as it waits for a key.
         client = new_store_client()
         abort = threading.Timer(ABORT_S, lambda: self._is_over.is_set() or self.on_failed())
         abort.daemon = True
-        # A thread of its own: the store of a process that is stopped may take for ever to answer.
+        # Another thread, because a read may hang if the process that has the store is stopped.
         threading.Thread(target=self._end_in_time, daemon=True, name="failure end").start()
         while client is not None and not self._is_over.wait(WATCH_POLL_S):
             try:
-                # Goes on after that: the store may go before this rank fails.
+                # Also read after a failure, to keep its cause, should the store end with rank 0.
                 noticed = self.board.notice(client)
                 if not self._has_noticed:
                     self._end_s = time.monotonic() + self._timeout_s + RAISING_S
@@ -447,7 +473,7 @@ class FailureWatch:
                     abort.start()
                 self._has_noticed = noticed
             except Exception:
-                # An outage may pass; a connection that was lost in it does not come back.
+                # A network outage may pass, but the lost connection must be made anew.
                 with suppress(Exception):
                     client = new_store_client(STORE_WAIT_S)
             if self.board.asked:
@@ -463,12 +489,12 @@ class FailureWatch:
 
     def _end(self, why: str) -> None:
         log.critical(
-            "Rank %d has not noticed within %g s that the run has failed, and is ended where the"
-            " stacks below show it. %s",
+            "Rank %d has not noticed within %g s that the run has failed, and is ended. The stacks"
+            " below show where it hangs. %s",
             self.board.rank,
             self._timeout_s,
             self.board.seen or why,
         )
         dump_stacks()
-        # An exception in this thread would not end the one that hangs.
+        # An exception in this thread would not end the thread that hangs.
         os._exit(1)

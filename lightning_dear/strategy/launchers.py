@@ -1,9 +1,9 @@
-"""Starting one process per device under Hydra, also inside a sweep.
+"""Starts a host's ranks as child processes, also in jobs and sweeps of Hydra.
 
-Lightning starts child ranks by running the command line again. In a Hydra sweep that line names
-the whole sweep, so that each child runs all of it in a folder of its own. Here a child is given
-the overrides of the one job that is running, and that job's folder. It ends with its job, and the
-next one starts ranks of its own.
+Lightning starts child ranks by running the command line again. In a Hydra sweep that command line
+names the whole sweep, so that each child would run all jobs, in a folder of its own. Here a child
+gets the overrides and the folder of the job that is running. Children end with their job, and the
+next job starts its own ranks.
 """
 
 from __future__ import annotations
@@ -46,44 +46,43 @@ _SubprocessScriptLauncher: Any = private_names.SCRIPT_LAUNCHER.of(lightning_laun
 _TunerExitException: Any = private_names.TUNER_EXIT.of(exceptions)
 
 POLL_S = 0.2
-"""Seconds between two looks at the child processes."""
+"""Seconds between two checks of the child processes."""
 
 GRACE_S = 5.0
-"""Seconds the other ranks have to end by themselves once one rank has failed."""
+"""Seconds from the failure of a rank until other ranks of the host that still run are killed."""
 
 END_S = 60.0
-"""Seconds the other ranks have to end once rank 0 has ended in good order."""
+"""Seconds from the end of rank 0, without a failure, until ranks that still run are killed."""
 
 BLOCKED_S = 30.0
-"""Seconds after which a Ctrl-C or SIGTERM that has no effect on rank 0 ends the other ranks. It has
-one when a batch has ended."""
+"""Seconds from a Ctrl-C or SIGTERM to rank 0 until it kills the other ranks, unless it has begun to
+stop itself by then. It normally stops at the end of a batch."""
 
 PARENT_VARIABLE = "LIGHTNING_DEAR_PARENT"
-"""Tells a child rank the process number of rank 0."""
+"""Environment variable that tells a child rank the process id of rank 0."""
 
 _REPLACED = re.compile(
     r"[+~]*hydra(\.(mode|run\.|sweep\.|sweeper|launcher|output_subdir|job\.(name|num|id))"
     r"|/(sweeper|launcher))"
 )
-"""Beginnings of Hydra's own overrides that a child is given anew, or must not have."""
+"""Matches overrides of Hydra's own config that a child gets with other values, or not at all."""
 
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""Tell Lightning and torch of the ranks that were started, and stay in the environment."""
+"""Variables that tell Lightning and torch which ranks were started. `job_end` removes them."""
 
 _launched: list[JobLauncher] = []
-"""Those whose children belong to the present job."""
+"""Launchers that have started children in the present job, which `job_end` waits for."""
 
 
 def configure_launcher(strategy: Strategy) -> None:
-    """Make ``strategy`` start its child ranks through a launcher of this package.
+    """Replaces the launcher of `strategy`. In a Hydra sweep, each job then starts its own ranks.
 
-    Replaces the strategy's launcher in place: one that starts a script by :class:`JobLauncher`, one
-    that spawns or forks by :class:`ReportingLauncher`, if the strategy has `report_failure`. A
-    strategy without either (one device, processes started by torchrun or SLURM) keeps what it has.
-    With one script in all there is nothing to start, and the strategy is left without a launcher.
+    A launcher that runs the script again is replaced by a `JobLauncher`, or removed if there is
+    only one rank. A launcher that spawns or forks is replaced by a `ReportingLauncher`, if the
+    strategy has a method `report_failure`. A strategy without a launcher stays as it is.
 
     Args:
-        strategy: A strategy that already knows its devices: one a Trainer was built with.
+        strategy: A strategy that knows its devices, since a Trainer was made with it. Mutated.
     """
     launcher = private_names.LAUNCHER.of(strategy)
     if isinstance(launcher, _MultiProcessingLauncher) and hasattr(strategy, "report_failure"):
@@ -93,7 +92,7 @@ def configure_launcher(strategy: Strategy) -> None:
     if not isinstance(launcher, _SubprocessScriptLauncher) or isinstance(launcher, JobLauncher):
         return
     if not launcher.cluster_environment.creates_processes_externally:
-        _part_jobs()
+        _end_ranks_between_jobs()
     if launcher.num_processes * launcher.num_nodes == 1:
         private_names.LAUNCHER.replace_in(strategy, None)
         return
@@ -101,8 +100,8 @@ def configure_launcher(strategy: Strategy) -> None:
     private_names.LAUNCHER.replace_in(strategy, JobLauncher(*place))
 
 
-def _part_jobs() -> None:
-    """In a sweep, has each later job of it begin as this one does. Elsewhere a no-op."""
+def _end_ranks_between_jobs() -> None:
+    """In a Hydra sweep, lets the ranks of each job end before the next. Otherwise does nothing."""
     hydra = sys.modules.get("hydra.core.hydra_config")
     if hydra is None or not hydra.HydraConfig.initialized():
         return
@@ -118,29 +117,30 @@ def _part_jobs() -> None:
         if number != before:
             end()
 
-    # Hydra tells nobody that a job is over, unless its config says so; but this is how the next one
-    # begins, whatever its strategy.
+    # Hydra has no hook for the end of a job that needs no config, but every job of a sweep begins
+    # with this call.
     holder.set_config = set_config
-    # Children of other strategies must not repeat this sweep either: some of its jobs are over.
+    # Children that other strategies start later must run one job, too, and not the whole sweep.
     private_names.SUBPROCESS_COMMAND.replace_in(subprocess_script, child_command)
 
 
 def job_end() -> Callable[[], None]:
-    """Returns what to call between two jobs of one process; make it before ranks start.
+    """Returns a function that ends a job's ranks, to be called before the next job.
 
-    Lightning leaves variables and the process group behind, and takes them, at the next Trainer,
-    for a sign that somebody else has started the ranks.
+    Lightning leaves environment variables and the process group behind. The next Trainer would take
+    them for a sign that another launcher has started the ranks already. Call this before ranks are
+    started, since it stores which variables are not set yet.
 
     Returns:
-        Waits for the children of this job, ends all process groups, and removes what has come into
-        the environment.
+        Function that waits for the children of the job, ends all process groups, and removes the
+        variables that were set since.
     """
     absent = {*_VARIABLES, "OMP_NUM_THREADS"} - os.environ.keys()
     num_threads = torch.get_num_threads()
 
     def end() -> None:
         while _launched:
-            _launched.pop().part()
+            _launched.pop().end_job()
         leave_process_groups()
         for name in absent:
             os.environ.pop(name, None)
@@ -150,19 +150,20 @@ def job_end() -> Callable[[], None]:
 
 
 class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
-    """Starts ranks 1, 2, ... of this host as child processes and ends all when one fails.
+    """Starts local ranks 1, 2, ... as child processes, and ends all of them if one fails.
 
-    Outside Hydra the children repeat the command line, as with Lightning's own launcher. None of
-    them outlives rank 0: at its end they have ``END_S`` seconds, after a failure ``GRACE_S``; when
-    rank 0 is killed, they end within ``GRACE_S``.
+    Outside of Hydra the children repeat the command line, as with Lightning's own launcher. No
+    child outlives local rank 0, here called rank 0: when it ends, the children have `END_S` seconds
+    to end, and after a failure or a kill of rank 0 `GRACE_S` seconds. Then they are ended. If the
+    cluster environment starts all ranks (torchrun, SLURM), this launcher starts none.
 
     Args:
-        cluster_environment: Knows the main address, its port and this host's number.
-        num_processes: Ranks on this host.
-        num_nodes: Hosts.
+        cluster_environment: Knows the main address and port, and this host's node rank.
+        num_processes: Number of ranks on this host.
+        num_nodes: Number of hosts.
 
     Attributes:
-        has_heard_signal: To be set by whoever ends this rank's run.
+        has_heard_signal: Event that is set once this rank's run begins to end, or the launch ends.
     """
 
     def __init__(
@@ -176,13 +177,13 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start the children once, then call ``function`` on this rank and return its result.
+        """Starts the children, calls `function` on this rank and returns its result.
 
-        Blocks as long as ``function`` does. If it raises, the children live until this process
-        ends, so that all ranks can still save what they save after an exception.
+        Blocks as long as `function` does. If it raises, the children still live until this process
+        ends, so that all ranks can write a checkpoint after the exception.
         """
         kwargs.pop("trainer", None)
-        # Of this launch: one before may have failed, or been interrupted, and been survived.
+        # Reset, because the caller may go on after a launch that has failed or was interrupted.
         self._is_failing.clear()
         self.has_heard_signal = threading.Event()
         self.cluster_environment.validate_settings(
@@ -195,10 +196,10 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
         self._watch_children()
         private_names.SET_NUM_THREADS.of(distributed)(num_processes=self.num_processes)
         try:
-            with call_if_unheard(self.has_heard_signal, BLOCKED_S, self._end_deaf_children):
+            with call_if_unheard(self.has_heard_signal, BLOCKED_S, self._end_unheard):
                 return function(*args, **kwargs)
         except _TunerExitException:
-            # Not a failure: the tuner leaves its trial fit this way, on every rank.
+            # No failure: Lightning's tuner ends its trial fit with this exception, on every rank.
             raise
         except BaseException:
             self._is_failing.set()
@@ -206,11 +207,11 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
 
     @override
     def kill(self, signum: signal.Signals | int) -> None:
-        """Send a signal to the children; Lightning's own handler of SIGTERM does so."""
+        """Sends a signal to the children. Lightning's handler of SIGTERM calls it."""
         self.has_heard_signal.set()
         super().kill(signum)
 
-    def _end_deaf_children(self) -> None:
+    def _end_unheard(self) -> None:
         if self.procs:
             log.error("Rank 0 cannot be interrupted while it waits for others: ending those.")
             end_processes(self.procs, 0.0)
@@ -232,7 +233,7 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
         return subprocess.Popen(command, env={**os.environ, **own}, cwd=cwd)
 
     def _watch_children(self) -> None:
-        # It ends when a launch fails, after which there may be another one.
+        # The thread ends after a failed launch, so a second launch needs a new one.
         if self.procs and not (self._watcher and self._watcher.is_alive()):
             self._watcher = threading.Thread(target=self._end_all_when_one_fails, daemon=True)
             self._watcher.start()
@@ -242,26 +243,32 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
             if None not in codes:
                 return
             time.sleep(POLL_S)
-        # The main thread now usually fails in a collective and ends in good order. One that
-        # cannot, since its loop never communicates, must not keep the job alive.
+        # Usually the main thread now fails in a collective and ends by itself. If it hangs outside
+        # of collectives, this thread must end the process.
         if self._is_failing.wait(GRACE_S):
             return
         failures.dump_stacks()
         self._end_at_once(f"Local rank {first_ending(codes)}, which rank 0 has not noticed")
 
-    def part(self) -> None:
-        """Ends the children of a job that is over, while this process goes on. Blocks until then.
+    def end_job(self) -> None:
+        """Ends the children of a job that is over, while this process goes on. Blocks.
 
-        If one fails although rank 0 was done, this process will end as if there were no other jobs.
+        If a child has failed but rank 0 has not, this process exits with code 1 at its end.
         """
         atexit.unregister(self._end_children)
         self._end_children(lambda said: atexit.register(self._end_at_once, said))
 
     def _end_children(self, end: Callable[[str], Any] | None = None) -> None:
-        """Runs when this process ends, after its traceback has been printed."""
+        """Waits for the children, and ends this process if one has failed and rank 0 has not.
+
+        Kills children that do not end in time. Runs at exit and at the end of a job.
+
+        Args:
+            end: Called with the reason to end this process. None means that it ends at once.
+        """
         is_failing = self._is_failing.is_set()
         codes = end_processes(self.procs, GRACE_S if is_failing else END_S)
-        # Nobody is left to be watched.
+        # Stops the watching thread, since no child is left.
         self._is_failing.set()
         if is_failing:
             print_first_failure()
@@ -272,7 +279,7 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
         log.error("%s: ending all ranks.", reason)
         end_processes(self.procs, 0.0)
         print_first_failure()
-        # `sys.exit` does not end a process from a thread, or at exit; `os._exit` flushes nothing.
+        # `sys.exit` ends no process from a thread or at exit, and `os._exit` flushes no stream.
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(1)
@@ -282,15 +289,15 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
 def call_if_unheard(
     heard: threading.Event, after_s: float, act: Callable[[], None]
 ) -> Iterator[None]:
-    """Calls `act` if, within the block, the first SIGINT or SIGTERM goes unheard.
+    """Calls `act` if the first SIGINT or SIGTERM within the block has no effect.
 
-    Python runs a signal's handler in the main thread, once that thread runs Python again: never, if
-    it waits in a collective for a rank that hangs. Does nothing outside the main thread, or where
-    somebody else uses `signal.set_wakeup_fd`, such as asyncio.
+    Python runs signal handlers in the main thread, once that thread runs Python code again. It
+    never does if it waits in a collective for a rank that hangs. Does nothing outside of the main
+    thread, or if other code uses `signal.set_wakeup_fd`, as asyncio does.
 
     Args:
-        heard: Set by what the handlers do.
-        after_s: Seconds that they have for it.
+        heard: Event that the caller sets once the signal has taken effect. Set as the block ends.
+        after_s: Seconds from the signal until `act` is called, unless `heard` is set by then.
         act: Called once, in a thread of its own.
     """
     if threading.current_thread() is not threading.main_thread() or _is_wakeup_taken():
@@ -303,7 +310,7 @@ def call_if_unheard(
 
     def listen() -> None:
         has_waited = False
-        # Read to the end: whoever writes into a pipe that nobody reads is told so on stderr.
+        # Read to the end, because Python warns on stderr if a signal finds the pipe closed.
         with os.fdopen(read_end, "rb", buffering=0) as signals:
             while number := signals.read(1):
                 if not has_waited and number[0] in (signal.SIGINT, signal.SIGTERM):
@@ -321,25 +328,25 @@ def call_if_unheard(
 
 
 def _is_wakeup_taken() -> bool:
-    # To be asked only by setting it.
+    # The present descriptor can be read only by setting another one.
     before = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(before)
     return before != -1
 
 
 def print_first_failure() -> None:
-    """Print which rank failed first and of what, if this rank knows."""
+    """Prints to stderr which rank failed first and why. Prints nothing if that is not known."""
     if (failure := failures.first_failure()) is not None:
         print(failure, file=sys.stderr, flush=True)
 
 
 def watch_parent() -> None:
-    """Begins to watch rank 0 in a child rank, and ends soon after it; elsewhere a no-op.
+    """In a child rank, starts a thread that ends this process soon after rank 0 has ended.
 
-    The kernel's own signal for this, PR_SET_PDEATHSIG, comes when the *thread* that started the
-    children ends, and so would end them while rank 0 lives.
+    A no-op in other processes. The kernel's signal PR_SET_PDEATHSIG is of no use: it comes when the
+    *thread* that started the children ends, while rank 0 may still live.
     """
-    # Removed, so that processes which this rank starts do not take themselves for ranks.
+    # Removed, so that processes that this rank starts are not taken for child ranks.
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None:
         threading.Thread(target=_end_after, args=(int(parent),), daemon=True).start()
@@ -348,7 +355,7 @@ def watch_parent() -> None:
 def _end_after(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_S)
-    # Rank 0 waits for its children when it ends in good order, so it was killed.
+    # Rank 0 was killed: in all other cases it ends only after its children.
     time.sleep(GRACE_S)
     failures.dump_stacks()
     log.error("Rank 0 was killed, and this rank, which has not noticed, is ended.")
@@ -356,15 +363,17 @@ def _end_after(parent: int) -> None:
 
 
 def child_command(local_rank: int) -> tuple[list[str], str | None]:
-    """Return the command line of a child rank and the folder to start it in (None: this one).
+    """Returns the command line of a child rank, and the folder to start it in.
+
+    None as the folder means the present one.
 
     Args:
         local_rank: The child's rank on this host; only the name of its log file depends on it.
     """
-    # Not imported: where no one has loaded Hydra, no job of its runs.
+    # Not imported: if Hydra has not been imported, this process runs no job of it.
     hydra = sys.modules.get("hydra.core.hydra_config")
     config = hydra.HydraConfig.get() if hydra and hydra.HydraConfig.initialized() else None
-    # Without a folder it was composed by a script of which Hydra has started no job.
+    # Without an output folder, a script has composed the config and runs no job of Hydra.
     if config is None or not config.runtime.get("output_dir"):
         return [*_program(Path.cwd()), *sys.argv[1:]], None
     cwd = config.runtime.cwd
@@ -372,15 +381,15 @@ def child_command(local_rank: int) -> tuple[list[str], str | None]:
 
 
 def job_arguments(config: HydraConf, local_rank: int) -> list[str]:
-    """Return Hydra arguments that repeat exactly the job described by ``config``.
+    """Returns command-line arguments that make Hydra run the same job again.
 
     Args:
-        config: The ``hydra`` node of the running job.
+        config: The `hydra` node of the job's config.
         local_rank: The child's rank on this host.
     """
     from omegaconf import OmegaConf
 
-    # As they were given: a child looks up for itself what they refer to.
+    # Interpolations stay unresolved, because a child resolves them by itself.
     overrides: Any = OmegaConf.to_container(config.overrides)
     arguments = [] if config.job.config_name is None else ["--config-name", config.job.config_name]
     for flag, provider in (("--config-path", "main"), ("--config-dir", "command-line")):
@@ -393,7 +402,7 @@ def job_arguments(config: HydraConf, local_rank: int) -> list[str]:
     arguments += [
         "hydra.mode=RUN",
         f"hydra.run.dir={_quoted(config.runtime.output_dir)}",
-        # Rank 0 wrote the composed config; two writers would race.
+        # Rank 0 has written the composed config, and a second writer would race with it.
         "hydra.output_subdir=null",
         f"hydra.job.name={_quoted(f'{config.job.name}_rank{local_rank}')}",
     ]
@@ -403,11 +412,11 @@ def job_arguments(config: HydraConf, local_rank: int) -> list[str]:
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> list[int]:
-    """Wait for the processes, kill those that outlive ``grace_s`` seconds, return exit codes.
+    """Waits for processes, kills those that still run after `grace_s` seconds; returns exit codes.
 
     Args:
         processes: Child processes of this one.
-        grace_s: Seconds to wait for all of them together.
+        grace_s: Seconds to wait for all processes together.
     """
     deadline = time.monotonic() + grace_s
     for process in processes:
@@ -419,7 +428,11 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) 
 
 
 def first_ending(codes: Sequence[int | None]) -> str:
-    """Returns the number of the first rank to fail, and how, by the exit codes of 1, 2, ..."""
+    """Returns which local rank has failed and how, such as "1 exited with code 3".
+
+    Args:
+        codes: Exit codes of local ranks 1, 2, ..., of which the first that is not 0 counts.
+    """
     rank, code = next((rank, code) for rank, code in enumerate(codes, start=1) if code)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     return f"{rank} {how}"
@@ -428,7 +441,7 @@ def first_ending(codes: Sequence[int | None]) -> str:
 def _program(cwd: Path) -> list[str]:
     import __main__
 
-    # Set under `python -m package.module`, None for a script and for a console script.
+    # `__spec__` is set under `python -m package.module`. It is None for scripts.
     spec = __main__.__spec__
     if spec is not None:
         return [sys.executable, "-m", spec.name.removesuffix(".__main__")]
@@ -447,18 +460,18 @@ def _quoted(value: str) -> str:
 
 
 class ReportingLauncher(_MultiProcessingLauncher):  # type: ignore[misc]
-    """Launches as Lightning does, with ranks that say who failed first.
+    """Spawns or forks ranks as Lightning does, and lets each rank report its own failure.
 
-    Lightning hands an exception to callbacks and strategy in the process that started the ranks,
-    where nothing is known of it but the traceback of the rank that ended first.
+    Lightning reports an exception to callbacks and strategy only in the process that started the
+    ranks. That process knows only the traceback of the rank that ended first.
     """
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls `function` on all ranks; returns rank 0's result. Blocks until all have ended.
+        """Calls `function` on all ranks, returns rank 0's result. Blocks until all have ended.
 
         Raises:
-            SystemExit: Where all ranks have ended since one was asked to stop.
+            SystemExit: If all ranks have ended because one was asked to stop.
         """
         strategy = private_names.LAUNCHED_STRATEGY.of(self)
         reporting = partial(_reporting, strategy.report_failure, function)
@@ -475,11 +488,13 @@ def _reporting(
         return function(*args, **kwargs)
     except exceptions.SIGTERMException as end:
         report(end)
-        # Raised in a rank, it would leave the process that started it waiting for a result.
+        # Returned, because the starting process would wait for ever for the result of a rank that
+        # raises SystemExit.
         return SystemExit(end.code)
     except BaseException as exception:
         report(exception)
         if failures.is_consequence(exception):
-            # torch shows the user the error of the rank that ends first, and ends the others.
+            # torch shows the error of the rank that ends first. So the rank with the cause must end
+            # before this one.
             time.sleep(failures.REPORT_WAIT_S)
         raise

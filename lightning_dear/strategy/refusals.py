@@ -1,4 +1,4 @@
-"""What `strategy="dear"` refuses, and what to do instead: checked before training starts."""
+"""Checks before training, and raises for what `strategy="dear"` does not support."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _INSTEAD = {
     "output_device": "use Trainer(devices=...)",
     "bucket_cap_mb_list": "use fusion=",
     "forward_sync_buffers": "use broadcast_buffers=",
-    # Of ours, and taken by the Trainer's strategy.
+    # Options of `DearStrategy` that Fabric's strategy does not take.
     "compression_schedule": "it needs a Trainer, which counts steps",
     "decouple": "it needs a Trainer",
     "gradients_in_hooks": "it needs a Trainer, which has hooks; see strategy.whole_gradients()",
@@ -51,22 +51,23 @@ _INSTEAD = {
 
 
 def checked_options(create: Callable[..., None], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Refuses options of `DDPStrategy` that cannot apply, unknown ones, and values of other kinds.
+    """Returns a strategy's own options, and raises for unknown options and values of wrong types.
 
     Names of compressors and planners are not checked here.
 
     Args:
-        create: A strategy's `__init__`: its annotations say what each option takes.
-        given: Its arguments by name, before any other local variable; in `ddp_options` all that
-            are not its own.
+        create: The strategy's `__init__`, whose annotations say which values each option takes.
+        given: `locals()` of that `__init__`, called before it has made a variable. Its
+            `ddp_options` holds the options that the strategy does not have.
 
     Returns:
-        The strategy's own options by name.
+        Name -> value of the strategy's own options.
 
     Raises:
-        ValueError: Naming each option that does not apply, why, and what it may have been meant to
-            be. For an unknown name, with a list of the valid ones.
-        TypeError: For a value of another kind, naming the option and what it takes.
+        ValueError: If an option does not apply or is unknown. The message says why, and what may be
+            meant. If a value is no valid name, with a list of the valid names. If a time is not
+            more than 0.
+        TypeError: If a value has a wrong type. The message names the option and what it takes.
     """
     own, others = signature(create).parameters, given["ddp_options"]
     if others:
@@ -86,7 +87,7 @@ def _check_value(option: str, value: Any, takes: Sequence[Any], words: str) -> N
     names = [one for part in takes for one in get_args(part) or (part,) if isinstance(one, str)]
     kinds = [Real if one is float else get_origin(one) or one for one in takes]
     if isinstance(value, bool):
-        # Elsewhere it would count as a number.
+        # bool is a subclass of int, so that True would pass for a number.
         kinds = [one for one in kinds if one is bool]
     if isinstance(value, list) and not all(isinstance(one, device) for one in value):
         kinds = []
@@ -116,27 +117,34 @@ def _guess(option: str, own: Iterable[str]) -> str:
 def check_optimizers(
     optimizers: Sequence[Optimizer], precision: fabric_precision.Precision
 ) -> None:
-    """Refuses optimizers that are none, or that cannot work with the precision.
+    """Refuses a training without optimizers, and `fused=True` optimizers with a GradScaler.
+
+    Args:
+        optimizers: The optimizers that `configure_optimizers` has returned.
+        precision: Precision plug-in of the trainer.
 
     Raises:
-        ValueError: Saying what to return from `configure_optimizers`.
+        ValueError: In both cases.
     """
     if not optimizers or type(optimizers[0]).__name__ == private_names.MOCK_OPTIMIZER.name:
         raise ValueError(
-            "strategy='dear' needs an optimizer, and configure_optimizers returned none."
+            "strategy='dear' needs an optimizer. Return one from configure_optimizers."
         )
     has_scaler = getattr(precision, "scaler", None) is not None
     for optimizer in optimizers:
         if has_scaler and getattr(optimizer, private_names.AMP_SCALING.name, False):
             raise ValueError(
-                f"{type(optimizer).__name__}(fused=True) unscales gradients itself, on each rank"
-                " for its shard alone, so that an overflow on one rank would not be noticed on the"
-                " others; with precision='16-mixed' use fused=False."
+                f"{type(optimizer).__name__}(fused=True) unscales gradients itself, which does not"
+                " work with precision='16-mixed'. Use fused=False. Each rank unscales only its own"
+                " shard, and would not notice an overflow in the shards of other ranks."
             )
 
 
 def say_what_is_gathered(gather: str | None, options: ExchangeOptions) -> None:
-    """Tells people that a compressor has chosen for them what costs memory."""
+    """Tells the user on rank 0 that the compressor makes ranks gather gradients, at a memory cost.
+
+    Says nothing if the user has set `gather`, if parameters are gathered, or without a compressor.
+    """
     if gather is None and options.is_of_gradients and options.compressor is not None:
         rank_zero_info(
             f"With compressor={options.compressor.name!r} every rank gets whole gradients instead"
@@ -145,7 +153,11 @@ def say_what_is_gathered(gather: str | None, options: ExchangeOptions) -> None:
 
 
 def say_what_hosts_cost(pipeline: Pipeline) -> None:
-    """Tells people what travels between hosts of several ranks."""
+    """Tells or warns the user, on rank 0, how much is sent between hosts with several ranks each.
+
+    Says nothing if there is one host, if a host has one rank, or if every bucket is all-reduced by
+    the options.
+    """
     collectives, options = pipeline.collectives, pipeline.options
     own, num_ranks = collectives.world.fewest_on_a_host, collectives.world.size
     if own == 1 or options.all_reduces:
@@ -158,14 +170,14 @@ def say_what_hosts_cost(pipeline: Pipeline) -> None:
     if collectives.favors_all_reduce and pipeline.training.all_reduce_refusal is None:
         rank_zero_info(
             f"strategy='dear' all-reduces every bucket, as 'ddp' does: {layout} would send more in"
-            " two halves, and two hops are not possible, which need as many ranks on each host, one"
-            " after the other. Every rank keeps the whole optimizer state."
+            " two halves. Two hops need equally many ranks on each host, numbered one after the"
+            " other. Every rank keeps the whole optimizer state."
         )
         return
     rank_zero_warn(
         f"On {layout} up to {own * (num_ranks - own) / (num_ranks - 1):.1f} times as many bytes"
-        " leave a host as a ring's all-reduce would send, before any compression: each rank's go"
-        " straight to the owners of shards. Compare with strategy='ddp', or run one rank a host."
+        " leave a host as a ring's all-reduce would send, before any compression. Compare with"
+        " strategy='ddp', or run one rank a host. Each rank sends directly to the shards' owners."
     )
 
 
@@ -177,38 +189,45 @@ _PRECISIONS = {
 
 
 def check_precision(precision: fabric_precision.Precision) -> None:
-    """Refuses precision plug-ins that replace layers or parameters.
+    """Refuses precision plug-ins that may replace layers or parameters.
 
     Raises:
-        ValueError: Naming the plug-in and the precisions that work.
+        ValueError: If the class of `precision` is none of Lightning's plug-ins for full, double,
+            half and mixed precision. The message names the precisions that work.
     """
     if type(precision) not in _PRECISIONS:
         raise ValueError(
             f"{type(precision).__name__} (precision={precision.precision!r}) does not work under"
-            " strategy='dear': it keeps layers or parameters of its own, which cannot be sharded."
-            " Use '32-true', 'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true', or"
-            " strategy='ddp'."
+            " strategy='dear'. Use '32-true', 'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or"
+            " '64-true', or strategy='ddp': it keeps layers or parameters of its own, which cannot"
+            " be sharded."
         )
 
 
 def check_writer_of_folders(checkpoint_io: CheckpointIO) -> None:
-    """Refuses plug-ins that write otherwise than torch, where the strategy writes folders itself.
+    """Refuses a plug-in for writing checkpoints, since the strategy writes folders itself.
 
     Raises:
-        ValueError: Naming the plug-in.
+        ValueError: If `checkpoint_io` is no `TorchCheckpointIO`, which is the default.
     """
     if not isinstance(checkpoint_io, TorchCheckpointIO):
         raise ValueError(
             "save_distributed_checkpoint=True writes folders itself and would not use"
-            f" {type(checkpoint_io).__name__}; leave out one of them."
+            f" {type(checkpoint_io).__name__}. Leave out one of them."
         )
 
 
 def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
-    """Refuses planners that measure and predict what the strategy will not do.
+    """Refuses planners whose measurements or predictions do not fit the exchange options.
+
+    Planners that measure nothing always pass.
+
+    Args:
+        fusion: Planner of the buckets.
+        options: The exchange options.
 
     Raises:
-        ValueError: Naming what to use.
+        ValueError: If they do not fit. The message names planners that do.
     """
     if not isinstance(fusion, SearchingPlanner):
         return
@@ -222,15 +241,15 @@ def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
     if options.is_scattered:
         assert codec is not None
         raise ValueError(
-            f"{option} tries plans, and with each of them {codec.name} would begin with other"
-            " thresholds and regions, and send other bytes. Use fusion='threshold', 'none' or"
-            " 'single' with it."
+            f"{option} cannot be used with {codec.name}. Use fusion='threshold', 'none' or 'single'"
+            f" with it. {option} compares plans by their times, and with each plan {codec.name}"
+            " would begin with other thresholds and regions, and send other bytes."
         )
     if codec is not None and not getattr(fusion, "plans_for_codecs", False):
         raise ValueError(
-            f"{option} plans from the time that gradients take as they are, and {codec.name}"
-            " encodes them. Use fusion='mergecomp', which knows what that costs, 'bayesian', which"
-            " measures, or 'threshold', 'none' or 'single' with it."
+            f"{option} plans from the time that uncompressed gradients take, and {codec.name}"
+            " encodes them. Use fusion='mergecomp', which counts the cost of encoding, 'bayesian',"
+            " which measures whole steps, or 'threshold', 'none' or 'single'."
         )
     if isinstance(fusion, PredictingPlanner) and options.groups:
         raise ValueError(
@@ -240,15 +259,14 @@ def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
 
 
 def check_module_states(module: Module) -> None:
-    """Refuses ranks whose parameters or buffers differ in name, shape or dtype. Collective, blocks.
+    """Refuses lazy layers, and ranks whose tensors differ in name, shape or dtype.
 
-    Those that each rank has of its own are left out. Lazy layers are refused: they have no shape.
-
-    To be called before rank 0's values are broadcast: a broadcast into tensors of another size ends
-    a process at once, without a word.
+    Collective. Blocks. Compares parameters and buffers, but not those that the module lists for DDP
+    to ignore. Call it before rank 0's values are broadcast: a broadcast into a tensor of another
+    size ends the process without a message.
 
     Raises:
-        ValueError: On every rank alike, naming the first difference.
+        ValueError: On every rank. The message names the first difference.
     """
     tensors, ignored = (*module.named_parameters(), *module.named_buffers()), ignored_names(module)
     own = {
@@ -259,9 +277,9 @@ def check_module_states(module: Module) -> None:
     first, *others = reports = from_all_ranks(own)
     if lazy := [name for report in reports for name, words in report.items() if not words]:
         raise ValueError(
-            f"'{lazy[0]}' has no shape yet: its layer is lazy. Run a dummy forward pass before"
-            " training, which initializes it, as in the model's __init__:"
-            " self.net(torch.zeros(1, ...))."
+            f"'{lazy[0]}' has no shape yet: its layer is lazy. Run a forward pass before"
+            " training, which gives it a shape, such as self.net(torch.zeros(1, ...)) in the"
+            " model's __init__."
         )
     for rank, report in enumerate(others, start=1):
         pairs = zip_longest(first.values(), report.values(), fillvalue="no more tensors")
@@ -279,12 +297,14 @@ _STEP_HOOKS = ("optimizer_step", "optimizer_zero_grad", "backward")
 def why_not_early(
     trainer: pl.Trainer, optimizers: Sequence[Optimizer], readers: Mapping[str, Sequence[str]]
 ) -> str | None:
-    """Says why no bucket may be stepped before backward has ended; None if it may.
+    """Says why no bucket may be stepped before backward has ended. Local.
+
+    None means that what the trainer does is no reason. `Pipeline` may have other reasons.
 
     Args:
-        trainer: Of the fit that begins.
-        optimizers: All of them.
-        readers: See `gradient_readers`.
+        trainer: The trainer.
+        optimizers: All optimizers of the fit.
+        readers: Hook -> classes that override it and may see gradients, from `gradient_readers`.
     """
     module = trainer.lightning_module
     overridden = [hook for hook in _STEP_HOOKS if is_overridden(hook, module)]
@@ -300,11 +320,15 @@ def why_not_early(
 
 
 def warn_about_readers(readers: Mapping[str, Sequence[str]]) -> None:
-    """Warns, once, that gradients are gathered for hooks that may look at them."""
+    """Warns on rank 0 that gradients are gathered for hooks, at one more all-gather a step.
+
+    Args:
+        readers: Hook -> classes that override it, for the message.
+    """
     hooks = ", ".join(f"{name}.{hook}" for hook, names in readers.items() for name in names)
     rank_zero_warn(
         f"strategy='dear' gathers the mean gradient into .grad for {hooks}, which costs one more"
         " all-gather in every step. If .grad is not needed there, pass"
-        " DearStrategy(gradients_in_hooks=False); strategy.grad_norm() and self.clip_gradients()"
-        " work without it."
+        " DearStrategy(gradients_in_hooks=False). Without it strategy.grad_norm() and"
+        " self.clip_gradients() still work."
     )

@@ -1,8 +1,8 @@
 """One block: a fresh trainer fits a fresh module for some steps, timed in steady state.
 
-Steps begin with their first batch. The first ones are left out (recording, plans, connections), and
-the end of the last is not waited for, so that all-gathers are in flight at both ends of what is
-timed. Nothing is synchronised in between.
+A step begins with its first batch. The first steps are not timed, because they record, plan and
+connect. Timing ends when the step after the last timed one begins, so that all-gathers are in
+flight both at the beginning and at the end of the timed steps. Nothing is synchronized in between.
 """
 
 import logging
@@ -33,13 +33,14 @@ FIGURES = (
     *("step_s", "forward_s", "backward_s"),
     *("exposed_reduce_scatter_s", "exposed_all_gather_s", "wire_bytes"),
 )
-"""What is known of each step of a rank: seconds from the beginning of its first batch to that of
-the next step's; in `training_step`, waits for parameters included; in backward, waits for buckets
-included; waited for gradients; waited for parameters; and the payload that it sent. The last three
-are nan under strategies that do not tell."""
+"""Figures of each step of a rank, in this order: seconds from the beginning of its first batch to
+that of the next step; seconds in `training_step`, waits for parameters included; seconds in
+backward, waits for buckets included; seconds of waiting for gradients; seconds of waiting for
+parameters; bytes of payload that it sent. The last three are nan if the strategy has no
+`statistics`."""
 
 STEP = "run_training_batch"
-"""What Lightning calls one batch's forward, backward and optimizer step."""
+"""Lightning's profiler action for one batch: forward, backward and, if due, the optimizer step."""
 
 _EXPECTED_WARNINGS = (
     ".*isinstance.treespec, LeafSpec.*",
@@ -47,47 +48,48 @@ _EXPECTED_WARNINGS = (
     ".*does not have many workers.*",
     "Using `DistributedSampler` with the dataloaders.*",
 )
-"""What Lightning says of every fit and test here, and no user can change."""
+"""Warnings that Lightning prints for every fit and test here, and that the user cannot avoid."""
 
 NewTrainer = Callable[..., Trainer]
-"""Takes `profiler` and `max_steps`; returns a trainer that logs, saves and validates nothing."""
+"""Called with `profiler` and `max_steps`; returns a trainer without logging, saving, validation."""
 
 
 @dataclass(frozen=True)
 class BlockLength:
-    """How many optimizer steps a block has.
+    """Number of optimizer steps of a block.
 
     Attributes:
-        num_warm_up_steps: Left out; at least 3, since the first two are recorded and planned.
-        num_steps: Timed.
+        num_warm_up_steps: Number of first steps that are not timed. At least 3, because the first
+            one is recorded and the second one is the first with a plan.
+        num_steps: Number of timed steps.
     """
 
     num_warm_up_steps: int
     num_steps: int
 
     def __post_init__(self) -> None:
-        """Raises ValueError for lengths that leave nothing in steady state."""
+        """Raise ValueError if no timed step would be in steady state."""
         if self.num_warm_up_steps < 3:
-            raise ValueError(f"warm_up_steps must be at least 3, got {self.num_warm_up_steps}.")
+            raise ValueError(f"warm_up_steps={self.num_warm_up_steps} is too few. Set 3 or more.")
         if self.num_steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.num_steps}.")
+            raise ValueError(f"steps={self.num_steps} is not valid. Choose 1 or more.")
 
     @property
     def max_steps(self) -> int:
-        """Steps to fit: one more, which only marks the end of the one before."""
+        """Number of steps to fit: one more, which only marks the end of the last timed step."""
         return self.num_warm_up_steps + self.num_steps + 1
 
 
 class Endless:
-    """Gives the same batches again and again: loading data is no part of a step.
+    """Yields the same batches again and again, so that loading data takes no time in a step.
 
     Args:
-        batches: At least one.
+        batches: Batches, at least one.
     """
 
     def __init__(self, batches: Sequence[Any]) -> None:
         if not batches:
-            raise ValueError("The data module's training loader gave no batch.")
+            raise ValueError("The training loader gave no batch. Use more data or smaller batches.")
         self._batches = batches
 
     def __iter__(self) -> Iterator[Any]:
@@ -96,16 +98,17 @@ class Endless:
 
 @dataclass(frozen=True)
 class RankBlock:
-    """A block as one rank saw it.
+    """Measurements of one rank in a block.
 
     Attributes:
-        rank: Which.
-        steps: [steps, `FIGURES`], without the warm-up.
-        load: What they took of the machine, None if unknown. host_bytes: that leave a host in a
-            step, by its interface's counter, headers included. peak_memory_bytes: most resident
-            memory of the rank. cpu_per_rank: CPU seconds of the rank per second. machine_use: share
-            of the machine's cores that was busy, 0 to 1. others_use: the same without encoding and
-            decoding. codec_s: CPU seconds of these, per step. num_buckets: of the strategy's plan.
+        rank: The rank.
+        steps: Figures of the timed steps, [steps, `FIGURES`].
+        load: Use of the machine during the timed steps. A value of None means unknown. host_bytes:
+            bytes that leave a host in a step, by its interface's counter, headers included.
+            peak_memory_bytes: most resident memory of the rank. cpu_per_rank: CPU seconds of the
+            rank per second. machine_use: share of the machine's cores that was busy, 0 to 1.
+            others_use: machine_use without encoding and decoding. codec_s: CPU seconds of encoding
+            and decoding in a step. num_buckets: number of buckets in the strategy's plan.
     """
 
     rank: int
@@ -115,13 +118,13 @@ class RankBlock:
 
 @dataclass(frozen=True)
 class Rig:
-    """One rank's place among the ranks, the same in every block.
+    """A rank and its machine, the same in every block.
 
     Attributes:
-        rank: This process's.
-        world_size: All ranks.
-        interface: What carries the bytes that leave the host; empty where nobody counts them.
-        ranks_on_machine: Ranks that share a machine, which may have several emulated hosts.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        interface: Network interface whose sent bytes are counted. Empty means that none is.
+        ranks_on_machine: Number of ranks that share this machine, on all of its emulated hosts.
     """
 
     rank: int
@@ -131,24 +134,24 @@ class Rig:
 
 
 class StepProbe(Profiler):
-    """Notes when batches, forwards and backwards begin and end, for `Trainer(profiler=)`.
+    """Times batches, forwards and backwards, for `Trainer(profiler=)`.
 
-    Also reads counters at both ends of the timed steps, and the strategy's figures of each. A
-    profiler and no callback: before a callback that it does not know, `strategy="dear"` completes
-    all parameters, and the overlap to be measured would be gone.
+    Also reads the machine's counters before and after the timed steps, and the strategy's
+    `statistics` of each step. It is a profiler and no callback because `strategy="dear"` gathers
+    all parameters before it calls an unknown callback, and then nothing would overlap.
 
     Args:
-        length: How many steps, and how many to leave out.
-        interface: Whose bytes are counted.
-        on_step: Called after every step but the last, which only marks an end.
+        length: Number of warm-up steps and of timed steps.
+        interface: Network interface whose sent bytes are counted. Empty means none.
+        on_step: Called after every step except the last one, which only marks an end.
 
     Attributes:
-        strategy: To be set before the fit: whose figures are read.
-        batches_per_step: To be set before the fit: batches whose gradients accumulate.
-        begins_s: Beginning of each batch, `time.perf_counter` seconds.
-        forward_s: Seconds that each batch's `training_step` took.
-        backward_s: Seconds that each batch's backward took.
-        statistics: A `StepStatistics` for each timed step, or None where the strategy has none.
+        strategy: Strategy whose `statistics` are read; to be set before the fit.
+        batches_per_step: Number of batches whose gradients accumulate; to be set before the fit.
+        begins_s: `time.perf_counter` at the beginning of each batch.
+        forward_s: Seconds of each batch's `training_step`.
+        backward_s: Seconds of each batch's backward.
+        statistics: `StepStatistics` of each timed step; None if the strategy has none.
     """
 
     def __init__(
@@ -195,7 +198,7 @@ class StepProbe(Profiler):
             self._on_step()
         if step in (first, last):
             self._counts.append(machine.counters(self._interface))
-        # Always, as with a GPU waits are timed once somebody asks.
+        # Read in warm-up steps too: on a GPU the strategy times waits only after a first read.
         figures = getattr(self.strategy, "statistics", None)
         if first < step <= last:
             self.statistics.append(figures)
@@ -203,7 +206,7 @@ class StepProbe(Profiler):
             self._num_buckets = math.nan if plan is None else len(plan.buckets)
 
     def steps(self) -> Floats:
-        """Return the timed steps, [steps, `FIGURES`], once they have ended."""
+        """Return the figures of the timed steps, [steps, `FIGURES`], when these have ended."""
         first = self._length.num_warm_up_steps
         last = first + len(self.statistics)
         begins_s = np.array(self.begins_s[:: self.batches_per_step])
@@ -215,10 +218,10 @@ class StepProbe(Profiler):
         return np.column_stack([np.diff(begins_s[first : last + 1]), *phases_s, waits])
 
     def measured(self, rig: Rig, peak_memory_bytes: float) -> RankBlock:
-        """Return the block of this rank, once it has ended."""
+        """Return this rank's measurements, when the block has ended."""
         before, after = self._counts
         spent, num_steps = after.since(before), self._length.num_steps
-        # All its ranks are taken to be alike.
+        # Assumes that all ranks of the machine encode for as long as this one.
         codec_use = spent.codec_s * rig.ranks_on_machine / (spent.wall_s * (os.cpu_count() or 1))
         load = {
             "host_bytes": spent.sent_bytes / num_steps,
@@ -241,15 +244,15 @@ def run_block(
     length: BlockLength,
     on_step: Callable[[], None] = lambda: None,
 ) -> RankBlock:
-    """Fit `module` and return what this rank measured. Collective, blocks.
+    """Fit `module` and return this rank's measurements. Collective. Blocks.
 
     Args:
-        rig: Where this process stands.
-        new_trainer: Makes the trainer; `accumulate_grad_batches` batches are a step.
-        module: Mutated: trained, and sharded where the strategy does so.
-        batches: Given again and again.
-        length: How many steps.
-        on_step: Called after every step but the last, which only marks an end.
+        rig: This process's rank and machine.
+        new_trainer: Makes the trainer; a step has `accumulate_grad_batches` batches.
+        module: Module to train; it is mutated, and sharded if the strategy does so.
+        batches: Batches, which are repeated.
+        length: Number of warm-up steps and of timed steps.
+        on_step: Called after every step except the last one, which only marks an end.
     """
     probe = StepProbe(length, rig.interface, on_step)
     counts_memory = machine.forget_peak_memory()
@@ -264,9 +267,10 @@ def run_block(
 
 
 def interface_of(num_nodes: int) -> str:
-    """Return the interface that carries what ranks send each other, empty if unknown.
+    """Return the network interface through which ranks send; empty if unknown.
 
-    The loopback if all ranks share a host; else the one that gloo and NCCL were told to use.
+    It is the loopback if all ranks share a host, otherwise the one that the environment names for
+    gloo or NCCL.
     """
     if num_nodes == 1:
         return "lo"
@@ -275,7 +279,7 @@ def interface_of(num_nodes: int) -> str:
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Keep Lightning's notices of every fit off the screen; its warnings are shown once."""
+    """Within, suppress Lightning's log messages, and its warnings that the user cannot avoid."""
     logging.disable(logging.INFO)
     try:
         with warnings.catch_warnings():

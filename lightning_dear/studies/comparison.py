@@ -1,4 +1,4 @@
-"""A comparison for people: a block of rows for each point as text, and a panel as a picture."""
+"""A comparison for people: a table for each point as text, and a panel for each in a picture."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -44,9 +44,10 @@ _PARTS = (
 
 
 def join_parts(folder: Path) -> None:
-    """Write what the parts of a job have measured, one after the other, into its folder.
+    """Concatenate the CSV files of a job's parts into the job's folder.
 
-    Parts are folders of its own for points that need other ranks or links; it may have none.
+    A part is a numbered subfolder with the points that need the same ranks and links. A job without
+    parts stays as it is.
     """
     parts = sorted(folder.glob("[0-9]*/summary.csv"), key=lambda path: int(path.parent.name))
     for name in ("raw.csv", "blocks.csv", "summary.csv") if parts else ():
@@ -59,7 +60,7 @@ def _by_point(rows: Sequence[Line]) -> list[list[Line]]:
 
 
 def text_of(rows: Sequence[Line]) -> str:
-    """Return all rows and what they come to, those of one point under a line on it."""
+    """Return a table for each point under a description of it, and a verdict for each point."""
     parts = []
     for group in _by_point(rows):
         notes = [f"{row['entry']}: {row['note']}" for row in group if row["note"]]
@@ -68,7 +69,7 @@ def text_of(rows: Sequence[Line]) -> str:
 
 
 def _table(rows: Sequence[Line]) -> str:
-    # Columns in which somebody has a figure. Earlier versions had fewer.
+    # Only columns in which an entry has a figure. Files of earlier versions lack some columns.
     kept = {title: of for title, of in _FIGURES.items() if any(row.get(of[0]) for row in rows)}
     cells = [
         [
@@ -94,7 +95,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def describe(row: Line) -> str:
-    """Return in a few lines what was compared on what, and how short a step could be."""
+    """Return a few lines on the model, the ranks and the links of a point, and bounds on a step."""
     kind = "waiting instead of computing" if row["is_replay"] else "really computing"
     link = "link of unknown rate"
     if row["link_rate_mbit"] is not None:
@@ -118,7 +119,7 @@ def describe(row: Line) -> str:
 
 
 def verdicts(rows: Sequence[Line]) -> Iterator[str]:
-    """A sentence for each point: which entry is the fastest, if one is clearly."""
+    """Yield a sentence for each point: the entry that is clearly the fastest, or that none is."""
     for group in _by_point(rows):
         judged = [row for row in group if row["ratio"] and row["entry"] != COMPUTE_ALONE]
         if len(judged) < 2:
@@ -135,13 +136,13 @@ def verdicts(rows: Sequence[Line]) -> Iterator[str]:
 
 
 def times_as_fast(row: Line, first: str) -> str:
-    """How many times as fast as the entry `first` a row is, with the spread."""
+    """Return, as text, how many times as fast as the entry `first` a row is, with the spread."""
     spread = f"{1 / row['ratio_max']:.2f} to {1 / row['ratio_min']:.2f}"
     return f"{1 / row['ratio']:.2f} times as fast as {first} ({spread})"
 
 
 def said_of(block: Line, rows: Sequence[Line]) -> str:
-    """Return a line on a block that has ended: its step, and the entry's ratio so far."""
+    """Return a line on a block that has ended: its step time, and the entry's speed-up so far."""
     row, first = next(one for one in rows if one["entry"] == block["entry"]), rows[0]["entry"]
     is_compared = row["entry"] not in (first, COMPUTE_ALONE) and row["ratio"]
     so_far = f", so far {times_as_fast(row, first)}" if is_compared else ""
@@ -150,7 +151,10 @@ def said_of(block: Line, rows: Sequence[Line]) -> str:
 
 
 def draw(path: Path, rows: Sequence[Line]) -> None:
-    """Draw a panel for each point: bars, split where the strategy says how, and the bounds."""
+    """Draw a panel for each point: a bar for each entry, and the bounds.
+
+    Bars are split into compute and waits if the strategy measures its waits.
+    """
     points = _by_point(rows)
     with picture(path, [len(group) for group in points]) as axes:
         for axis, group in zip(axes, points, strict=True):
@@ -158,7 +162,7 @@ def draw(path: Path, rows: Sequence[Line]) -> None:
 
 
 def show_again(folder: Path) -> None:
-    """Prints a folder's table, and writes it and the picture again; see `report.show`."""
+    """Print the table of a folder, and write it and the picture again; see `report.show`."""
     join_parts(folder)
     show(folder, WORDS, text_of, draw)
 

@@ -1,6 +1,6 @@
-"""What `strategy="dear"` is compared with and Lightning has no name for.
+"""Strategies to compare `strategy="dear"` with, for which Lightning has no name.
 
-All are PyTorch's own parts, put together so that the user's model stays as it is.
+They combine parts of PyTorch, and need no change of the user's model.
 """
 
 import inspect
@@ -27,10 +27,10 @@ from lightning_dear.planning.search import NoContest, described
 
 
 class Bf16DDPStrategy(DDPStrategy):
-    """DDP whose gradients travel as bfloat16: half the bytes, summed in bfloat16.
+    """DDP that sends and sums gradients as bfloat16, which is half the bytes.
 
-    Registers PyTorch's hook on the wrapped module itself: Lightning ignores `ddp_comm_hook` on a
-    CPU. Takes `DDPStrategy`'s options.
+    Registers PyTorch's hook on the wrapped module directly, because Lightning ignores
+    `ddp_comm_hook` on a CPU. Takes `DDPStrategy`'s options.
     """
 
     @override
@@ -40,26 +40,27 @@ class Bf16DDPStrategy(DDPStrategy):
         self.model.register_comm_hook(None, _as_bf16)
 
 
-# DDP compares these annotations with the classes, so that they must not become strings.
+# DDP compares these annotations with classes, so this file must not make annotations strings.
 def _as_bf16(
     group: Any,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> Future[Tensor]:
-    """PyTorch's hook by another name: by its own, DDP admits it only on NCCL and XCCL."""
+    """PyTorch's hook under another name: DDP refuses the original name, except on NCCL and XCCL."""
     return bf16_compress_hook(group, bucket)
 
 
 class ZeroDDPStrategy(DDPStrategy):
     """DDP with the user's optimizers rebuilt as `ZeroRedundancyOptimizer`.
 
-    Gradients are all-reduced as under DDP; every rank steps whole parameters that make up about
-    1/world_size of the model and broadcasts them. Takes `DDPStrategy`'s options.
+    Gradients are all-reduced as under DDP. Every rank steps some whole parameters, about
+    1/world_size of the model, and broadcasts them. Takes `DDPStrategy`'s options.
     """
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        # Schedules mark the `step` of the optimizer they are built with, and warn of the new one.
+        # A schedule marks the `step` of its first optimizer, and would warn that the new optimizer
+        # has no such mark.
         warnings.filterwarnings("ignore", "Seems like .optimizer.step... has been overridden")
         rebuilt = {id(optimizer): _sharded(optimizer) for optimizer in self.optimizers}
         for config in self.lr_scheduler_configs:
@@ -78,11 +79,11 @@ def _sharded(optimizer: Optimizer) -> Optimizer:
 
 
 class Fsdp2Strategy(ModelParallelStrategy):
-    """FSDP2 that keeps parameters between forward and backward, as ZeRO-2 does.
+    """FSDP2 that keeps gathered parameters between forward and backward, as ZeRO-2 does.
 
-    The model's `configure_model` calls `fully_shard`; here every sharded module is told
-    `reshard_after_forward=False`. Takes `ModelParallelStrategy`'s options; with
-    `tensor_parallel_size=1` all ranks form one data-parallel axis.
+    The model's `configure_model` must call `fully_shard`. This strategy then sets
+    `reshard_after_forward=False` on every sharded module. Takes `ModelParallelStrategy`'s options;
+    with `tensor_parallel_size=1` all ranks form one data-parallel axis.
     """
 
     @override
@@ -93,13 +94,13 @@ class Fsdp2Strategy(ModelParallelStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Raises ValueError if `configure_model` has sharded nothing: nothing would be synced."""
+        """Raise ValueError if `configure_model` has sharded no module: ranks would not exchange."""
         assert self.model is not None
         sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         if not sharded:
             raise ValueError(
-                f"{type(self.model).__name__}.configure_model has called fully_shard on no module,"
-                " so that gradients would not be exchanged. Shard there, or use another strategy."
+                f"{type(self.model).__name__}.configure_model has called fully_shard on no module."
+                " Call it there, or use another strategy. Else gradients would not be exchanged."
             )
         for module in sharded:
             module.set_reshard_after_forward(False, recurse=False)
@@ -107,10 +108,13 @@ class Fsdp2Strategy(ModelParallelStrategy):
 
 
 def default_ddp_caps(scale: float) -> dict[str, Any]:
-    """DDP options that bucket a model of 1/`scale` of the bytes as DDP's defaults do the whole.
+    """Return DDP options under which a scaled model has the same buckets as the whole one.
 
-    By default the bucket that is ready first has 1 MiB and the others 25. Before torch 2.13 that
-    cannot be said of other sizes, and the first one is as large as the others.
+    By default DDP's first bucket has 1 MiB and the others 25 MiB. Before torch 2.13 the size of the
+    first bucket cannot be set, so that it is as large as the others.
+
+    Args:
+        scale: The model has 1/`scale` of the whole model's bytes.
     """
     if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters:
         return {"bucket_cap_mb_list": [1 / scale, 25 / scale]}
@@ -118,10 +122,10 @@ def default_ddp_caps(scale: float) -> dict[str, Any]:
 
 
 def forget_mesh(strategy: Strategy) -> None:
-    """Closes the process groups that FSDP2 opened for one fit; a no-op for other strategies.
+    """Close the process groups that FSDP2 opened for one fit. Does nothing for other strategies.
 
-    Else a run of many fits would fill the process with their threads. The module that was trained
-    cannot communicate any more.
+    Otherwise the threads of these groups would add up over many fits. The trained module cannot
+    communicate afterwards.
     """
     if not isinstance(strategy, ModelParallelStrategy):
         return
@@ -131,10 +135,10 @@ def forget_mesh(strategy: Strategy) -> None:
 
 
 class AllReduceMGWFBP(MGWFBPFusion):
-    """MG-WFBP's rule with the cost of an all-reduce, as measured, which sends twice the bytes.
+    """MG-WFBP's rule with the measured cost of an all-reduce, which sends twice a half's bytes.
 
-    Finds its plan under `strategy="dear"`, which measures the times that the rule needs; see
-    `ddp_options`.
+    The plan is found under `strategy="dear"`, which measures the times that the rule needs, and
+    then used by DDP; see `ddp_options`.
     """
 
     @override
@@ -145,15 +149,15 @@ class AllReduceMGWFBP(MGWFBPFusion):
 
 
 def ddp_options(plan: BucketPlan) -> dict[str, Any]:
-    """Return the options under which DDP makes the buckets of `plan`, for fp32 models.
+    """Return the DDP options that make the buckets of `plan`, for fp32 models.
 
     Raises:
-        ValueError: If this version of torch has no list of caps.
+        ValueError: If DDP in this version of torch has no option `bucket_cap_mb_list`.
     """
     if "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters:
         raise ValueError(
-            "MG-WFBP on DDP needs DistributedDataParallel(bucket_cap_mb_list=), which came with"
-            " torch 2.13; update torch, or leave the entry out."
+            "MG-WFBP on DDP needs DistributedDataParallel(bucket_cap_mb_list=), which this torch"
+            " lacks. Update to torch 2.13 or later, or leave the entry out."
         )
-    # Of 4 bytes each, in MiB.
+    # Elements of 4 bytes, as MiB: numel * 4 / 2**20.
     return {"bucket_cap_mb_list": [plan.buckets[one].numel / 2**18 for one in plan.reduce_order]}

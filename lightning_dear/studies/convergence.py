@@ -1,24 +1,24 @@
-"""How trainings end under each entry, against dense training: from trainings to verdicts.
+"""Compares how trainings end under each entry with dense training: from trainings to verdicts.
 
-A trial is one training, from fresh weights to the test: a line of raw.csv.
+A trial is one training, from fresh weights to the test. It is a line of raw.csv with these columns:
 
-- key: of all options that have a say in it: the same key, the same numbers.
-- entry, buckets: what was trained, and which tensors travelled together. phase: "tuning" or
-  "final". seed: of weights, data order and dropout.
-- lr_factor, lr: the learning rate over the one it is counted from, and the rate. dense_share: share
-  of the steps in which nothing was encoded, at the beginning.
-- metric: of the test, in the metric's unit; train_loss: mean over ranks and over the last steps;
-  both are nan where training broke off.
-- num_steps: optimizer steps that were made. weights, batches: digests of the weights before the
-  first step, and of all training batches of rank 0, in order. train_s: seconds of the fit.
+- key: digest of all options on which the result depends. Trials with the same key are the same.
+- entry, buckets: names of the entry and of its bucketing. phase: "tuning" or "final". seed: seed of
+  weights, data order and dropout.
+- lr_factor, lr: the learning rate divided by the reference's, and the rate itself. dense_share:
+  share of the steps, at the beginning, in which nothing was encoded.
+- metric: the test metric in its unit. train_loss: mean over ranks and over the last steps. Both are
+  nan if the training broke off because gradients were no longer finite.
+- num_steps: number of optimizer steps that were made. weights, batches: digests of the weights
+  before the first step, and of rank 0's training batches in order. train_s: seconds of the fit.
 
-A point of a training's curve is a line of loss_over_time.csv; figures are means over its ranks.
+A point of a training's curve is a line of loss_over_time.csv. Its figures are means over ranks.
 
-- entry, buckets, seed: the training's. step: steps made.
-- train_loss: mean of the steps since the point before, in six digits: two runs have fewer in
-  common.
-- time_s: seconds from the beginning of the first step to when this one's loss was known.
-- sent_mb: what a rank sent meanwhile, 10^6 bytes, headers included; nan if unknown.
+- entry, buckets, seed: same as the trial's. step: number of steps made.
+- train_loss: mean over the steps since the last point, with six digits; repeated runs differ in
+  later ones.
+- time_s: seconds from the beginning of the first step to when this step's loss was computed.
+- sent_mb: 10^6 bytes that a rank has sent since then, headers included; nan if unknown.
 """
 
 import math
@@ -36,13 +36,13 @@ from lightning_dear.studies.report import show
 from lightning_dear.studies.table import MISSING, WIDTH, format_table
 
 LEVEL = 0.9
-"""Share of repetitions in which the interval holds the true mean difference."""
+"""Confidence level of the intervals."""
 
 WORDS = frozenset({"entry", "buckets", "reference", "metric", "unit", "verdict"})
-"""Columns of summary.csv that are no figures, whatever stands in them."""
+"""Columns of summary.csv that are text, even if a cell looks like a number."""
 
 JUDGED = ("non-inferior", "NOT non-inferior")
-"""Verdicts on entries that are neither references nor broken on purpose."""
+"""Verdicts on entries that are neither references nor controls (broken on purpose)."""
 
 BySeed = Mapping[int, Line]
 
@@ -54,12 +54,12 @@ class Metric:
     """How the end of a training is judged.
 
     Attributes:
-        name: Of the test metric that the model logs.
-        unit: Of what stands in the table.
-        scale: What the model's number is multiplied by to be in that unit.
-        is_higher_better: Whether more is better.
-        margin: Most that another training may be worse, in that unit.
-        loss_margin: Most that its training loss may be higher.
+        name: Name of the test metric that the model logs.
+        unit: Unit of the metric in the table.
+        scale: Factor from the logged value to that unit.
+        is_higher_better: Whether a higher value is better.
+        margin: Most by which an entry may be worse than its reference, in `unit`.
+        loss_margin: Most by which its training loss may be higher.
     """
 
     name: str
@@ -70,32 +70,32 @@ class Metric:
     loss_margin: float
 
     def value_in(self, metrics: Mapping[str, float] | None) -> float:
-        """Return the metric in `unit`; nan for None, where a training broke off.
+        """Return the metric in `unit`; nan if `metrics` is None, which means a broken-off training.
 
         Raises:
-            ValueError: If the model logs none of that name.
+            ValueError: If the model logs no test metric of this name.
         """
         if metrics is None:
             return math.nan
         if self.name not in metrics:
             raise ValueError(
-                f"The test gave no {self.name!r}; valid values of metric.name:"
-                f" {', '.join(metrics)}."
+                f"The test gave no {self.name!r}. Set metric.name to one of the metrics that it"
+                f" gave: {', '.join(metrics)}."
             )
         return self.scale * metrics[self.name]
 
     def how_much_worse(self, value: float, reference: float) -> float:
-        """Return by how much `value` is worse than `reference`, in `unit`; below 0: better."""
+        """Return by how much `value` is worse than `reference`, in `unit`; negative if better."""
         return reference - value if self.is_higher_better else value - reference
 
 
 def curve_of(trial: Line, steps: Sequence[Sequence[float]], every: int) -> list[Line]:
-    """Return a point for `every` steps; what is left at the end has none.
+    """Return a point of the curve for every `every` steps. Steps left over at the end have none.
 
     Args:
         trial: The training.
-        steps: Of each step its loss, seconds and bytes since the first one's beginning.
-        every: Steps of a point.
+        steps: For each step its loss, and seconds and bytes since the beginning of the first step.
+        every: Number of steps of a point.
     """
     points = []
     for end in range(every, len(steps) + 1, every):
@@ -114,15 +114,19 @@ def curve_of(trial: Line, steps: Sequence[Sequence[float]], every: int) -> list[
 
 
 def is_finite(trial: Line) -> bool:
-    """Whether a training came to an end with numbers."""
+    """Whether a training ended with a finite metric and a finite training loss."""
     return math.isfinite(trial["metric"]) and math.isfinite(trial["train_loss"])
 
 
 def best_of(trials: Sequence[Sequence[Line]], metric: Metric) -> int:
-    """Return the place of the best options: each has a trial for every tuning seed.
+    """Return the index in `trials` of the best options.
 
-    By the mean metric; where it is equal, as where it saturates, by the mean training loss. What
-    broke off is behind all that did not.
+    The best options have the best mean metric. If that is equal, for example because it saturates,
+    they have the lowest mean training loss. Options with a broken-off trial come last.
+
+    Args:
+        trials: For each of the options, a trial on every tuning seed.
+        metric: How ends are judged.
     """
 
     def rank(place: int) -> tuple[float, float]:
@@ -142,24 +146,24 @@ def _mean(trials: Sequence[Line], name: str) -> float:
 
 
 def read_trials(folder: Path) -> dict[str, Line]:
-    """Return key -> the training of that key, of all in raw.csv.
+    """Return key -> training, of all trainings in a folder's raw.csv.
 
     Raises:
-        ValueError: If raw.csv is of another program.
+        ValueError: If another program wrote raw.csv.
     """
     trials = read_lines(folder / "raw.csv", _TRIAL_WORDS)
     if trials and "key" not in trials[0]:
-        raise ValueError(f"{folder / 'raw.csv'} is of another program: {OTHER_FOLDER}.")
+        raise ValueError(f"{folder / 'raw.csv'} is of another program. {OTHER_FOLDER}")
     return {trial["key"]: trial for trial in trials}
 
 
 def add_trial(folder: Path, trial: Line, curve: Sequence[Line]) -> None:
-    """Append one training to raw.csv, and its curve to loss_over_time.csv, not those of the tuning.
+    """Append one training to raw.csv, and its curve to loss_over_time.csv if its phase is "final".
 
     Raises:
         ValueError: If a file has other columns.
     """
-    # The curve first: what stands in raw.csv is not trained again.
+    # The curve first: a training in raw.csv is not repeated, so a kill could lose its curve.
     if curve and trial["phase"] == "final":
         append_lines(folder / "loss_over_time.csv", curve)
     append_lines(folder / "raw.csv", [trial])
@@ -170,13 +174,14 @@ def add_trial(folder: Path, trial: Line, curve: Sequence[Line]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What is asked of an entry.
+    """An entry, and how its end is judged.
 
     Attributes:
-        name: For people.
-        reference: The dense entry it is compared with; None: it is one.
-        is_control: Whether it is broken on purpose, and must be found out.
-        below: What its training loss must end below, instead of being compared; None: compared.
+        name: Name in the table.
+        reference: Dense entry with which it is compared. None means that it is itself a reference.
+        is_control: Whether it is broken on purpose, so that the comparison must notice it.
+        below: Bound below which its training loss must end, instead of a comparison. None means a
+            comparison with the reference.
     """
 
     name: str
@@ -191,10 +196,10 @@ def summarize(
     """Return a row for each entry and bucketing that has been trained on a seed.
 
     Args:
-        asked: In the order of the rows.
-        trials: All that were measured; those of the tuning are left out.
+        asked: Entries in the order of the rows.
+        trials: All trainings; those of the tuning are left out here.
         metric: How ends are judged.
-        num_seeds: How many were asked for.
+        num_seeds: Number of seeds of the whole study.
     """
     final: dict[tuple[str, str], dict[int, Line]] = {}
     for trial in trials:
@@ -236,7 +241,7 @@ def _row(asked: Asked, own: BySeed, reference: BySeed, metric: Metric, num_seeds
 
 
 def _verdict(asked: Asked, row: Line, num_seeds: int, losses: Sequence[float]) -> str:
-    """Whether what was asked is so; how many seeds there are while some are missing."""
+    """Return the verdict on an entry; while seeds are missing, their number so far."""
     if asked.reference is None:
         return "reference"
     if row["num_seeds"] < num_seeds:
@@ -249,18 +254,18 @@ def _verdict(asked: Asked, row: Line, num_seeds: int, losses: Sequence[float]) -
     is_equal = row["worse_upper"] <= row["margin"]
     if not asked.is_control:
         return JUDGED[0] if is_equal else JUDGED[1]
-    # Not by the width of its interval alone: it is worse, too.
+    # A wide interval alone does not count as a noticed control: its lower end must be above 0.
     if not is_equal and row["worse_lower"] > 0:
         return "fails, as it must"
     is_noticed = row["loss_worse_upper"] > row["loss_margin"] and row["loss_worse_lower"] > 0
     return "fails by training loss, as it must" if is_noticed else "NOT NOTICED"
 
 
-# --- what is written ------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def text_of(rows: Sequence[Line]) -> str:
-    """Return all rows, at least one, and what they mean."""
+    """Return the table of all rows, at least one, and a legend."""
     first, unit = rows[0], rows[0]["unit"]
     titles = [
         *("entry", "buckets", "lr", "x dense", "dense first", f"{first['metric']}, {unit} (sd)"),
@@ -319,7 +324,7 @@ def draw(path: Path, rows: Sequence[Line]) -> None:
 
 
 def show_again(folder: Path) -> None:
-    """Prints a folder's table, and writes it and the picture again; see `report.show`."""
+    """Print the table of a folder, and write it and the picture again; see `report.show`."""
     show(folder, WORDS, text_of, draw)
 
 
@@ -339,12 +344,12 @@ def _draw_row(axis: Any, number: int, row: Line, limit: float) -> None:
 
 
 class Difference(NamedTuple):
-    """By how much something is worse, in some unit; below 0: better. None for too few pairs.
+    """Mean difference of pairs, with its interval. Positive means worse; None means too few pairs.
 
     Attributes:
-        mean: Of the pairs.
-        lower: End of the interval.
-        upper: End of the interval; what a margin is compared with.
+        mean: Mean of the differences.
+        lower: Lower end of the interval.
+        upper: Upper end of the interval, which is compared with a margin.
     """
 
     mean: float | None = None
@@ -360,8 +365,8 @@ def paired_difference(worse_by: Sequence[float]) -> Difference:
     The upper end is also the upper bound of a one-sided test at 5 %.
 
     Args:
-        worse_by: One for each seed, at least 2 for an interval. Where one is not finite, so is
-            nothing here: all three figures are inf.
+        worse_by: Difference on each seed, at least 2 for an interval. If a difference is not
+            finite, all three results are inf.
     """
     from scipy import stats
 

@@ -1,8 +1,8 @@
-"""What compressors would cost on a device that is not here, from what they do there.
+"""Predicts the cost of compressors on a device that is not here, from their kernels and bytes.
 
-A kernel takes `kernel_s` to start, and its bytes at `bytes_per_s`. Kernels and bytes of codecs are
-counted, by running them on tensors without memory; those of sparse all-reduces, whose work depends
-on the numbers, are written down here.
+A kernel takes `kernel_s` to start, and moves its bytes at `bytes_per_s`. Kernels and bytes of
+codecs are counted by running them on meta tensors. The work of sparse all-reduces depends on
+values, so their kernels and bytes are constants in this file.
 """
 
 import math
@@ -22,31 +22,32 @@ from lightning_dear.planning.measured import NO_CODEC
 
 _META = torch.device("meta")
 _PASSES = {"topk": 5, "sort": 16}
-"""How often an operation goes over its tensors, if not once: radixes go digit by digit."""
+"""Operation -> number of passes over its tensors, if not 1: a radix sort has one for each digit."""
 
 _OVERWRITING = ("copy_", "fill_", "zero_", "uniform_", "random_", "bernoulli_", "normal_")
-"""What does not read the tensor that it writes."""
+"""In-place operations that do not read the tensor they write."""
 
 _FEW, _MANY = 1 << 14, 1 << 18
-"""Elements of the two rows that are counted."""
+"""Numbers of elements of the two rows on which kernels and bytes are counted."""
 
 _ADD_RESIDUAL, _KEEP_RESIDUAL = (2, 24.0), (1, 12.0)
-"""Kernels, and bytes of each element: what was left is added; what arrives is taken off it."""
+"""Kernels, and bytes for each element, of error feedback: to add the residual to the gradient; and
+to subtract the decoded message, which leaves the next residual."""
 
 _SUM_BYTES = 12.0
-"""Of each element, to add one rank's numbers to those of others: two are read, one is written."""
+"""Bytes for each element to add one rank's values to a sum: two fp32 are read, one is written."""
 
 _NUDGES = 10
-"""Of `Gaussiank`'s threshold: half of those it may make."""
+"""Assumed number of corrections of `Gaussiank`'s threshold: half of the most that it makes."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """How fast something computes that waits for memory.
+    """Speed of a device whose kernels are limited by memory.
 
     Attributes:
-        kernel_s: Seconds that a kernel takes however little it does, the host's part included.
-        bytes_per_s: That its memory reads and writes.
+        kernel_s: Least seconds of a kernel, the launch by the host included.
+        bytes_per_s: Bytes that its memory reads and writes in a second.
     """
 
     kernel_s: float
@@ -55,20 +56,23 @@ class Device:
     def __post_init__(self) -> None:
         if not (0 <= self.kernel_s < math.inf and 0 < self.bytes_per_s < math.inf):
             raise ValueError(
-                "kernel_s must be finite and not negative, bytes_per_s finite and positive; got"
-                f" {self.kernel_s} and {self.bytes_per_s}."
+                f"kernel_s={self.kernel_s} or bytes_per_s={self.bytes_per_s} is not valid. kernel_s"
+                " must be finite and not negative, bytes_per_s finite and positive."
             )
 
     def work(self, kernels: float, bytes_per_element: float) -> Linear:
-        """Seconds of so many kernels, of the elements that they go through."""
+        """Return the seconds of `kernels` kernels as a linear function of the elements."""
         return Linear(kernels * self.kernel_s, bytes_per_element / self.bytes_per_s)
 
 
 def halves_costs(compressor: str | Compressor, device: Device, world_size: int) -> CodecCosts:
-    """What it costs where gradients are summed by owners and spread by them, as ours does.
+    """Return the costs of a compressor if owners sum gradients and send the sums to all ranks.
+
+    `strategy="dear"` works this way.
 
     Raises:
-        ValueError: If it is unknown, or depends on more of a bucket than its size (PowerSGD).
+        ValueError: If the compressor is unknown, does not encode both halves, or its cost depends
+            on the shapes of tensors (PowerSGD).
     """
     made = _resolved(compressor)
     if made is None:
@@ -93,12 +97,12 @@ def halves_costs(compressor: str | Compressor, device: Device, world_size: int) 
 
 
 def whole_costs(compressor: str | Compressor, device: Device, world_size: int) -> CodecCosts:
-    """What it costs where every rank gets every rank's bytes, and decodes and sums them all.
+    """Return the costs if every rank gets every rank's message, and decodes and sums all of them.
 
-    As GRACE and MergeComp do, and hooks of DDP. 16-bit numbers are summed on their way instead.
+    GRACE, MergeComp and DDP's hooks work this way. 16-bit compressors are all-reduced instead.
 
     Raises:
-        ValueError: See `halves_costs`.
+        ValueError: In the same cases as `halves_costs`.
     """
     made = _resolved(compressor)
     if made is None:
@@ -123,7 +127,7 @@ def whole_costs(compressor: str | Compressor, device: Device, world_size: int) -
 
 
 def total(*parts: Linear) -> Linear:
-    """One after the other."""
+    """Return the cost of all parts, one after the other."""
     return Linear(sum(one.alpha for one in parts), sum(one.beta for one in parts))
 
 
@@ -131,18 +135,18 @@ def _resolved(compressor: str | Compressor) -> Codec | SparseAllReduce | None:
     made = compression.resolve_compressor(compressor)
     if made is not None and made.halves != "both":
         raise ValueError(
-            f"Costs are those of both halves, and {made.name} has halves={made.halves!r}; leave"
-            " halves out."
+            f"{made.name} has halves={made.halves!r}, of which the cost is unknown. Leave halves"
+            " out. Only costs of both halves are counted."
         )
     if made is None or isinstance(made, Codec | SparseAllReduce):
         return made
     raise ValueError(
-        f"What {made.name} costs depends on the shapes of tensors, which profiles do not tell."
+        f"The cost of {made.name} depends on the shapes of tensors. Leave it out of compressors."
     )
 
 
 def _parts_of(codec: Codec, device: Device) -> tuple[Linear, Linear, Linear]:
-    """A codec's own work, to encode and to decode elements, and their bytes."""
+    """Return a codec's own cost to encode and to decode, and its bytes, all by the elements."""
     generator = torch.Generator()
     few, many = (_counted(codec, numel, generator) for numel in (_FEW, _MANY))
 
@@ -156,7 +160,7 @@ def _parts_of(codec: Codec, device: Device) -> tuple[Linear, Linear, Linear]:
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what would be kernels, and the bytes of their tensors."""
+    """Counts operations that would be kernels, and the bytes that they read and write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -169,7 +173,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if not name.startswith("empty") and not func.is_view:
             self.kernels += 1
-            # `out=` is written alone, and comes back as the result.
+            # A tensor given as `out=` is only written; it is counted as the result.
             read = args[1:] if name in _OVERWRITING else args
             moved = [one for one in tree_leaves((read, result)) if isinstance(one, Tensor)]
             self.nbytes += _PASSES.get(name, 1) * sum(one.nbytes for one in moved)
@@ -190,21 +194,22 @@ def _counted(codec: Codec, numel: int, generator: torch.Generator) -> tuple[_Cou
 
 
 def _sparse(made: SparseAllReduce, device: Device, world_size: int) -> CodecCost:
-    """Words of 4 bytes that are read or written, of each element; k of n are selected.
+    """Return the cost of a sparse all-reduce, which selects k of a bucket's n elements.
 
-    Accumulating takes 3, comparing and telling places 2, an exact threshold 5 more now and then. A
-    sum reads and writes 3 for each number that has come; writing what has arrived into zeros takes
-    1, and 3 for each number.
+    Counted in words of 4 bytes that are read or written. For each of the n elements, adding the
+    residual takes 3, comparing with the threshold and finding indices 2, and an exact threshold,
+    which is not computed in each step, 5 more. Summing takes 3 for each received value. Writing
+    received values into zeros takes 1 for each element, and 3 for each value.
     """
     tau = getattr(made, "tau_prime", 0)
     select = 5 + (5 / tau if tau else 4 + _NUDGES)
     density = made.density
     if made.all_reduces:
-        # Kernels, and words for each of the k numbers, with which a rank adds up what has come.
+        # Kernels, and words for each of the k values, with which a rank sums received messages.
         rounds = (world_size - 1).bit_length()
         kernels, words = (6 * rounds, 10 * rounds) if made.is_tree else (world_size, 3 * world_size)
         adding = total(device.work(2, 4.0), device.work(kernels, 4 * words * density))
-        # A rank in the middle waits for what comes up and then for what comes down.
+        # In a tree the sum travels up, and then down again to all ranks.
         there_and_back = 2 if made.is_tree else 1
         travelling = there_and_back * _words_per_element(made, world_size)
         wire = Linear(0.0, 4 * travelling * world_size)
@@ -230,7 +235,10 @@ def _sparse(made: SparseAllReduce, device: Device, world_size: int) -> CodecCost
 
 
 def _at_once(cost: CodecCost, world_size: int) -> CodecCost:
-    """The same where nothing is done between the halves but what has to be."""
+    """Return `cost` with all work after the reduce half moved into `decode_sum`.
+
+    For strategies that run both halves as one exchange, with no other work between them.
+    """
     if cost.way == "all_gather":
         return cost
     shard = cost.encode_shard
@@ -240,7 +248,10 @@ def _at_once(cost: CodecCost, world_size: int) -> CodecCost:
 
 
 def _words_per_element(made: SparseAllReduce, world_size: int) -> float:
-    """As a buffer of which each rank sends (P - 1) / P, of a bucket's elements."""
+    """Return words sent for each element of a bucket, over P - 1 for P ranks; 0 at one rank.
+
+    So a buffer of P times as many words, of which a rank sends (P - 1) / P, is equivalent.
+    """
     if world_size == 1:
         return 0.0
     numel = 1 << 24

@@ -1,4 +1,4 @@
-"""Files of studies: lines of figures as CSV, and text; a kill leaves each of them whole."""
+"""CSV and text files of studies. A kill at any moment leaves each file readable."""
 
 import csv
 from collections.abc import Collection, Mapping, Sequence
@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 Line = dict[str, Any]
-"""Column -> a number, a word, True or False; None for what was not measured, an empty cell."""
+"""Column -> a number, text, True or False. None means not measured, and is an empty cell."""
 
-OTHER_FOLDER = "choose another folder (hydra.run.dir=...), or move that one away"
+OTHER_FOLDER = "Choose another folder (hydra.run.dir=...), or move that one away."
+"""Last sentence of errors on a folder with files of another run."""
 
 _NAMED = {"": None, "True": True, "False": False}
 
 
 def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Append lines, under titles if the file is new; None becomes an empty cell.
+    """Append lines to a CSV file; a new file gets titles first. None becomes an empty cell.
 
     Raises:
         ValueError: If the file has other columns.
@@ -25,7 +26,7 @@ def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
         file.seek(0)
         known = next(csv.reader(file), titles)
         if known != titles:
-            raise ValueError(f"{path} has columns of another version: {OTHER_FOLDER}.")
+            raise ValueError(f"{path} has columns of another version. {OTHER_FOLDER}")
         file.seek(0, 2)
         writer = csv.DictWriter(file, titles)
         if file.tell() == 0:
@@ -34,7 +35,7 @@ def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write all lines in place of what was there, all at once; no file for no lines."""
+    """Replace a CSV file atomically by one with these lines; without lines, remove it."""
     part = path.with_name(f"{path.name}.part")
     part.unlink(missing_ok=True)
     if lines:
@@ -45,23 +46,23 @@ def write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` and a line's end in place of what was there, all at once."""
+    """Replace a file atomically by one with `text` and a newline."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(f"{text}\n")
     part.replace(path)
 
 
 def read_lines(path: Path, words: Collection[str]) -> list[Line]:
-    """Return all whole lines; none if there is no such file.
+    """Return all complete lines of a CSV file; an empty list if there is no such file.
 
     Args:
-        path: Of a CSV file.
-        words: Columns whose cells stay words where they are empty, or look like numbers.
+        path: Path of the file.
+        words: Columns that are text, even if a cell is empty or looks like a number.
     """
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        # A kill may have cut the last one off.
+        # A kill may have cut off the last line, which then lacks cells.
         whole = [line for line in csv.DictReader(file) if None not in line.values()]
     return [
         {name: cell if name in words else _value(cell) for name, cell in line.items()}

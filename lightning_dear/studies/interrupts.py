@@ -1,8 +1,8 @@
-"""SIGINT and SIGTERM: a thread ends the process in good order, whatever its main thread does.
+"""SIGINT and SIGTERM: a thread cleans up and ends the process, whatever its main thread does.
 
-An exception that a signal's handler raises is not enough. Raised inside a destructor it is dropped,
-and the program goes on; raised in a library it may be taken for another failure; and while the main
-thread waits for other ranks no handler runs at all.
+An exception from a signal handler is not enough. Inside a destructor it is dropped, and the program
+continues. Inside a library it may be taken for another failure. While the main thread waits for
+other ranks, no handler runs at all.
 """
 
 import os
@@ -16,11 +16,11 @@ from types import FrameType
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 Act = Callable[[int], None]
-"""What a signal calls, with its number, in a thread of its own."""
+"""Function that a signal calls with its number, in a separate thread."""
 
 
 class Interrupts:
-    """What SIGINT and SIGTERM do to this process."""
+    """Stack of functions that SIGINT and SIGTERM call in this process."""
 
     def __init__(self) -> None:
         self._acts: list[tuple[Act, bool]] = []
@@ -29,15 +29,15 @@ class Interrupts:
 
     @contextmanager
     def call(self, act: Act, *, ends: bool = True) -> Iterator[None]:
-        """Within, a signal calls `act` instead of what it would call outside.
+        """Within, a signal calls `act` instead of the function of an enclosing `call`.
 
-        To be entered in the main thread. Is left when all signals so far have been acted on, and so
-        never once the process is to end: what the main thread met since is of no interest then, and
-        must not be printed.
+        Must be entered in the main thread. Leaving blocks until `act` has returned for all signals
+        so far. If the process is to end, leaving blocks forever, so that the main thread does not
+        print errors that the signal has caused.
 
         Args:
-            act: Told the signal.
-            ends: The process ends after it, with exit code 128 + the signal's number.
+            act: Called with the signal's number.
+            ends: Whether the process ends after `act`, with exit code 128 + the signal's number.
         """
         with nullcontext() if self._acts else self._listening():
             self._acts.append((act, ends))
@@ -51,7 +51,10 @@ class Interrupts:
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Within, both raise a KeyboardInterrupt here, whose argument is the exit code."""
+        """Within, both signals raise a KeyboardInterrupt in the main thread.
+
+        Its argument is the exit code.
+        """
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             raise KeyboardInterrupt(128 + number)
@@ -62,7 +65,7 @@ class Interrupts:
     @contextmanager
     def _listening(self) -> Iterator[None]:
         read_end, self._write_end = os.pipe()
-        # `set_wakeup_fd` refuses a descriptor that blocks.
+        # `set_wakeup_fd` requires a non-blocking descriptor.
         os.set_blocking(self._write_end, False)
         before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         threading.Thread(target=self._hear, args=(read_end,), daemon=True).start()
@@ -89,15 +92,15 @@ class Interrupts:
             if ends:
                 for stream in (sys.stdout, sys.stderr):
                     stream.flush()
-                # Neither `sys.exit` nor an exception ends a process from a thread.
+                # In a thread, neither `sys.exit` nor an exception ends the process.
                 os._exit(128 + number)
 
 
 @contextmanager
 def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Within, `handler` is Python's for both signals; not for one that is ignored."""
+    """Within, `handler` is Python's handler of both signals, except of a signal that is ignored."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    # Whoever starts a program in the background may want it to ignore Ctrl-C.
+    # A shell may have started this program in the background with SIGINT ignored.
     mine = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
     for number in mine:
         signal.signal(number, handler)
@@ -109,4 +112,4 @@ def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[No
 
 
 INTERRUPTS = Interrupts()
-"""This process's."""
+"""The one instance of this process, since signal handlers are global."""

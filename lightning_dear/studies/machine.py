@@ -1,6 +1,6 @@
-"""What Linux says of the machine while steps run: CPU, memory, bytes on an interface.
+"""Counters of the machine while steps run, from `/proc`: CPU, memory, bytes on an interface.
 
-What `/proc` does not say is nan.
+A value that `/proc` does not have is nan.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _PROC = Path("/proc")
 
 
 class Counters(NamedTuple):
-    """At one moment, or since another one; seconds and bytes.
+    """Counters at one moment, or their differences between two moments; in seconds and bytes.
 
     Attributes:
         wall_s: `time.perf_counter`.
         process_s: CPU time of this process, all threads.
-        codec_s: The part of it that encoding and decoding took.
+        codec_s: CPU time of this process in encoding and decoding.
         busy_s: CPU time of the whole machine, all cores.
-        total_s: The same with idle time.
-        sent_bytes: Sent by an interface, headers included.
+        total_s: Same as `busy_s`, plus idle time.
+        sent_bytes: Bytes that an interface has sent, headers included.
     """
 
     wall_s: float
@@ -39,17 +39,17 @@ class Counters(NamedTuple):
     sent_bytes: float
 
     def since(self, before: Counters) -> Counters:
-        """What has been counted in between."""
+        """Return the differences between these counters and earlier ones."""
         return Counters(*(now - then for now, then in zip(self, before, strict=True)))
 
     @property
     def machine_use(self) -> float:
-        """Share of all cores that was busy, 0 to 1, of what has been counted in between."""
+        """Busy share of all cores, 0 to 1, if these are differences between two moments."""
         return self.busy_s / self.total_s if self.total_s else math.nan
 
 
 def counters(interface: str = "") -> Counters:
-    """Return the counters of now."""
+    """Return the present counters; `interface` is the network interface whose bytes count."""
     own = time.perf_counter(), time.process_time(), device_work_cpu_s()
     return Counters(*own, *_machine_times(), sent_bytes(interface))
 
@@ -64,10 +64,10 @@ def sent_bytes(interface: str) -> float:
 
 
 def forget_peak_memory() -> bool:
-    """Begin a new count of `peak_memory`; whether that is possible. Frees what it can."""
+    """Collect garbage and reset `peak_memory`. Return False if the system does not allow that."""
     gc.collect()
     with suppress(OSError, AttributeError):
-        # Else pages that the block before has freed would count.
+        # Returns freed pages to the system. Otherwise those of an earlier block would count.
         ctypes.CDLL(None).malloc_trim(0)
     try:
         (_PROC / "self/clear_refs").write_text("5")
@@ -77,7 +77,7 @@ def forget_peak_memory() -> bool:
 
 
 def peak_memory() -> float:
-    """Return the most resident memory since `forget_peak_memory`, bytes."""
+    """Return the most resident memory since `forget_peak_memory`, in bytes."""
     for line in _read("self/status").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

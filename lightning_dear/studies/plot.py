@@ -19,13 +19,13 @@ _STYLE: dict[Any, Any] = {
 
 @contextmanager
 def picture(path: Path, num_bars: Sequence[int]) -> Iterator[Sequence[Any]]:
-    """Yield axes to draw on; write them to `path`, all at once, when the drawing has ended.
+    """Yield axes to draw on; afterwards write the figure atomically to `path`.
 
     Args:
-        path: Of a PNG file.
-        num_bars: For each panel how many lines it has from top to bottom.
+        path: Path of a PNG file.
+        num_bars: Number of bars, from top to bottom, of each panel.
     """
-    # No pyplot: it may be called by any thread.
+    # Figure instead of pyplot, which only the main thread may use.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -1,7 +1,8 @@
-"""What `dear-plan calibrate` times: exchanges, and what DDP and FSDP2 take of a host.
+"""Measurements of `dear-plan calibrate`: exchanges, and host time that DDP and FSDP2 need.
 
-Ours takes none of the latter. Module buffers travel while something is computed, gradients are
-where they are sent from, and the host does not touch a bucket's tensors one by one.
+`strategy="dear"` needs no such host time. It sends module buffers during computation, gradients
+accumulate in the buckets from which they are sent, and the host does not touch a bucket's tensors
+one by one.
 """
 
 import logging
@@ -31,45 +32,46 @@ from lightning_dear.telemetry.clock import clock_of
 from lightning_dear.tuning.link_cost import measure_collectives, slowest
 
 _LEAST_BYTES = 1 << 24
-"""Of a model as exchanges are measured for it: a cluster's file serves others, too."""
+"""Least bytes of a model for which exchanges are measured: larger models use the results, too."""
 
 _WAITED_BYTES = tuple(1 << power for power in range(12, 22, 2))
-"""Of whole buffers, 4 KiB to 1 MiB; and a quarter of the model, if that is up to 4 MiB."""
+"""Bytes of the buffers of the backend's own halves, 4 KiB to 1 MiB. One more has a quarter of the
+model's bytes, limited to 1 to 4 MiB."""
 
 _NUM_SPREAD = 3
-"""Measurements of exchanges, whose shortest and longest make a band."""
+"""Number of measurements of exchanges; their spread tells how sure the costs are."""
 
 _NUM_REPEATS, _NUM_WARM_UP, _NUM_IN_A_ROW = 9, 2, 4
 
 _SHORT_NUMEL, _NUM_SHORT = 1 << 8, 64
-"""Of all-reduces that are nothing but a start, and how many of them make a train."""
+"""Elements of an all-reduce that takes little more than its start; number of them in a row."""
 
 _MOST_NUMEL = 1 << 26
-"""Elements of a model on which hosts are measured; of larger ones a part tells what all take."""
+"""Most elements with which host time is measured. For larger models it is extrapolated."""
 
 Units = Sequence[Sequence[int]]
-"""Elements of the tensors of each of FSDP2's units, in fp32."""
+"""For each of FSDP2's units: the number of elements of each of its tensors, as fp32."""
 
 Run = Callable[[], None]
-"""What is timed."""
+"""Function that is timed."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What was measured; the same on all ranks.
+    """Measured costs; the same on all ranks.
 
     Attributes:
-        links: Of our halves, and of the backend's all-reduce; of each repeat.
-        all_gather: The backend's own, which ours is not on gloo, waited for one by one: bytes of
-            the whole buffer -> seconds of repeats.
-        reduce_scatter: The same; gloo's is an all-reduce.
-        all_reduce_cpu_s: Of a rank, for a short all-reduce; 0 where it was not measured.
-        ddp_s: Of a step in which DDP sends rank 0's module buffers, and copies gradients into its
-            own buckets and back.
-        sharding_s: Of a step that FSDP2 takes of a host beyond exchanges; None where it was not
-            measured.
+        links: Costs of the halves of `strategy="dear"` and of the backend's all-reduce; one for
+            each repeat.
+        all_gather: Bytes of the whole buffer -> seconds of the backend's own all-gather, waited for
+            one by one; one value for each repeat. On gloo `strategy="dear"` uses another one.
+        reduce_scatter: Same as `all_gather`, for the reduce-scatter; gloo's is an all-reduce.
+        all_reduce_cpu_s: CPU seconds of a rank for a short all-reduce. 0 means not measured.
+        ddp_s: Seconds of a step in which DDP sends rank 0's module buffers, and copies gradients
+            into its buckets and back.
+        sharding_s: Host seconds of a step of FSDP2 beyond its exchanges. None means not measured.
     """
 
     links: Sequence[LinkCost]
@@ -88,18 +90,19 @@ def measure(
     units: Units,
     begin: Callable[[str], None],
 ) -> Costs:
-    """Time all that `Costs` has. Nothing of the training is touched. Collective, blocks.
+    """Measure all of `Costs` without changing the training's tensors. Collective. Blocks.
 
-    Accelerators hide what FSDP2 takes of their hosts, and the starts of all-reduces: there neither
-    is measured.
+    On accelerators, FSDP2's host time and the starts of all-reduces are hidden behind the device's
+    work, so they are not measured.
 
     Args:
-        collectives: Training's.
-        module: What is trained.
-        optimizer: What it is stepped with.
-        ready_s: Seconds since backward began when each gradient is there, rising.
-        units: Of the model; not empty.
-        begin: Called with what is timed next.
+        collectives: Collectives of the training.
+        module: Module that is trained; it is not changed.
+        optimizer: Optimizer of the module; it is not changed.
+        ready_s: For each gradient the seconds from the beginning of backward until it is ready, in
+            rising order.
+        units: FSDP2's units of the model; not empty.
+        begin: Called with the name of each measurement when it begins.
     """
     device = next(module.parameters()).device
     nbytes = 4 * sum(map(sum, units))
@@ -125,16 +128,17 @@ def measure(
 
 
 def half_times(collectives: Collectives, device: torch.device, name: str, size: int) -> list[float]:
-    """Seconds of the backend's own all-gather, or reduce-scatter, of `size` bytes; of repeats.
-
-    Each is the mean of several, one after the other as FSDP2 has them: ranks that do not begin
-    together catch up in the first. The slowest rank's. Collective, blocks.
+    """Measure the backend's own all-gather, or reduce-scatter. Collective. Blocks.
 
     Args:
-        collectives: Training's.
-        device: Where parameters are.
-        name: In torch.distributed.
+        collectives: Collectives of the training.
+        device: Device of the parameters.
+        name: Name of the function in torch.distributed.
         size: Bytes of the whole buffer.
+
+    Returns:
+        Seconds of each repeat on the slowest rank. A repeat is the mean of several exchanges in a
+        row, as FSDP2 has them, because in the first one ranks also wait for the last to begin.
     """
     shard = torch.zeros(max(size // 4 // collectives.world.size, 1), device=device)
     whole = torch.zeros(shard.numel() * collectives.world.size, device=device)
@@ -153,14 +157,15 @@ def with_starts(
     device: torch.device,
     ready_s: Sequence[float],
 ) -> tuple[list[LinkCost], float]:
-    """`links` with what all-reduces take that only start, on a CPU. Collective, blocks.
+    """Measure alpha of all-reduces on a CPU, with short ones. Collective. Blocks.
 
-    They are launched at once, and when gradients are ready; what takes less counts. At once they
-    overstate it on gloo, where ranks that have little to send wait for each other longer the more
-    is under way. In a backward that hides them they overstate it, too.
+    They are launched once all together, and once at the times when gradients are ready. The smaller
+    result counts, since both can be too large. All together, ranks wait for each other the longer
+    the more messages are in flight (gloo). At the times of a backward, the pauses between launches
+    are part of the result.
 
     Returns:
-        The costs, and the CPU seconds of a rank for one all-reduce.
+        `links` with that alpha, and the CPU seconds of a rank for one all-reduce.
     """
     if device.type != "cpu":
         return list(links), 0.0
@@ -176,11 +181,11 @@ def with_starts(
 
 
 def _start_s(collectives: Collectives, launches_s: Sequence[float]) -> tuple[float, float]:
-    """Seconds, and CPU seconds, of each of short all-reduces that are launched at such times."""
+    """Return seconds, and CPU seconds, for each short all-reduce; launched at `launches_s`."""
     buffers = [torch.zeros(_SHORT_NUMEL) for _ in launches_s]
     works = []
     with uncounted(collectives):
-        # Ranks begin together.
+        # A barrier, so that ranks begin together.
         collectives.all_gather_object(None)
         begin_s, begin_cpu_s = time.perf_counter() - launches_s[0], time.process_time()
         for number, (launch_s, buffer) in enumerate(zip(launches_s, buffers, strict=True)):
@@ -198,11 +203,14 @@ def _start_s(collectives: Collectives, launches_s: Sequence[float]) -> tuple[flo
 def ddp_seconds(
     collectives: Collectives, device: torch.device, units: Units, buffers: Sequence[Tensor]
 ) -> float:
-    """Seconds of a step in which DDP sends module buffers, and copies gradients to and fro.
+    """Measure DDP's sending of module buffers and copying of gradients. Collective. Blocks.
 
-    From steps of a module with such tensors in which no gradient is sent, with DDP and without.
-    Needs four times the parameters' memory, or that of 64 Mi elements: of larger models the first
-    tensors tell what all take. The slowest rank's. Collective, blocks.
+    It is the difference between steps of a module with and without DDP, in which no gradient is
+    sent. Needs four times the memory of the parameters, at most of 64 Mi elements: for a larger
+    model the first tensors are measured and the result is extrapolated.
+
+    Returns:
+        Seconds of a step on the slowest rank.
     """
     some, share = first_of(units, _MOST_NUMEL)
     plain, wrapped = (_module_of(some, device) for _ in range(2))
@@ -216,7 +224,8 @@ def ddp_seconds(
 
 
 def _silent_ddp(module: nn.Module) -> nn.Module:
-    """In the default buckets. Ranks need not agree on parameters first: all is zero."""
+    """Return `module` in a DDP that sends no gradient, with its default buckets."""
+    # All parameters are 0 on all ranks, so that no first broadcast is needed.
     ddp = DistributedDataParallel(module, init_sync=False)
     ddp.register_comm_hook(None, noop_hook)
     return ddp
@@ -225,29 +234,29 @@ def _silent_ddp(module: nn.Module) -> nn.Module:
 def sharding_seconds(
     collectives: Collectives, device: torch.device, units: Units, optimizer: Optimizer
 ) -> float | None:
-    """Seconds of a step that FSDP2 takes of the host beyond exchanges and unsharded modules.
+    """Measure FSDP2's host time in a step, beyond its exchanges. Collective. Blocks.
 
-    From steps of modules with such units, sharded among the ranks, in which nothing is sent, and
-    of plain ones whose shards are stepped. All ranks at once: where they share cores, they wait for
-    each other, as in training. Of models with more than 64 Mi elements the first units tell what
-    all take. The slowest rank's. Collective, blocks.
+    It is the difference between two kinds of steps: of modules with these units under FSDP2, in
+    which nothing is sent, and of plain modules of which only shards are stepped. All ranks measure
+    at once, so that ranks on the same cores wait for each other as in training. For a model of more
+    than 64 Mi elements the first units are measured and the result is extrapolated.
 
     Args:
-        collectives: Training's.
-        device: Where parameters are.
-        units: Of the model; not empty.
-        optimizer: Steps are taken with one like it.
+        collectives: Collectives of the training.
+        device: Device of the parameters.
+        units: FSDP2's units of the model; not empty.
+        optimizer: Steps are taken with an optimizer like this one.
 
     Returns:
-        None where hosts run ahead, and, with a warning, where this torch does not let exchanges be
-        left out.
+        Seconds on the slowest rank. None on accelerators, whose hosts run ahead; and, with a
+        warning, if this torch cannot leave out FSDP2's exchanges.
     """
     if device.type != "cpu":
         return None
     if not hasattr(FSDPModule, "set_custom_all_gather"):
         log.warning(
-            "What FSDP2 takes of a host is left out: this torch (%s) does not let exchanges be left"
-            " out of it, which the measurement needs; torch 2.9 does.",
+            "The host time of FSDP2 is not measured with torch %s. Update to torch 2.9 or later for"
+            " it. The measurement replaces FSDP2's exchanges, which this version does not allow.",
             torch.__version__,
         )
         return None
@@ -268,21 +277,21 @@ def sharding_seconds(
 
 
 class _NoExchange:
-    """Stands in for FSDP2's collectives; what should have arrived is whatever was there."""
+    """Replaces FSDP2's collectives, and sends nothing. Output tensors stay uninitialized."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, **_: Any) -> None:
-        """Sends nothing."""
+        """Send nothing."""
 
 
 class Unit(nn.Module):
-    """A module whose parameters are summed.
+    """A module that sums its parameters.
 
     Args:
-        tensors: What they are made of.
-        buffers: What it has besides.
+        tensors: Tensors from which the parameters are made.
+        buffers: Module buffers.
     """
 
     def __init__(self, tensors: Iterable[Tensor], buffers: Iterable[Tensor] = ()) -> None:
@@ -292,7 +301,7 @@ class Unit(nn.Module):
             self.register_buffer(str(number), buffer)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`hidden` and all elements of all parameters."""
+        """Return `hidden` plus the sum of all elements of all parameters."""
         for one in self.tensors:
             hidden = hidden + one.sum()
         return hidden
@@ -304,7 +313,7 @@ def _module_of(units: Units, device: torch.device) -> nn.Sequential:
 
 
 def first_of(units: Units, most: int) -> tuple[list[list[int]], float]:
-    """The first of tensors' elements, `most` in all; and their share of the elements of all."""
+    """Return the first `most` elements of `units`, as units, and their share of all elements."""
     numels = [numel for unit in units for numel in unit]
     taken = np.diff(np.minimum(np.cumsum(numels), most), prepend=0).tolist()
     left = iter(taken)
@@ -313,7 +322,7 @@ def first_of(units: Units, most: int) -> tuple[list[list[int]], float]:
 
 
 def alike(optimizer: Optimizer, module: nn.Module) -> Optimizer:
-    """One with the options of its first group and no state yet, for another module."""
+    """Return a new optimizer for `module`, with the options of `optimizer`'s first group."""
     other = copy(optimizer)
     other.state = defaultdict(dict)
     other.param_groups = [{**optimizer.param_groups[0], "params": [*module.parameters()]}]
@@ -331,17 +340,17 @@ def _step(module: nn.Module, optimizer: Optimizer | None = None) -> Run:
 
 
 def _difference_s(collectives: Collectives, device: torch.device, *runs: Run) -> float:
-    """Seconds that the second takes beyond the first."""
+    """Return how many seconds the second function takes longer than the first. Collective."""
     first_s, second_s = (median(_times(collectives, device, run)) for run in runs)
     return second_s - first_s
 
 
 def _times(collectives: Collectives, device: torch.device, run: Run) -> list[float]:
-    """Seconds of repeats, after some that do not count; of each the slowest rank's."""
+    """Return the seconds of each repeat on its slowest rank, without warm-up. Collective."""
     clock = clock_of(device)
     own = []
     for _ in range(_NUM_WARM_UP + _NUM_REPEATS):
-        # Ranks begin together.
+        # A barrier, so that ranks begin together.
         collectives.all_gather_object(None)
         begin = clock.mark()
         run()

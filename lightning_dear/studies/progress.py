@@ -1,4 +1,4 @@
-"""How far a study is, and when it will be done."""
+"""Progress of a study, and the time that is left."""
 
 import sys
 import time
@@ -14,14 +14,14 @@ _REDRAWN_EVERY_S = 0.5
 
 
 class Progress:
-    """A bar over optimizer steps: redrawn on a terminal, a line now and then elsewhere.
+    """A progress bar over optimizer steps. If stderr is no terminal, a line from time to time.
 
-    Has no thread of its own, which would disturb what is measured.
+    It uses no thread, because that would disturb the measurements.
 
     Args:
-        num_steps: How many there will be in all; blocks differ in length.
-        stream: Where to; None: stderr.
-        now_s: The clock.
+        num_steps: Total number of optimizer steps.
+        stream: Stream to write to. None means stderr.
+        now_s: Clock, in seconds.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Progress:
             auto_refresh=False,
             transient=True,
             get_time=now_s,
-            # What is left takes as long as what was done, on the average of all of it.
+            # The remaining time is estimated from the mean over all steps so far.
             speed_estimate_period=float("inf"),
         )
         self._task = self._bar.add_task("", total=num_steps)
@@ -49,7 +49,7 @@ class Progress:
         self._shown_s = float("-inf")
 
     def begin(self, what: str) -> None:
-        """Say what runs now."""
+        """Show `what` as the present work."""
         self._bar.update(self._task, description=what)
         self._show()
 
@@ -63,12 +63,12 @@ class Progress:
         self._console.print(line, soft_wrap=True)
 
     def leave_out(self, num_steps: int) -> None:
-        """Count steps that need not be taken, as something that was never to be done."""
+        """Subtract steps that need not be taken from the total number."""
         (task,) = self._bar.tasks
         self._bar.update(self._task, total=(task.total or 0) - num_steps)
 
     def close(self) -> None:
-        """Leave the terminal's line empty."""
+        """Remove the bar from the terminal."""
         self._bar.stop()
 
     def _show(self) -> None:

@@ -1,4 +1,4 @@
-"""What a study leaves in its folder, up to date from its first finished block on."""
+"""Files of a study in its folder, written again after each block."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ TextOf = Callable[[Sequence[Line]], str]
 """Returns all rows as a table, for people."""
 
 Draw = Callable[[Path, Sequence[Line]], None]
-"""Draws all rows into a file; called with at least one."""
+"""Draws all rows, at least one, into a PNG file."""
 
 _DRAWN_EVERY_S = 30.0
 
@@ -24,12 +24,13 @@ class Report:
     """summary.csv, table.txt and plot.png of a study's rows.
 
     Attributes:
-        folder: Where to.
-        rows: Returns the lines of summary.csv, of all that has been measured so far.
-        text_of: See there.
-        draw: See there.
-        progress: Closed before the table is printed; shown to nobody unless it is replaced.
-        lock: Held by whoever changes what `rows` returns: a signal may want it at any moment.
+        folder: Folder of the files.
+        rows: Returns the lines of summary.csv, from all measurements so far.
+        text_of: Makes the table.
+        draw: Draws the plot.
+        progress: Progress bar, closed before the table is printed. The default shows nothing.
+        lock: Lock that code must hold while it changes what `rows` returns, because a signal's
+            thread may write the report at any moment.
     """
 
     folder: Path
@@ -42,9 +43,9 @@ class Report:
     _is_finished: bool = False
 
     def write(self, *, is_last: bool = False) -> str:
-        """Write what is known now, and return the table; empty and no files for no rows.
+        """Write all files and return the table. Without rows, write nothing and return "".
 
-        The plot, which takes a second, is drawn the first and the last time and now and then.
+        The plot takes a second. It is drawn the first time, the last time, and every 30 s.
         """
         with self.lock:
             rows = self.rows()
@@ -59,7 +60,7 @@ class Report:
             return text
 
     def finish(self) -> None:
-        """Write everything and print the table, once; nothing for no rows."""
+        """Write all files and print the table, once. Without rows, print and write nothing."""
         with self.lock:
             if self._is_finished:
                 return
@@ -73,15 +74,15 @@ def show(folder: Path, words: frozenset[str], text_of: TextOf, draw: Draw) -> No
     """Print the table of a folder's summary.csv, and write it and the plot again.
 
     Args:
-        folder: Of a run, finished or not, also of an earlier version.
-        words: Columns of summary.csv that are no figures.
-        text_of: See there.
-        draw: See there.
+        folder: Folder of a run, finished or not; an earlier version may have written it.
+        words: Columns of summary.csv that are text; the file must have all of them.
+        text_of: Makes the table.
+        draw: Draws the plot.
 
     Raises:
         ValueError: If there is no summary.csv with such columns.
     """
     rows = read_lines(folder / "summary.csv", words)
     if not rows or not words <= rows[0].keys():
-        raise ValueError(f"{folder} has no summary.csv that this program has written.")
+        raise ValueError(f"{folder} has no summary.csv of this program. Name the folder of a run.")
     Report(folder, lambda: rows, text_of, draw).finish()

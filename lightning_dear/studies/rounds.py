@@ -1,22 +1,23 @@
-"""Rounds of blocks: every entry once a round, each in turn first, and each behind each."""
+"""Rounds of blocks. Every entry runs once a round; the order changes from round to round."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple, TypeVar
 
 TUNING_ROUND = -1
-"""Number of the first round in which entries look for their best options; the next is one less."""
+"""Number of the first round of a search for an entry's best options. The next round is -2."""
 
 T = TypeVar("T")
 
 
 class Turn(NamedTuple):
-    """When an entry runs a block.
+    """One block of an entry, and when it runs.
 
     Attributes:
-        entry: Its name.
-        round: From 0; below, blocks in which entries look for their best options.
-        place: Place in the round, from 0.
+        entry: Name of the entry.
+        round: Number of the round, from 0. A negative number means a search for the entry's best
+            options.
+        place: Position in the round, from 0.
     """
 
     entry: str
@@ -25,10 +26,12 @@ class Turn(NamedTuple):
 
 
 def in_turn(names: Sequence[T], round_number: int) -> list[T]:
-    """Return `names` in the order of one round: in turn each is first, and each follows each.
+    """Return `names` in the order of one round.
 
-    A Williams design: from one name outwards to both sides, shifted by one from round to round; an
-    odd number of names needs every second pass backwards.
+    Over the rounds each name is first equally often, and follows each other name equally often (a
+    Williams design). The order goes from one name outwards to both sides, and is shifted by one
+    from round to round. For an odd number of names every second pass through all shifts is
+    reversed.
     """
     count = len(names)
     turn, is_backwards = round_number % count, count % 2 and round_number // count % 2
@@ -38,10 +41,10 @@ def in_turn(names: Sequence[T], round_number: int) -> list[T]:
 
 
 def turns(num_rounds: Mapping[str, int]) -> Iterator[Turn]:
-    """Yield the turns of a study in their order.
+    """Yield the blocks of a study in the order in which they run.
 
     Args:
-        num_rounds: Entry -> it takes part in the first so many rounds.
+        num_rounds: Entry -> number of rounds, from the first on, in which it takes part.
     """
     for number in range(max(num_rounds.values())):
         entries = [entry for entry, most in num_rounds.items() if number < most]
@@ -53,9 +56,9 @@ def find_best(names: Sequence[str], num_rounds: int, measure: Callable[[Turn], f
     """Return the name with the shortest median step.
 
     Args:
-        names: At least one.
-        num_rounds: Blocks of each.
-        measure: Runs a block, and returns seconds of a step.
+        names: Names, at least one.
+        num_rounds: Number of blocks of each name.
+        measure: Runs a block, and returns the seconds of a step.
     """
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in turns(dict.fromkeys(names, num_rounds)):

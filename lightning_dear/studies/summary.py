@@ -1,18 +1,17 @@
-"""From steps to blocks, lines of blocks.csv; and from blocks to rows, lines of summary.csv.
+"""Summarizes steps as blocks (lines of blocks.csv), and blocks as rows (lines of summary.csv).
 
-Both begin with what all entries of a comparison share, its point:
+The first columns of both files describe the point, which all entries of a comparison share:
 
-- point: the overrides that set it apart from other points; empty for a single one.
-- model: its name, as people know it. is_replay: whether it waits instead of computing. scale: what
-  its bytes were divided by. model_bytes: all parameters of the scaled model, as they travel
-  uncompressed.
-- world_size: ranks. rig: emulated hosts and their links in one line; empty on others.
-- link_rate_mbit: rate of each link, 10^6 bits per second, if it is known. rate_source: "shaped", or
-  "assumed" in the cluster's file. stands_for_mbit: rate at which the whole model would take as
-  long.
-- compute_source: "profile", "measured" or "not measured"; forward_s and backward_s: without
-  communication, if that is known (in a block's line: the block's own).
-- one_way_s: what each link takes to reduce-scatter, or to all-gather, the model.
+- point: overrides that distinguish it from other points; empty if there is only one.
+- model: name of the model. is_replay: whether it waits instead of computing. scale: divisor of its
+  tensors' sizes. model_bytes: bytes of all parameters of the scaled model, sent uncompressed.
+- world_size: number of ranks. rig: emulated hosts and their links in one line; empty on real hosts.
+- link_rate_mbit: rate of each link in 10^6 bits per second, if known. rate_source: "shaped" on
+  emulated links, "assumed" if it is from the cluster's file. stands_for_mbit: rate at which the
+  unscaled model would take as long.
+- compute_source: "profile", "measured" or "not measured". forward_s and backward_s: seconds without
+  communication, if known; in a line of blocks.csv, those measured in the block.
+- one_way_s: seconds that each link needs to reduce-scatter, or to all-gather, the model.
 """
 
 import math
@@ -27,13 +26,14 @@ from lightning_dear.studies.files import Line
 from lightning_dear.studies.rounds import Turn
 
 COMPUTE_ALONE = "compute alone"
-"""Name of the row that every rank trains for itself, with nothing sent."""
+"""Name of the row in which every rank trains alone, without communication."""
 
 WORDS = frozenset({"point", "model", "entry", "note"})
-"""Columns of both files that are no figures, whatever stands in them."""
+"""Columns of both files that are text, even if a cell looks like a number."""
 
 MAX_REPLAY_USE = 0.6
-"""Share of the machine above which a replayed model's ranks wait for the CPU, not for the link."""
+"""CPU use of the machine, 0 to 1. Above it, ranks of a replay may wait for a core, and the row is
+void."""
 
 _WAITS = ("compute_s", "exposed_reduce_scatter_s", "exposed_all_gather_s")
 
@@ -46,22 +46,23 @@ _LOADS: Mapping[str, Callable[[list[Any]], Any]] = {
     "codec_s": mean,
     "num_buckets": lambda known: known[-1],
 }
-"""What is said of several ranks or blocks."""
+"""Figure of `RankBlock.load` -> how the values of several ranks, or blocks, become one."""
 
 
 def block_of(turn: Turn, ranks: Sequence[RankBlock], number: int = 0, note: str = "") -> Line:
-    """Return what all ranks' blocks come to, to the microsecond: a clock tells no more.
+    """Return a line of blocks.csv from the measurements of all ranks, rounded to the microsecond.
 
-    A step is the mean over its ranks, and a figure the median of its steps; compute_s is what is
-    none of the two waits. Ranks wait for each other and keep pace, but a rank that is late in one
-    step is short in the next. The longest of each step would therefore add up to more than the time
-    that passed, by up to 2 % where ranks are loosely coupled, and by nothing under DDP.
+    A figure of a step is the mean over ranks, and a figure of the block is the median over steps.
+    compute_s is the step's time without the two waits. The mean is used, not the slowest rank,
+    because a rank that is late in one step is faster in the next. The slowest ranks of all steps
+    would add up to more than the time that passed: by up to 2 % if ranks are loosely coupled, and
+    by nothing under DDP.
 
     Args:
-        turn: Whose block it is, and when.
-        ranks: With as many steps each.
-        number: Its place among the entries, from 0; ratios are to the first.
-        note: What was found by tuning, for people.
+        turn: Entry, round and position of the block.
+        ranks: Measurements of all ranks, with the same number of steps.
+        number: Position of the entry among all entries, from 0; ratios are to the first entry.
+        note: Result of the entry's tuning, for people.
     """
     steps = np.mean([rank.steps for rank in ranks], axis=0)
     columns = dict(zip(FIGURES, steps.T, strict=True))
@@ -78,7 +79,7 @@ def _loads(lines: Sequence[Line]) -> Line:
 
 
 def _combined(lines: Sequence[Line], name: str, how: Callable[[list[Any]], Any]) -> Any:
-    """One figure of those that have it; None if none has."""
+    """Return the figure `name` of all lines that have it, combined by `how`; else None."""
     known = [line[name] for line in lines if line[name] is not None]
     return how(known) if known else None
 
@@ -103,15 +104,17 @@ def raw_lines(point: Line, block: Line, ranks: Sequence[RankBlock]) -> list[Line
 
 
 def summarize(point: Line, blocks: Iterable[Line]) -> list[Line]:
-    """Return a row for each entry that has a block; those in which it was tuned do not count.
+    """Return a row for each entry that has a block. Blocks of a tuning do not count.
 
-    Beside medians of the rounds a row has ratio: step time over the first entry's, median, lowest
-    and highest of the rounds; is_void: whether a replayed model's ranks had too little CPU to wait
-    as an accelerator does; the bounds of `bounds_of`; and step time over two of these.
+    A row has medians over rounds, and these columns. ratio: step time over the first entry's in the
+    same round; median, lowest and highest over rounds. is_void: whether the ranks of a replay had
+    too little CPU to wait as an accelerator does. The bounds of `bounds_of`, and the step time over
+    two of them.
 
     Args:
-        point: What the blocks share; of a model that computes, `compute alone` says how fast.
-        blocks: Of any entries and rounds; a broken-off last round is fine.
+        point: Columns that all blocks share. For a model that is no replay, forward_s and
+            backward_s are taken from the entry `COMPUTE_ALONE`.
+        blocks: Blocks of any entries and rounds; the last round may be incomplete.
     """
     entries: dict[str, dict[int, Line]] = {}
     for block in sorted(blocks, key=lambda one: int(one["number"])):
@@ -151,12 +154,12 @@ def _row(point: Line, blocks: Sequence[Line], first: Mapping[int, Line]) -> Line
 
 
 def bounds_of(point: Line) -> Line:
-    """Return how short a step could be; None where a rate or the seconds of compute are unknown.
+    """Return lower bounds on a step; None if the rate or the seconds of compute are unknown.
 
     - communication_ratio: communication over compute: 2(P-1)/P x bytes / rate / (forward +
-      backward), P links.
-    - bound_s: `max(forward + backward, bytes / rate)`: nothing that moves these bytes is faster.
-    - dear_bound_s: DeAR's own: `max(forward, all-gather) + max(backward, reduce-scatter)`.
+      backward), with P links.
+    - bound_s: `max(forward + backward, bytes / rate)`: no step that sends these bytes is shorter.
+    - dear_bound_s: `max(forward, all-gather) + max(backward, reduce-scatter)`: DeAR's own bound.
     """
     known = [point[name] for name in ("forward_s", "backward_s", "one_way_s")]
     if None in known:

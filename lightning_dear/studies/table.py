@@ -9,10 +9,10 @@ from rich.measure import Measurement
 from rich.table import Table
 
 MISSING = "-"
-"""What stands for a figure that was not measured."""
+"""Text of a cell whose figure was not measured."""
 
 WIDTH = 100
-"""Columns of a terminal that a study's table keeps to where its words can be broken."""
+"""Most columns of a study's table, if its text can be wrapped so far."""
 
 _ENDLESS = 10_000
 
@@ -20,13 +20,13 @@ _ENDLESS = 10_000
 def format_table(
     titles: Sequence[str], cells: Sequence[Sequence[str]], width: int | None = None
 ) -> str:
-    """Return rows under their titles: the first and the last column are words, figures between.
+    """Return rows under their titles. The first and the last column are text, the others figures.
 
     Args:
-        titles: One for each column.
+        titles: Title of each column.
         cells: Rows, each as long as `titles`.
-        width: Columns of the terminal; titles and the last column are broken to fit, and never a
-            name or a figure. None: as wide as needed.
+        width: Columns of the terminal. Titles and the last column are wrapped to fit; names and
+            figures never are. None means as wide as needed.
     """
     table = Table(box=HORIZONTALS, padding=(0, 1, 0, 0), pad_edge=False)
     for number, title in enumerate(titles):
@@ -44,12 +44,12 @@ def format_table(
     stream = StringIO()
     console = Console(file=stream, width=_ENDLESS, markup=False, highlight=False, emoji=False)
     least = Measurement.get(console, console.options, table).minimum
-    # What rich adds on both sides is cut off again.
+    # rich adds a column on both sides, which is removed below.
     console.print(table, width=None if width is None else max(width + 2, least))
     lines = stream.getvalue().replace("─", "-").splitlines()
     return "\n".join(line[1:].rstrip() for line in lines)
 
 
 def shown(value: float | None, form: str, factor: float = 1.0) -> str:
-    """Return a figure times `factor` in Python's format `form`; `MISSING` for None."""
+    """Return `value * factor` in Python's format `form`; `MISSING` if the value is None."""
     return MISSING if value is None else format(value * factor, form)

@@ -1,4 +1,4 @@
-"""One training, from fresh weights to the test; and a bug with which it must end worse."""
+"""One training, from fresh weights to the test; and a compressor with a deliberate bug."""
 
 import hashlib
 import math
@@ -25,13 +25,15 @@ from lightning_dear.studies.competitors import forget_mesh
 
 @dataclass(frozen=True)
 class Ending:
-    """What came of a training on this rank.
+    """Result of a training on this rank.
 
     Attributes:
-        steps: [steps, 3] fp64, on the CPU, of every step made: this rank's loss; seconds from the
-            beginning of the first step to when this one's loss was computed (on an accelerator,
-            which the host does not wait for: asked for); bytes sent meanwhile, nan if unknown.
-        metrics: Of the test, over all ranks; None where gradients could not be encoded any more.
+        steps: Figures of every step, [steps, 3] fp64 on the CPU: this rank's loss; seconds from the
+            beginning of the first step until this step's loss was computed (on an accelerator,
+            until it was launched, since the host does not wait); bytes sent since then, nan if
+            unknown.
+        metrics: Test metrics over all ranks. None means that the training broke off, because
+            gradients were not finite and could not be encoded.
         batches: Digest of this rank's training batches, in order.
         train_s: Seconds of the fit.
     """
@@ -43,14 +45,14 @@ class Ending:
 
 
 class Recorder:
-    """Notes what every step was trained on, its loss, when that was known and what was sent.
+    """Records the batches, loss, time and sent bytes of every step.
 
-    Stands around the module's `training_step` and is no callback: before a callback that it does
-    not know, `strategy="dear"` completes all parameters, and steps would take longer.
+    Wraps the module's `training_step`. It is no callback because `strategy="dear"` gathers all
+    parameters before it calls an unknown callback, and steps would take longer.
 
     Args:
         on_step: Called when a step's loss has been computed.
-        sent_bytes: Returns a counter of bytes; nan if there is none.
+        sent_bytes: Returns the bytes sent so far; nan if unknown.
     """
 
     def __init__(self, on_step: Callable[[], None], sent_bytes: Callable[[], float]) -> None:
@@ -62,9 +64,9 @@ class Recorder:
 
     @property
     def steps(self) -> Tensor:
-        """As in `Ending`."""
+        """Same as `Ending.steps`, for the steps so far."""
         losses = torch.tensor([float(loss) for loss in self._losses], dtype=torch.float64)
-        # The first mark is the beginning, with which one step more has begun than ended.
+        # The first mark is the beginning of the first step, so there is one mark more than losses.
         marks = torch.tensor(self._marks, dtype=torch.float64).reshape(-1, 2)
         since = marks[1 : len(losses) + 1] - marks[:1]
         return torch.cat([losses[:, None], since], dim=1)
@@ -76,7 +78,7 @@ class Recorder:
 
     @contextmanager
     def watching(self, module: LightningModule) -> Iterator[None]:
-        """Note every `training_step` of `module` in here; mutates it, and puts it back."""
+        """Within, record every `training_step` of `module`, which is replaced and then restored."""
         inner = module.training_step
 
         @wraps(inner)
@@ -111,14 +113,14 @@ def run_training(
     on_step: Callable[[], None] = lambda: None,
     sent_bytes: Callable[[], float] = lambda: math.nan,
 ) -> Ending:
-    """Fit and test `module`. Collective, blocks.
+    """Fit and test `module`. Collective. Blocks.
 
     Args:
-        new_trainer: Makes the trainer; it saves, logs and validates nothing.
-        module: Mutated: trained.
-        datamodule: May have been used before.
+        new_trainer: Makes a trainer that does not save, log or validate.
+        module: Module to train; it is mutated.
+        datamodule: Data; an earlier training may have used it.
         on_step: Called in every step.
-        sent_bytes: Returns how many bytes this rank has sent so far; nan if that is unknown.
+        sent_bytes: Returns the bytes that this rank has sent so far; nan if unknown.
     """
     recorder = Recorder(on_step, sent_bytes)
     metrics = None
@@ -137,7 +139,7 @@ def run_training(
 
 
 def digest_of(module: LightningModule) -> str:
-    """Return a digest of all parameters and buffers, bit by bit."""
+    """Return a digest of the bits of all parameters and buffers."""
     digest = hashlib.sha256()
     for name, tensor in module.state_dict().items():
         digest.update(name.encode())
@@ -154,7 +156,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 class DoubledResidual(Residual):
-    """Keeps twice what was lost, e' = 2 (x - C(x)): the feedback law is broken."""
+    """Keeps twice the error, e' = 2 (x - C(x)), which violates the law of error feedback."""
 
     @override
     def note_sent(self, rows: Tensor, wire: Tensor, encoded: Encoded, scale: Tensor | None) -> None:
@@ -163,7 +165,7 @@ class DoubledResidual(Residual):
 
 
 class DoubledTopK(TopK):
-    """A compressor with that bug, with which training must end worse."""
+    """Top-k with this bug, as a control: training must end worse with it."""
 
     @override
     def owner_memory(self, numel: int, device: torch.device) -> Memory:

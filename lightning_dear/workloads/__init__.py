@@ -1,1 +1,1 @@
-"""Holds models and data for the command line: small ones, and images behind an extra."""
+"""Models and data for the command line: small ones, and images, which need the extra `vision`."""

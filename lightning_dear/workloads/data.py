@@ -1,4 +1,4 @@
-"""Data modules over digits, source text and images; the strategy shares each out to processes."""
+"""Data modules over digits, source text and images; Lightning gives each rank its share."""
 
 import hashlib
 import sysconfig
@@ -30,15 +30,14 @@ _IMAGENET_STATISTICS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SplitDataModule(LightningDataModule):
-    """Loaders over ``train_set``, ``val_set`` and ``test_set``, which subclasses ``load``.
+    """Loaders over ``train_set``, ``val_set`` and ``test_set``. A subclass loads these in ``load``.
 
-    Lightning adds the distributed sampler. Where a split does not divide by the number of
-    processes, that sampler repeats a few items, which moves a metric by less than one item per
-    process.
+    Lightning adds the distributed sampler. If the size of a split is no multiple of the number of
+    ranks, that sampler repeats a few items, which changes a metric by less than one item per rank.
 
     Args:
-        batch_size: Items per batch and process.
-        num_workers: Loader processes per training process; 0 loads in the training process.
+        batch_size: Number of items in a batch of one rank.
+        num_workers: Number of loader processes of each rank. 0 means loading in the rank itself.
     """
 
     batch_size: int
@@ -52,15 +51,15 @@ class SplitDataModule(LightningDataModule):
 
     @abstractmethod
     def load(self) -> Sequence[Any]:
-        """Return what to train on, to validate with and to test with."""
+        """Return the training, the validation and the test set."""
 
     def setup(self, stage: str) -> None:
-        """Load the sets, once; called on every process."""
+        """Load the sets, once; called on every rank."""
         if self.train_set is None:
             self.train_set, self.val_set, self.test_set = self.load()
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return shuffled batches; an incomplete last batch is dropped, as BatchNorm prefers."""
+        """Return shuffled batches. A smaller last batch is dropped: BatchNorm needs many items."""
         return self._loader(self.train_set, is_training=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -73,7 +72,7 @@ class SplitDataModule(LightningDataModule):
 
     def _loader(self, dataset: Any, is_training: bool) -> DataLoader[Any]:
         if dataset is None:
-            raise RuntimeError("Call setup() before asking for a loader; a Trainer does so.")
+            raise RuntimeError("No data set is loaded. Call setup() first, as a Trainer does.")
         return DataLoader(
             dataset,
             batch_size=self.batch_size,
@@ -91,14 +90,16 @@ class DigitsDataModule(SplitDataModule):
     1,797 images of shape (1, 8, 8) in [0, 1], split by class with a seed.
 
     Args:
-        batch_size: Images per batch and process.
-        val_size: Images held out for validation.
-        test_size: Images held out for the test.
-        split_seed: Seed of the split; apart from the run's seed, so that runs stay comparable.
-        num_workers: Loader processes; the data lies in memory, so 0 is fastest.
+        batch_size: Number of images in a batch of one rank.
+        val_size: Number of images held out for validation.
+        test_size: Number of images held out for the test.
+        split_seed: Seed of the split. It differs from the run's seed, so that runs with different
+            seeds have the same split.
+        num_workers: Number of loader processes of each rank. The data is in memory, so 0 is
+            fastest.
 
     Raises:
-        ModuleNotFoundError: If scikit-learn is missing, which the extra `apps` brings.
+        ModuleNotFoundError: If scikit-learn is missing; the extra `apps` installs it.
     """
 
     batch_size: int = 32
@@ -111,7 +112,7 @@ class DigitsDataModule(SplitDataModule):
         super().__post_init__()
 
     def load(self) -> Sequence[TensorDataset]:
-        """Return the images and their labels, int64."""
+        """Return three data sets of images (fp32) and labels (int64)."""
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
 
@@ -129,15 +130,17 @@ class DigitsDataModule(SplitDataModule):
 class SourceCorpusDataModule(SplitDataModule):
     """The Python standard library's own source: real text, no download.
 
-    Windows of ``context_length + 1`` bytes. Whole files are held out, chosen by their hash: one in
-    20 goes to validation, one in 20 to the test, whatever the machine.
+    An item is a window of ``context_length + 1`` bytes. Whole files are held out: by a hash of its
+    name, one file in 20 goes to validation and one in 20 to the test, the same on every machine.
 
     Args:
-        batch_size: Windows per batch and process.
-        context_length: Bytes the model sees; a window holds one more, the last target.
-        num_eval_windows: Windows for validation and for the test, spread evenly over the files.
-        root: Folder of ``.py`` files; None takes the running Python's standard library.
-        num_workers: Loader processes; the corpus lies in memory, so 0 is fastest.
+        batch_size: Number of windows in a batch of one rank.
+        context_length: Number of bytes the model sees; a window has one more, the last target.
+        num_eval_windows: Number of windows for validation, and for the test, spread evenly over
+            the files.
+        root: Folder of ``.py`` files. None means the running Python's standard library.
+        num_workers: Number of loader processes of each rank. The corpus is in memory, so 0 is
+            fastest.
     """
 
     batch_size: int = 8
@@ -149,13 +152,13 @@ class SourceCorpusDataModule(SplitDataModule):
         super().__post_init__()
         for name in ("context_length", "num_eval_windows"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+                raise ValueError(f"{name}={getattr(self, name)} is not valid. Choose 1 or more.")
 
     def load(self) -> Sequence[Tensor]:
         """Return windows of the files (about 15 MB).
 
         Raises:
-            FileNotFoundError: A split has no file.
+            FileNotFoundError: If a split has no file.
         """
         root = Path(self.root or sysconfig.get_path("stdlib"))
         splits: dict[str, list[Path]] = {"train": [], "val": [], "test": []}
@@ -163,8 +166,8 @@ class SourceCorpusDataModule(SplitDataModule):
             splits[split_of(path.relative_to(root).as_posix())].append(path)
         if empty := [name for name, paths in splits.items() if not paths]:
             raise FileNotFoundError(
-                f"{root} has no .py files for the split(s) {', '.join(empty)}: set data.root=... "
-                "to a folder with at least a hundred Python files."
+                f"{root} has no .py files for the split(s) {', '.join(empty)}. Set data.root=..."
+                " to a folder with at least a hundred Python files."
             )
         train, val, test = (windows_of(paths, self.context_length) for paths in splits.values())
         return train, self._spread(val), self._spread(test)
@@ -176,16 +179,16 @@ class SourceCorpusDataModule(SplitDataModule):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ImageFolderDataModule(SplitDataModule):
-    """Images in ``root/train/<class>/`` and ``root/val/<class>/``, as ImageNet is laid out.
+    """Images in ``root/train/<class>/`` and ``root/val/<class>/``, the layout of ImageNet.
 
-    Needs the extra ``[vision]``. ImageNet's test labels are not public, so ``val`` serves for the
-    test as well.
+    Needs the extra ``[vision]``. ImageNet's test labels are not public, so ``val`` is the test set,
+    too.
 
     Args:
         root: Folder with ``train`` and ``val``.
-        batch_size: Images per batch and process.
+        batch_size: Number of images in a batch of one rank.
         image_size: Pixels per side after cropping.
-        num_workers: Loader processes per training process.
+        num_workers: Number of loader processes of each rank.
     """
 
     root: str
@@ -194,7 +197,7 @@ class ImageFolderDataModule(SplitDataModule):
     num_workers: int = 4
 
     def load(self) -> Sequence[Any]:
-        """List the images.
+        """Return the three data sets of images, which read an image when it is asked for.
 
         Raises:
             FileNotFoundError: If ``root`` has no ``train`` or no ``val``.
@@ -206,8 +209,8 @@ class ImageFolderDataModule(SplitDataModule):
         folder = Path(self.root) / split
         if not folder.is_dir():
             raise FileNotFoundError(
-                f"{folder} does not exist: set data.root=... to a folder with train/<class>/ and "
-                "val/<class>/."
+                f"{folder} does not exist. Set data.root=... to a folder with train/<class>/ and"
+                " val/<class>/."
             )
         need("data=imagenet", "torchvision", extra="vision")
         from torchvision import datasets, transforms
@@ -223,7 +226,10 @@ class ImageFolderDataModule(SplitDataModule):
 
 
 def windows_of(paths: list[Path], context_length: int) -> Tensor:
-    """Return all windows of the files' bytes (uint8), whose targets do not overlap, as one view.
+    """Return all windows of the files' bytes, [windows, context_length + 1] uint8, as one view.
+
+    Two neighbouring windows share one byte: it is the last target of one and the first input of the
+    other.
 
     Raises:
         ValueError: If there are fewer bytes than one window has.
@@ -231,14 +237,14 @@ def windows_of(paths: list[Path], context_length: int) -> Tensor:
     text = bytearray().join(path.read_bytes() for path in paths)
     if len(text) <= context_length:
         raise ValueError(
-            f"The text has {len(text)} bytes, less than one window of {context_length + 1}: "
-            "give more text or a smaller data.context_length."
+            f"The text has {len(text)} bytes, less than one window of {context_length + 1}."
+            " Give more text (data.root=...) or a smaller data.context_length."
         )
     return torch.frombuffer(text, dtype=torch.uint8).unfold(0, context_length + 1, context_length)
 
 
 def source_files(root: Path) -> list[Path]:
-    """Return the ``.py`` files under ``root`` in one order on every machine, without tests."""
+    """Return the ``.py`` files under ``root`` without tests, in an order equal on all machines."""
     return sorted(
         path
         for path in root.rglob("*.py")

@@ -19,7 +19,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map (batch, time, width) to the same shape; a position sees only those before it."""
+        """Map (batch, time, width) to the same shape. A position sees itself and earlier ones."""
         batch, time, width = hidden.shape
         heads = self.query_key_value(hidden).view(batch, time, 3, self.num_heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
@@ -29,7 +29,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each normalised before and added after."""
+    """Attention and a two-layer perceptron, each with a LayerNorm before and a residual sum."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ class GPT(nn.Module):
         super().__init__()
         if min(context_length, width, num_layers, num_heads) < 1 or width % num_heads:
             raise ValueError(
-                "context_length, width, num_layers and num_heads must be positive and width a "
-                f"multiple of num_heads; got {context_length}, {width}, {num_layers}, {num_heads}."
+                f"context_length={context_length}, width={width}, num_layers={num_layers} and"
+                f" num_heads={num_heads} must be positive, and width a multiple of num_heads."
             )
         self.context_length = context_length
         self.byte_embedding = nn.Embedding(NUM_BYTES, width)
@@ -77,7 +77,8 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        # Each block adds to the residual stream twice: scaled so that its variance stays near 1.
+        # Each block adds two outputs to the residual stream. Their weights are scaled down so that
+        # its variance does not grow with the number of blocks.
         for name, parameter in self.named_parameters():
             if name.endswith(("attention.output.weight", "mlp.2.weight")):
                 nn.init.normal_(parameter, std=0.02 / (2 * num_layers) ** 0.5)
@@ -86,8 +87,8 @@ class GPT(nn.Module):
         """Map bytes (batch, time), int64, to logits (batch, time, 256)."""
         if text.shape[1] > self.context_length:
             raise ValueError(
-                f"The input has {text.shape[1]} bytes, the context_length is "
-                f"{self.context_length}: shorten the input or build a longer model."
+                f"The input has {text.shape[1]} bytes, but context_length={self.context_length}."
+                " Shorten the input, or build the model with a larger context_length."
             )
         positions = arange(text.shape[1], device=text.device)
         hidden = self.byte_embedding(text) + self.position_embedding(positions)
@@ -136,9 +137,9 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         if not channels or min(channels) < 1:
-            raise ValueError(f"channels must name at least one positive width, got {channels}.")
+            raise ValueError(f"channels={channels} must be one or more widths, all positive.")
         if num_blocks < 1:
-            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}.")
+            raise ValueError(f"num_blocks={num_blocks} is not valid. Choose 1 or more.")
         self.stem = nn.Conv2d(in_channels, channels[0], 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(channels[0])
         blocks: list[nn.Module] = []
@@ -162,16 +163,16 @@ class MLP(nn.Module):
     """Linear layers with ReLU between them.
 
     Args:
-        in_features: Numbers of one sample, whatever its shape.
-        num_classes: Logits.
-        width: Features of every hidden layer.
-        num_hidden: Hidden layers, at least 1.
+        in_features: Number of elements of a sample of any shape.
+        num_classes: Number of logits.
+        width: Number of features of every hidden layer.
+        num_hidden: Number of hidden layers, at least 1.
     """
 
     def __init__(self, in_features: int, num_classes: int, width: int, num_hidden: int) -> None:
         super().__init__()
         if num_hidden < 1:
-            raise ValueError(f"num_hidden must be at least 1, got {num_hidden}.")
+            raise ValueError(f"num_hidden={num_hidden} is not valid. Choose 1 or more.")
         widths = [in_features, *[width] * num_hidden]
         blocks = (nn.Sequential(nn.Linear(*pair), nn.ReLU()) for pair in pairwise(widths))
         self.blocks = nn.Sequential(*blocks)

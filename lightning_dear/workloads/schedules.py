@@ -1,4 +1,4 @@
-"""Learning-rate schedules that are told how many steps the whole run takes."""
+"""Learning-rate schedules over the number of steps of the whole run."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,8 @@ OptimizerFactory = Callable[..., Optimizer]
 """Called as ``factory(parameters)``."""
 
 SchedulerFactory = Callable[..., LRScheduler]
-"""Called as ``factory(optimizer, total_steps=...)``; the scheduler is stepped once per step."""
+"""Called as ``factory(optimizer, total_steps=...)``; Lightning steps the scheduler after each
+optimizer step."""
 
 
 def warmup_cosine(
@@ -22,9 +23,9 @@ def warmup_cosine(
     """Raise the learning rate linearly, then lower it along half a cosine.
 
     Args:
-        optimizer: The optimizer whose learning rate the schedule changes, before every step.
-        total_steps: Optimizer steps in the whole run.
-        warmup_fraction: Share of ``total_steps`` spent rising, from 0 up to, not including, 1.
+        optimizer: Optimizer whose learning rate is changed.
+        total_steps: Number of optimizer steps in the whole run.
+        warmup_fraction: Share of ``total_steps`` in which the rate rises; at least 0, below 1.
         final_fraction: Learning rate at the end, as a share of the optimizer's own.
 
     Raises:
@@ -32,13 +33,13 @@ def warmup_cosine(
     """
     if total_steps < 1:
         raise ValueError(
-            f"total_steps must be at least 1, got {total_steps}. Set trainer.max_steps or "
-            "trainer.max_epochs: a run without an end has no cosine to follow."
+            f"total_steps={total_steps} is less than 1. Set trainer.max_steps or"
+            " trainer.max_epochs. A run without an end has no cosine to follow."
         )
     if not 0.0 <= warmup_fraction < 1.0:
-        raise ValueError(f"warmup_fraction must be in [0, 1), got {warmup_fraction}.")
+        raise ValueError(f"warmup_fraction={warmup_fraction} is not valid. Choose 0 up to below 1.")
     if not 0.0 <= final_fraction <= 1.0:
-        raise ValueError(f"final_fraction must be in [0, 1], got {final_fraction}.")
+        raise ValueError(f"final_fraction={final_fraction} is not valid. Choose 0 to 1.")
     warmup_steps = max(1, round(total_steps * warmup_fraction))
 
     def factor(step: int) -> float:

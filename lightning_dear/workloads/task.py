@@ -1,4 +1,4 @@
-"""The LightningModules: how a network is trained, sharded and measured."""
+"""LightningModules that train, shard and evaluate a network."""
 
 import math
 from abc import abstractmethod
@@ -17,13 +17,13 @@ from lightning_dear.workloads.schedules import OptimizerFactory, SchedulerFactor
 class Task(LightningModule):
     """A network with an optimizer and, optionally, a schedule.
 
-    Subclasses say what is lost and what is logged of an evaluation.
+    A subclass defines the loss, and what an evaluation logs.
 
     Args:
-        net: The network to train.
+        net: Network to train.
         optimizer: Builds the optimizer from an iterable of parameters.
-        scheduler: Builds a schedule from the optimizer and ``total_steps``; None keeps the
-            learning rate constant.
+        scheduler: Builds a schedule from the optimizer and ``total_steps``. None means a constant
+            learning rate.
     """
 
     shard_options: ClassVar[dict[str, Any]] = {}
@@ -34,8 +34,8 @@ class Task(LightningModule):
         super().__init__()
         self.net = net
         self.metrics = nn.ModuleDict({"val": MeanMetric(), "test": MeanMetric()})
-        # Factories are functions: as hyper-parameters they would make the checkpoint unloadable
-        # with `weights_only=True`. The resolved config beside the checkpoint records them.
+        # Not saved as hyper-parameters: factories are functions, and the checkpoint could not be
+        # loaded with `weights_only=True`. The job's config.yaml records them.
         self._optimizer_factory = optimizer
         self._scheduler_factory = scheduler
 
@@ -45,16 +45,16 @@ class Task(LightningModule):
 
     @abstractmethod
     def evaluate(self, batch: Any, stage: str) -> None:
-        """Log what one batch of ``stage`` adds, which is ``val`` or ``test``."""
+        """Evaluate one batch and log its metrics; ``stage`` is ``val`` or ``test``."""
 
     def log_mean(self, stage: str, name: str, values: Tensor, weight: int = 1) -> None:
-        """Add numbers of one batch to the mean over all batches and ranks, ``STAGE_NAME``.
+        """Add values of one batch to the metric ``STAGE_NAME``, a mean over all batches and ranks.
 
         Args:
-            stage: See ``evaluate``.
-            name: What is measured; one mean for each stage.
-            values: The numbers, of any shape.
-            weight: What each counts for.
+            stage: ``val`` or ``test``.
+            name: Name of the metric without the stage; each stage has one such metric.
+            values: Values to add, of any shape.
+            weight: Weight of each value in the mean.
         """
         metric: Any = self.metrics[stage]
         metric(values, weight)
@@ -75,15 +75,16 @@ class Task(LightningModule):
         self.evaluate(batch, "test")
 
     def units(self) -> list[Any]:
-        """Return what FSDP2 gathers together: each member of ``net``'s lists and sequences."""
+        """Return the units of FSDP2: the members of each list or sequence of modules in ``net``."""
         kinds = nn.ModuleList | nn.Sequential
         containers = [child for child in self.net.children() if isinstance(child, kinds)]
         return [block for blocks in containers for block in blocks if list(block.parameters())]
 
     def configure_model(self) -> None:
-        """Shard ``net`` over the data-parallel axis where the strategy provides a device mesh.
+        """Shard ``net`` over the data-parallel axis if the strategy has a device mesh.
 
-        Mutates ``net`` in place, once: Lightning calls this again for validation and test.
+        Mutates ``net`` in place. A second call, which Lightning makes for validation and test, does
+        nothing.
         """
         if self.device_mesh is None or isinstance(self.net, FSDPModule):
             return
@@ -91,15 +92,15 @@ class Task(LightningModule):
             fully_shard(unit, mesh=self.device_mesh["data_parallel"], **self.shard_options)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Build the optimizer over all trainable parameters, and the schedule stepped with it."""
+        """Build the optimizer of all trainable parameters, and its schedule if there is one."""
         optimizer = self._optimizer_factory([p for p in self.parameters() if p.requires_grad])
         if self._scheduler_factory is None:
             return optimizer
         total_steps = self.trainer.estimated_stepping_batches
         if math.isinf(total_steps):
             raise ValueError(
-                "A schedule needs the length of the run: set trainer.max_steps or "
-                "trainer.max_epochs, or choose scheduler=none."
+                "The run has no end, and a schedule needs its length. Set trainer.max_steps or"
+                " trainer.max_epochs, or choose scheduler=none."
             )
         scheduler = self._scheduler_factory(optimizer, total_steps=int(total_steps))
         return {
@@ -117,8 +118,8 @@ class Classifier(Task):
 
     Args:
         net: Maps a batch of inputs to logits of shape (batch, classes).
-        optimizer: See `Task`.
-        scheduler: See `Task`.
+        optimizer: Same as the argument of `Task`.
+        scheduler: Same as the argument of `Task`.
         label_smoothing: Share of the target spread over all classes, in [0, 1).
     """
 
@@ -148,13 +149,13 @@ class Classifier(Task):
 
 
 class LanguageModel(Task):
-    """Trains ``net`` on windows of bytes: maps bytes (batch, time) to logits (batch, time, 256).
+    """Trains ``net``, which maps bytes (batch, time) to logits (batch, time, 256), on byte windows.
 
     Logs train_loss in nats per byte, val_bits_per_byte and test_bits_per_byte.
     """
 
     def loss(self, windows: Tensor) -> Tensor:
-        """Return nats per byte of windows (batch, time + 1)."""
+        """Return the mean loss, in nats per byte, of windows of shape (batch, time + 1)."""
         text = windows.long()
         logits: Tensor = self.net(text[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())

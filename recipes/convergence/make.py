@@ -1,4 +1,4 @@
-"""Loss against time on a slow network: when each entry has the loss that DDP ends with."""
+"""Loss over time on a slow network: when each entry reaches the loss at which DDP ends."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Run:
-    """One training; all arrays have a place for each of its points.
+    """One training; all arrays have an element for each point of its curve.
 
     Attributes:
-        steps: Steps made.
-        times_s: Seconds since its first step began.
+        steps: Number of steps made.
+        times_s: Seconds since the first step began.
         sent_mb: 10^6 bytes that a rank has sent.
-        losses: Running means of the training loss; nan where fewer steps were made.
+        losses: Running means of the training loss; nan at points before the window is full.
     """
 
     steps: Floats
@@ -31,12 +31,12 @@ class Run:
     losses: Floats
 
     def reaches(self, target: float) -> int | None:
-        """Return the first place whose loss is at most `target`; None: there is none."""
+        """Return the index of the first point with at most the loss `target`; None if none has."""
         places = np.flatnonzero(self.losses <= target)
         return int(places[0]) if len(places) else None
 
     def per_step(self, figures: Floats) -> float:
-        """Return by how much `figures` grow in a step; nan for a single point."""
+        """Return the mean growth of `figures` in a step; nan if there is only one point."""
         num_steps = self.steps[-1] - self.steps[0]
         return float((figures[-1] - figures[0]) / num_steps) if num_steps else float("nan")
 
@@ -49,7 +49,7 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
     """Compare when entries reach the reference's last loss, on each sibling's model.
 
     Raises:
-        ValueError: If a sibling lacks the reference, or has trained it too shortly.
+        ValueError: If a sibling lacks the reference, or has trained it for too few steps.
     """
     summary: list[Mapping[str, Any]] = []
     panels: dict[str, tuple[Runs, float]] = {}
@@ -83,12 +83,12 @@ def _run(rows: Rows, window_steps: int) -> Run:
     names = ("step", "time_s", "sent_mb", "train_loss")
     columns = [np.array([float(row[name]) for row in rows]) for name in names]
     steps, times_s, sent_mb, losses = columns
-    # The first point is as many steps from the beginning as any other is from the one before.
+    # All points are equally many steps apart, so the first one's step number is that distance.
     width, rest = divmod(window_steps, int(steps[0]))
     if rest or width < 1:
         raise ValueError(
             f"window_steps={window_steps} must be a multiple of {steps[0]:.0f}, the steps of a"
-            " point."
+            f" point. Set window_steps={steps[0]:.0f}, or twice that."
         )
     means = np.full_like(losses, np.nan)
     if len(losses) >= width:
@@ -97,19 +97,19 @@ def _run(rows: Rows, window_steps: int) -> Run:
 
 
 def targets_of(model: str, runs: Runs, reference: str, margin: float) -> dict[int, float]:
-    """Return for each seed the loss to be reached: the reference's last one, and the margin.
+    """Return seed -> loss to be reached: the reference's last loss plus the margin.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If the reference is missing, or has fewer steps than the window.
     """
     if reference not in runs:
         raise ValueError(
-            f"{model} has no entry {reference!r}; valid values of reference: {', '.join(runs)}."
+            f"{model} has no entry {reference!r}. Set reference to one of {', '.join(runs)}."
         )
     targets = {seed: float(run.losses[-1]) + margin for seed, run in runs[reference].items()}
     if not np.isfinite(list(targets.values())).all():
         raise ValueError(
-            f"{reference} has made fewer than window_steps steps on {model}: there is no target."
+            f"{reference} has made fewer than window_steps steps on {model}. Lower window_steps."
         )
     return targets
 
@@ -117,7 +117,10 @@ def targets_of(model: str, runs: Runs, reference: str, margin: float) -> dict[in
 def row_of(
     model: str, runs: Runs, entry: str, reference: str, targets: Mapping[int, float]
 ) -> dict[str, Any]:
-    """Return an entry's figures, means over the seeds; None for what it does not reach on all."""
+    """Return an entry's figures, as means over the seeds.
+
+    Times to the target are None unless the entry reaches it on all seeds.
+    """
     own, base = runs[entry], runs[reference]
     places = {seed: own[seed].reaches(to) for seed, to in targets.items() if seed in own}
     reached = [(own[seed], at) for seed, at in places.items() if at is not None]
@@ -145,7 +148,7 @@ def row_of(
 
 
 def _claims(summary: Rows, reference: str, rate_mbit: float, models: list[str]) -> Iterator[Claim]:
-    """A row for each entry: how many times as fast it is at the reference's loss, by model."""
+    """Yield a claim for each entry: how many times as fast it reaches the loss, on each model."""
     for entry in dict.fromkeys(row["entry"] for row in summary if row["entry"] != reference):
         of_entry = {row["model"]: row for row in summary if row["entry"] == entry}
         parts = [f"{model} {_arrival(row)}" for model, row in of_entry.items()]
@@ -177,12 +180,12 @@ def _picture(panels: Mapping[str, tuple[Runs, float]], reference: str) -> Any:
 def _draw(axes: Any, model: str, runs: Runs, target: float, reference: str) -> None:
     lasts = []
     for entry, by_seed in runs.items():
-        # As far as all seeds go.
+        # Up to the number of points that all seeds have.
         length = min(len(run.steps) for run in by_seed.values())
         times_s = np.mean([run.times_s[:length] for run in by_seed.values()], axis=0)
         losses = np.mean([run.losses[:length] for run in by_seed.values()], axis=0)
         axes.plot(times_s, losses, label=entry, linewidth=1.2)
-        # Early losses would flatten all that happens near the target.
+        # The y axis leaves out early, high losses, which would flatten the curves near the target.
         lasts += [losses[-1], *([losses[length // 5]] if entry == reference else [])]
     bottom, top = np.nanmin([*lasts, target]), np.nanmax([*lasts, target])
     axes.set_ylim(bottom - 0.1 * (top - bottom), top + 0.1 * (top - bottom))

@@ -1,4 +1,4 @@
-"""What is compared: every model on every network, under the paper's baselines and DeAR."""
+"""Cases to compare: every model on every network, under the paper's baselines and DeAR."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,12 +20,12 @@ class Case:
     """A model on a network.
 
     Attributes:
-        network_name: The cluster's, and what is changed of it.
-        network: What messages take.
-        workload: What is trained.
+        network_name: Name of the cluster, and how the network differs from it.
+        network: Costs of messages.
+        workload: Model to train.
         buffers_s: Seconds for which DDP's forward waits for module buffers.
-        caps_mb: MiB of the buckets that DeAR may choose from.
-        steps_s: Way to train -> seconds of a step.
+        caps_mb: Bucket caps, in MiB, from which DeAR chooses the best.
+        steps_s: Name of a strategy or variant -> seconds of a step.
     """
 
     network_name: str
@@ -37,39 +37,39 @@ class Case:
 
     @property
     def rate(self) -> float:
-        """Bit/s between nodes."""
+        """Rate of a link between nodes, in bit/s."""
         return 8 / self.network.between.beta_s
 
     @property
     def dear_s(self) -> float:
-        """Seconds of DeAR's step with the best of the caps."""
+        """Seconds of DeAR's step with its best cap."""
         return min(self.steps_s[_capped(cap_mb)] for cap_mb in self.caps_mb)
 
     def gain(self, *others: str) -> float:
-        """By which share DeAR with its best cap is faster than the fastest of `others`."""
+        """Return the fastest of `others`' step time over DeAR's with its best cap, minus 1."""
         return min(self.steps_s[other] for other in others) / self.dear_s - 1
 
     def step_s(self, build: Builder, network: Network | None = None) -> float:
-        """Seconds of a step that is simulated now, on another network if one is given."""
+        """Simulate a step and return its seconds. None means the case's own network."""
         network = network or self.network
         return simulate(build(self.workload, network)).step_s
 
     def tuned_s(self, network: Network) -> float:
-        """Seconds of DeAR's step with the best of the caps on another network."""
+        """Return the seconds of DeAR's step with its best cap on another network."""
         return min(self.step_s(as_published(cap_mb), network) for cap_mb in self.caps_mb)
 
 
 def cases_of(cfg: DictConfig) -> Iterator[Case]:
-    """Simulate all that the config asks for. Shows progress.
+    """Yield all cases of the config, simulated. Shows progress on stderr.
 
     Raises:
-        ValueError: If it names what does not exist.
+        ValueError: If the config has an unknown name.
     """
     builders, networks = _builders(cfg), _networks(cfg)
     pairs = [(name, *model) for name in networks for model in _models(cfg)]
     for name, profile, workload in progress(pairs, "simulating"):
         network = networks[name]
-        # Our engine gathers nothing before backward has ended where NCCL sends.
+        # With NCCL our engine gathers no bucket before backward has ended.
         times = replace(workload.times, allows_early=not network.has_reduce_scatter)
         buffers_s, caps_mb = _buffers_s(profile, network), tuple(map(float, cfg.caps_mb))
         case = Case(name, network, replace(workload, times=times), buffers_s, caps_mb, {})
@@ -80,7 +80,7 @@ def cases_of(cfg: DictConfig) -> Iterator[Case]:
 
 
 def _builders(cfg: DictConfig) -> dict[str, Builder]:
-    """Way to train -> what makes its step."""
+    """Return name of a strategy or variant -> builder of its step."""
     names = *listed(cfg, "baselines"), *listed(cfg, "ours")
     made = {name: strategies.resolve_strategy(name).build for name in names}
     for cycle_ms in cfg.horovod.cycles_ms:
@@ -96,7 +96,11 @@ def _capped(cap_mb: float) -> str:
 
 
 def _networks(cfg: DictConfig) -> dict[str, Network]:
-    """The clusters', and where NCCL could take trees the same with rings, and with more NICs."""
+    """Return name -> network of each cluster, and variants of it.
+
+    If NCCL could use trees, there is a variant with rings only; and one of that with several NICs,
+    if the config has their number.
+    """
     networks = {}
     for name, network in networks_of(cfg, cfg.world_size).items():
         networks[name] = network
@@ -109,7 +113,7 @@ def _networks(cfg: DictConfig) -> dict[str, Network]:
 
 
 def _models(cfg: DictConfig) -> Iterator[tuple[ModelProfile, Workload]]:
-    """The profiles, and those again whose seconds on this GPU are public."""
+    """Yield each profile with its workload, and again with public seconds if there are any."""
     for name in listed(cfg, "models"):
         profile = load_profile(name)
         yield profile, workload_of(profile, float(cfg.compute_factor))
@@ -119,9 +123,9 @@ def _models(cfg: DictConfig) -> Iterator[tuple[ModelProfile, Workload]]:
 
 
 def _buffers_s(profile: ModelProfile, network: Network) -> float:
-    """Seconds of DDP's two broadcasts: statistics of batch norms, and their counts of batches.
+    """Return the seconds of DDP's two broadcasts: BatchNorm statistics, and counts of batches.
 
-    A broadcast passes all ranks, as half of a ring's all-reduce does.
+    A broadcast passes all ranks, and costs as much as a half of a ring all-reduce.
     """
     shapes = [layer.shapes for layer in profile.layers]
     if not any(len(shape) > 2 for owned in shapes for shape in owned):

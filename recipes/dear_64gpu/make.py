@@ -18,28 +18,28 @@ from lightning_dear.simulator.strategies import HOROVOD_CYCLE_S, STRATEGIES, hor
 from .cases import UNFUSED, WITH_BUFFERS, Case, cases_of
 
 ETHERNET, INFINIBAND = 0.83, 0.15
-"""By which share DeAR is faster at most on each network of 64 GPUs, by the paper's abstract."""
+"""Largest gains over other strategies on 64 GPUs with each network, from the paper's abstract."""
 
 BOUND = 1 / 3
-"""What the schedule gains at most: f + max(b, c) is 4/3 of max(f + b, c) where c = f + b."""
+"""Largest possible gain of the schedule: f + max(b, c) is 4/3 of max(f + b, c) if c = f + b."""
 
 TOLERANCE = 1e-3
-"""Of fitted values: steps jump where a tensor falls into another cycle."""
+"""Relative error of fitted values: the step jumps when a tensor falls into another cycle."""
 
 Cases = Mapping[str, Sequence[Case]]
-"""Network -> its models."""
+"""Name of a network -> its cases, one for each model."""
 
 
 @dataclass(frozen=True)
 class Assumption:
-    """One number that decides on a gain.
+    """A quantity on which a gain depends.
 
     Attributes:
-        gain: Number -> by which share DeAR is faster at most.
-        between: Where to look for the number.
-        known: The number, by someone else.
-        words: What it is, and its unit with how many of these are one.
-        source: Where `known` is from.
+        gain: Function from a value of the quantity to DeAR's largest gain.
+        between: Least and largest value to try.
+        known: Value of the quantity from an independent source.
+        words: Name of the quantity, unit for people, and factor from `known` to that unit.
+        source: Source of `known`.
     """
 
     gain: Callable[[float], float]
@@ -49,7 +49,7 @@ class Assumption:
     source: str
 
     def claim(self, title: str, published: float, here: str) -> Claim:
-        """Return the claim with the number that makes it true."""
+        """Return the claim with the value of the quantity that makes it true."""
         what, unit, scale = self.words
         checked = f"{scale * self.known:.3g} {unit}, {self.source}"
         try:
@@ -62,10 +62,10 @@ class Assumption:
 
 
 def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
-    """Simulate all models on all networks, and find out what gives the published gains.
+    """Simulate all models on all networks, and fit the assumptions that give the published gains.
 
     Raises:
-        ValueError: If the config names what does not exist.
+        ValueError: If the config has an unknown name.
     """
     cases: dict[str, list[Case]] = {}
     for case in cases_of(cfg):
@@ -92,7 +92,7 @@ def _rows(cases: Cases) -> Iterator[dict[str, Any]]:
 
 
 def _simulated_claims(cases: Cases, baselines: Sequence[str]) -> Iterator[Claim]:
-    """Those whose networks and baselines were simulated."""
+    """Yield the claims whose networks and baselines the config has."""
     yield _over_the_best(cases, baselines)
     if "horovod" in baselines:
         yield from _over_horovod(cases)
@@ -125,7 +125,7 @@ def _over_horovod(cases: Cases) -> Iterator[Claim]:
 
 
 def cycle_of(cases: Sequence[Case]) -> Assumption:
-    """Return Horovod's cycle as what decides."""
+    """Return the gain over Horovod as a function of Horovod's cycle."""
 
     def gain(cycle_s: float) -> float:
         build = partial(horovod_program, cycle_s=cycle_s)
@@ -136,7 +136,7 @@ def cycle_of(cases: Sequence[Case]) -> Assumption:
 
 
 def rate_of(cases: Sequence[Case], known: float) -> Assumption:
-    """Return the rate of links, bit/s, as what decides on the gain over Horovod."""
+    """Return the gain over Horovod as a function of the links' rate, in bit/s."""
     network, build = cases[0].network, STRATEGIES["horovod"].build
 
     def gain(rate: float) -> float:
@@ -148,7 +148,7 @@ def rate_of(cases: Sequence[Case], known: float) -> Assumption:
 
 
 def buffers_of(cases: Sequence[Case]) -> Assumption:
-    """Return how long DDP's forward waits for module buffers as what decides."""
+    """Return the gain over DDP as a function of the seconds that its forward waits for buffers."""
 
     def gain(buffers_s: float) -> float:
         return max((case.steps_s["ddp"] + buffers_s) / case.dear_s for case in cases) - 1
@@ -158,7 +158,7 @@ def buffers_of(cases: Sequence[Case]) -> Assumption:
 
 
 def start_of(cases: Sequence[Case], names: Sequence[str]) -> Assumption:
-    """Return what their all-reduces take to start as what decides, where nothing is fused."""
+    """Return the gain without fusion as a function of the start time of the others' all-reduces."""
     network = cases[0].network
     pairs = [(case, STRATEGIES[name].build) for case in cases for name in names]
 
@@ -205,7 +205,7 @@ def _signed(share: float) -> str:
 
 
 def _picture(cases: Cases) -> Any:
-    """Draw gains over what is fused, on each network of the larger claim if there is one."""
+    """Draw gains over strategies with fusion, on Ethernet networks, or on all if there is none."""
     shown = [name for name in cases if "ethernet" in name] or list(cases)
     first = cases[shown[0]]
     models = [case.workload.name for case in first]

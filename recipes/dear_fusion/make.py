@@ -1,4 +1,4 @@
-"""Fusion under DeAR's schedule: none, fixed caps, a tuned cap, MG-WFBP's rule, and exact."""
+"""Fusions under DeAR's schedule: none, fixed caps, a tuned cap, MG-WFBP's rule, and exact."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from lightning_dear.simulator.strategies import planned, searched
 Row = Mapping[str, Any]
 
 EXACT = "exact"
-"""`mergecomp` with options of its own here, as all others are compared with it."""
+"""`fusion=mergecomp` with the options `exact` of this recipe; all others are compared with it."""
 
 CLAIMS = {
     "none": ("a bucket for every tensor", "slower"),
@@ -31,17 +31,17 @@ CLAIMS = {
     EXACT: ("the exact plan", "ours"),
     "auto": ("fusion=auto", "ours"),
 }
-"""Fusion -> what it is, and what the paper makes of it."""
+"""Fusion -> its description, and the paper's verdict on it."""
 
 HIGHEST = 60
-"""Per cent at which bars end: some are twenty times as high."""
+"""Per cent at which bars are cut off: some would be twenty times as high."""
 
 
 def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
     """Plan and simulate all models on all clusters under every fusion.
 
     Raises:
-        ValueError: If the config names what does not exist, or a planner refuses its options.
+        ValueError: If the config has an unknown name, or a planner refuses its options.
     """
     planners, summary = planners_of(cfg), list[Row]()
     networks = networks_of(cfg, cfg.world_size)
@@ -58,10 +58,10 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
 
 
 def planners_of(cfg: DictConfig) -> dict[str, FusionPlanner]:
-    """Return the planners that `cfg.fusions` names; of `threshold` one for each cap, `25 MiB`.
+    """Return name -> planner of each of `cfg.fusions`; `threshold` has one for each cap ("25 MiB").
 
     Raises:
-        ValueError: If there is no such fusion, or a planner refuses its options.
+        ValueError: If a fusion is unknown, or a planner refuses its options.
     """
     made: dict[str, FusionPlanner] = {}
     for name in listed(cfg, "fusions"):
@@ -75,7 +75,7 @@ def planners_of(cfg: DictConfig) -> dict[str, FusionPlanner]:
             made[name] = FUSIONS[fusion](**cfg.get(name, {}))
         else:
             valid = ", ".join((EXACT, *FUSIONS))
-            raise ValueError(f"Unknown fusion {name!r}; valid ones: {valid}.")
+            raise ValueError(f"Unknown name {name!r} in fusions; valid ones: {valid}.")
     return made
 
 
@@ -96,7 +96,7 @@ def _rows(cluster: str, workload: Workload, steps: Mapping[str, SimulatedStep]) 
 
 
 def _step(planner: FusionPlanner, workload: Workload, network: Network) -> SimulatedStep:
-    # Our engine gathers nothing before backward has ended where NCCL sends.
+    # With NCCL our engine gathers no bucket before backward has ended.
     times = replace(workload.times, allows_early=not network.has_reduce_scatter)
     workload = replace(workload, times=times)
     build = searched(planner) if isinstance(planner, SearchingPlanner) else planned(planner.plan)
@@ -104,7 +104,7 @@ def _step(planner: FusionPlanner, workload: Workload, network: Network) -> Simul
 
 
 def _simulated_claims(summary: Sequence[Row]) -> Iterator[Claim]:
-    """By how much each fusion is slower than the best one, from the least to the most case."""
+    """Yield how much slower each fusion is than the best one: least and most over all cases."""
     for fusion, (words, published) in CLAIMS.items():
         losses = [100 * row["loss"] for row in summary if row["fusion"] == fusion]
         if losses:
@@ -113,7 +113,7 @@ def _simulated_claims(summary: Sequence[Row]) -> Iterator[Claim]:
 
 
 def _measured_claims(siblings: Mapping[str, Sibling]) -> Iterator[Claim]:
-    """By how much each fusion is slower than the default one, on the siblings' models."""
+    """Yield how much slower each fusion is than the default one, on the siblings' models."""
     rows = [row for sibling in siblings.values() for row in sibling.rows()]
     dear_s = {row["model"]: float(row["step_s"]) for row in rows if row["entry"] == "dear"}
     for name in ("none", "single", "bayesian", "auto"):

@@ -1,4 +1,4 @@
-"""MergeComp's published figures, what a host must take for each, and what that is checked with."""
+"""Claims on MergeComp: published figures, host times that explain them, and independent checks."""
 
 from collections.abc import Iterator
 from statistics import fmean
@@ -10,7 +10,7 @@ from lightning_dear.apps.recipe.report import PLAUSIBLE, Claim, check
 from .fit import FITTED, FP32, GPUS, NVLINK, OTHERS, PCIE, Figure, Figures, Server
 
 GAIN = 3.83
-"""Scheduled over layer by layer, of one compressor, at most, by the paper's abstract."""
+"""Largest speed-up of scheduled over layer-by-layer compression, from the paper's abstract."""
 
 
 def claims_of(
@@ -19,11 +19,11 @@ def claims_of(
     """Yield all claims.
 
     Args:
-        cfg: The recipe's; it has what fitted values are compared with.
-        server: Fitted.
-        published: Figures of all networks, numbers of GPUs and models.
-        predicted: By ResNet-50's hosts.
-        simulated: Where hosts take nothing.
+        cfg: Config of the recipe, with the values to compare fitted ones with.
+        server: Fitted server.
+        published: Published figures of all networks, numbers of GPUs and models.
+        predicted: Figures that the host times fitted to ResNet-50 predict.
+        simulated: Figures simulated without host time.
     """
     dgc = _found(published, PCIE, GPUS, FITTED, "dgc")
     other = _found(published, PCIE, GPUS, OTHERS[0], "dgc")
@@ -67,7 +67,7 @@ def _host_claim(
 
 
 def _model_claim(model: str, server: Server, published: Figures, predicted: Figures) -> Claim:
-    """Nine compressors on a model to which none of them was fitted."""
+    """Return the claim on all compressors on a model to which their host times were not fitted."""
     off, apart, gains, num_close = [], [], [], 0
     own = [one for one in predicted if one.model == model]
     for here in own:
@@ -101,7 +101,7 @@ def _topk_claim(server: Server, published: Figures, simulated: Figures, then_s: 
 def _nvlink_claims(
     cfg: DictConfig, server: Server, published: Figures, simulated: Figures
 ) -> Iterator[Claim]:
-    """What FP32 waits for: a host by the tensor, or Horovod's cycle."""
+    """Yield two explanations of FP32's waits on NVLink: host time for each tensor, or a cycle."""
     figure, here = (
         f"{100 * _found(figures, NVLINK, 2, FITTED, 'fp16').pair[1]:.0f} % merged,"
         f" FP32 {100 * _found(figures, NVLINK, 2, FITTED, FP32).pair[0]:.0f} %"

@@ -1,6 +1,6 @@
-"""What MergeComp's published scaling factors say of its hosts: seconds a tensor, seconds a byte.
+"""Fits host times, per tensor and per byte, to MergeComp's published scaling factors.
 
-Compressors are fitted to ResNet-50 alone; of other models only FP32's figures are looked at.
+Compressors' host times are fitted to ResNet-50 only. Of other models only FP32's figures are used.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ FITTED, OTHERS = "resnet50", ("resnet101", "mask_rcnn")
 PCIE, NVLINK = "pcie_8gpu", "nvlink_8gpu"
 GPUS = 8
 GROUPS = 2
-"""That MergeComp merges tensors into."""
+"""Number of groups into which MergeComp merges all tensors."""
 
 LAYERWISE = resolve_strategy("wfbp")
 
 _TOLERANCE = 1e-9
 _BETAS_S, _LENGTHS_S = (1e-12, 1e-6), (1e-4, 1e2)
-"""Between which a byte's seconds are looked for, and those of forward and backward."""
+"""Least and largest values to try of a link's seconds per byte, and of forward and backward."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A published scaling factor, or two.
+    """A pair of published scaling factors.
 
     Attributes:
-        network: The cluster of ours that stands for theirs.
-        num_gpus: Of one server.
-        model: A profile's name.
-        compressor: Its name, or `FP32`.
-        pair: What the figure shows; FP32 is not scheduled and has the same twice.
+        network: Name of our cluster that stands for the paper's.
+        num_gpus: Number of GPUs, all in one server.
+        model: Name of a profile.
+        compressor: Name of a compressor, or `FP32`.
+        pair: The two factors. FP32 is not scheduled, and both are the same.
     """
 
     network: str
@@ -56,16 +56,16 @@ class Figure:
 
     @property
     def gain(self) -> float:
-        """How many times as fast as layer by layer it is when scheduled."""
+        """Speed-up of scheduled over layer-by-layer compression."""
         return self.pair[1] / self.pair[0]
 
     @property
     def percent(self) -> str:
-        """The pair, for people."""
+        """The pair as text, for people."""
         return f"{100 * self.pair[0]:.0f}->{100 * self.pair[1]:.0f} %"
 
     def is_of(self, network: str, num_gpus: int, model: str | None = None) -> bool:
-        """Whether it is of a network and so many GPUs; and of a model, if one is given."""
+        """Whether the figure has this network and number of GPUs, and this model unless None."""
         own = self.network, self.num_gpus
         return own == (network, num_gpus) and model in (None, self.model)
 
@@ -74,7 +74,7 @@ Figures = Sequence[Figure]
 
 
 def read_figures() -> list[Figure]:
-    """Return all that were digitised, each +-0.01."""
+    """Return all published figures; they were digitised from plots, to +-0.01."""
     rows = read_rows(Path(__file__).with_name("published.csv"))
     return [
         Figure(
@@ -89,11 +89,11 @@ def read_figures() -> list[Figure]:
 
 
 class Host(NamedTuple):
-    """What one compressor takes of a step beyond computing, whatever it is made of.
+    """Seconds of a step beyond computing with one compressor, from whatever cause.
 
     Attributes:
         per_tensor_s: Seconds for each tensor that is compressed and sent by itself.
-        per_byte_s: Seconds for each byte of the gradient, merged or not.
+        per_byte_s: Seconds for each byte of the gradients, merged or not.
     """
 
     per_tensor_s: float
@@ -101,7 +101,7 @@ class Host(NamedTuple):
 
     @classmethod
     def of(cls, workload: Workload, pair: Pair) -> Host:
-        """Return that under which a model scales so; the inverse of `scaling`."""
+        """Return the host that gives a model these scaling factors; the inverse of `scaling`."""
         layerwise_s, scheduled_s = (alone_s(workload) / one for one in pair)
         return cls(
             (layerwise_s - scheduled_s) / (len(workload.tensors) - GROUPS),
@@ -109,7 +109,7 @@ class Host(NamedTuple):
         )
 
     def scaling(self, workload: Workload) -> Pair:
-        """Return how a model scales with it."""
+        """Return the two scaling factors of a model with this host."""
         scheduled_s = alone_s(workload) + self.per_byte_s * workload.nbytes
         merged = len(workload.tensors) - GROUPS
         layerwise_s = scheduled_s + self.per_tensor_s * merged
@@ -118,11 +118,12 @@ class Host(NamedTuple):
 
 @dataclass(frozen=True)
 class Server:
-    """Theirs, as far as FP32's figures tell.
+    """The paper's server, as fitted to FP32's figures.
 
     Attributes:
-        network: `PCIE` with 8 GPUs, at the rate at which FP32 of ResNet-50 scales as published.
-        workloads: Model -> what computes as long as makes its FP32 scale as published there.
+        network: `PCIE` with 8 GPUs, with the link's rate at which ResNet-50 in FP32 has its
+            published scaling factor.
+        workloads: Model -> workload whose compute time gives its published factor in FP32.
     """
 
     network: Network
@@ -130,10 +131,10 @@ class Server:
 
     @classmethod
     def of(cls, cfg: DictConfig, figures: Figures) -> Server:
-        """Fit it.
+        """Fit a server to published figures.
 
         Raises:
-            ValueError: If no rate, or no length of a step, gives a figure.
+            ValueError: If no rate, or no compute time, gives a published figure.
         """
         plain = [one for one in figures if one.is_of(PCIE, GPUS) and one.compressor == FP32]
         goals = {one.model: one.pair[0] for one in plain}
@@ -151,19 +152,19 @@ class Server:
         return cls(network, {FITTED: first, **others})
 
     def waits_s(self, one: Figure) -> float:
-        """Seconds of a step, layer by layer, that are no computing."""
+        """Return the seconds of a layer-by-layer step beyond computing."""
         compute_s = alone_s(self.workloads[one.model])
         return compute_s / one.pair[0] - compute_s
 
     def host(self, one: Figure) -> Host:
-        """Return the host with which a figure holds; all that FP32 waits for is by the tensor."""
+        """Return the host that gives a figure. All of FP32's waits count as time per tensor."""
         workload = self.workloads[one.model]
         if one.compressor == FP32:
             return Host(self.waits_s(one) / len(workload.tensors), 0.0)
         return Host.of(workload, one.pair)
 
     def predicted(self, figures: Figures) -> Iterator[Figure]:
-        """Yield how the other models scale if compressors cost hosts what they do in ResNet-50."""
+        """Yield the other models' scaling factors, predicted from the hosts fitted to ResNet-50."""
         for one in figures:
             if one.is_of(PCIE, GPUS, FITTED) and one.compressor != FP32:
                 host = self.host(one)
@@ -172,7 +173,7 @@ class Server:
 
 
 def _scaled_to(goal: float, model: str, network: Network) -> Workload:
-    """Return a model that computes as long as makes its FP32 scale so."""
+    """Return a model with the compute time with which its FP32 has the scaling factor `goal`."""
 
     def scaling_with(seconds: float) -> float:
         return scaling(LAYERWISE, computing(model, seconds), network)
@@ -182,11 +183,11 @@ def _scaled_to(goal: float, model: str, network: Network) -> Workload:
 
 
 def computing(model: str, seconds: float) -> Workload:
-    """Return a profile's model, of which forward and backward take so long together."""
+    """Return a profile's model, whose forward and backward together take `seconds`."""
     profile = load_profile(model)
     return workload_of(profile, seconds / (profile.forward_s + profile.backward_s))
 
 
 def scaling(strategy: Strategy, workload: Workload, network: Network) -> float:
-    """Return a simulated scaling factor, 0 to 1: one GPU's step over that of all of them."""
+    """Return a simulated scaling factor, 0 to 1: one GPU's step alone over that of all GPUs."""
     return alone_s(workload) / predicted(strategy, workload, network).step.step_s

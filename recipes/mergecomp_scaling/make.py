@@ -28,7 +28,7 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
     """Fit hosts to ResNet-50, predict the other models, and simulate all without a host's cost.
 
     Raises:
-        ValueError: If the config asks for what does not exist, or no number gives a figure.
+        ValueError: If the config has an unknown name, or no value gives a published figure.
     """
     published = fit.read_figures()
     server = fit.Server.of(cfg, published)
@@ -44,11 +44,11 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
     return Report(claims, [*rows, *_measured(siblings)], _picture(published, predicted))
 
 
-# --- what is simulated, and what was measured -----------------------------------------------------
+# --- simulated and measured figures ---------------------------------------------------------------
 
 
 def _simulated(cfg: DictConfig, server: fit.Server, figures: fit.Figures) -> Iterator[fit.Figure]:
-    """Yield how models scale where a host costs nothing: on all GPUs, and on two over NVLink."""
+    """Yield scaling factors without host time: on all GPUs over PCIe, and on two over NVLink."""
     for one in figures:
         if one.is_of(fit.PCIE, fit.GPUS):
             network = server.network
@@ -70,11 +70,11 @@ def _compressed(cfg: DictConfig, workload: Workload, name: str, network: Network
 
 
 def _merged(workload: Workload, network: Network) -> float:
-    """Return the scaling factor of two groups, cut where it is largest."""
+    """Return the largest scaling factor of tensors merged into two groups, over all cuts."""
 
     def cut_at(place: int) -> Strategy:
         def plan(tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
-            # All others come last, in a group of their own.
+            # `fuse_groups` puts the tensors before the cut into a second group.
             return fuse_groups("merged", tensors, world_size, [range(place, len(tensors))])
 
         return Strategy("merged", planned(plan, all_reduces=True), compresses="whole")
@@ -84,7 +84,7 @@ def _merged(workload: Workload, network: Network) -> float:
 
 
 def _row(kind: str, one: fit.Figure, compute_s: float, host: tuple[float, float | None]) -> Row:
-    """Return a summary's row: a figure, and the host with which it holds."""
+    """Return a row of the summary: a figure, and the host that gives it."""
     per_tensor_s, per_byte_s = host
     return {
         "kind": kind,
@@ -101,7 +101,7 @@ def _row(kind: str, one: fit.Figure, compute_s: float, host: tuple[float, float 
 
 
 def _measured(siblings: Mapping[str, Sibling]) -> Iterator[Row]:
-    """Yield the same of siblings: a bucket a tensor, and MergeComp's own search."""
+    """Yield rows of the siblings: a bucket for each tensor, and buckets of MergeComp's search."""
     for name, sibling in siblings.items():
         rows = {(row["point"].partition("=")[2], row["entry"]): row for row in sibling.rows()}
         for compressor in dict.fromkeys(compressor for compressor, _ in rows):

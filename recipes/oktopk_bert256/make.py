@@ -23,28 +23,28 @@ from lightning_dear.workloads.replay.profile import load_profile
 Row = dict[str, Any]
 
 LEAST, MOST = 3.29, 12.95
-"""How many times as fast Ok-Topk is for BERT on 256 GPUs, by the paper's abstract."""
+"""Range of Ok-Topk's speed-up over other schemes, BERT on 256 GPUs, from the paper's abstract."""
 
 OURS, DENSE = "oktopk", "dense"
 LEAST_OVER, MOST_OVER = "topkdsa", "gaussiank"
-"""What is taken for the other scheme of each end: the abstract names none."""
+"""Schemes over which Ok-Topk is assumed to have these speed-ups: the abstract names none."""
 
 OTHERS = (DENSE, LEAST_OVER, "topka", MOST_OVER, "gtopk")
 
 AT_ONCE = Strategy("at_once", planned(SingleFusion().plan, all_reduces=True), compresses="whole")
-"""Their schedule: one bucket after backward."""
+"""The paper's schedule: one bucket, sent after backward."""
 
 _RATES = 1e6, 1e12
-"""Bytes a second between which one is looked for."""
+"""Least and largest rate to try, in bytes per second."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, under each scheme.
+    """The paper's model and network, under each scheme.
 
     Attributes:
-        network: With the nominal rate.
-        workloads: Scheme -> what is trained and encoded.
+        network: Network with the nominal rate.
+        workloads: Scheme -> the model with the scheme's costs of encoding.
     """
 
     network: Network
@@ -52,10 +52,10 @@ class Case:
 
     @classmethod
     def of(cls, cfg: DictConfig) -> Case:
-        """Return the config's.
+        """Return the case of a config.
 
         Raises:
-            ValueError: If a profile, a cluster or a number makes no sense.
+            ValueError: If a profile or a cluster is unknown, or a number is out of range.
         """
         [network] = networks_of(cfg, int(cfg.world_size)).values()
         plain = workload_of(load_profile(cfg.profile), float(cfg.compute_factor))
@@ -69,7 +69,7 @@ class Case:
 
     @property
     def rate(self) -> float:
-        """Bytes a second that a node sends, nominally."""
+        """Nominal rate of a node, in bytes per second."""
         return 1 / self.network.outer_link.beta_s
 
     @property
@@ -78,17 +78,17 @@ class Case:
         return alone_s(self.workloads[DENSE])
 
     def step_s(self, scheme: str, rate: float | None = None) -> float:
-        """Seconds of a step by their schedule, at another rate than the nominal one if given."""
+        """Return the seconds of a step by the paper's schedule. None means the nominal rate."""
         link = Link(self.network.outer_link.alpha_s, 1 / (rate or self.rate))
         network = replace(self.network, between=link, within=link)
         return predicted(AT_ONCE, self.workloads[scheme], network).step.step_s
 
     def gain(self, over: str, rate: float | None = None) -> float:
-        """How many times as fast as another scheme Ok-Topk is."""
+        """Return Ok-Topk's speed-up over the scheme `over`. None means the nominal rate."""
         return self.step_s(over, rate) / self.step_s(OURS, rate)
 
     def rate_for(self, over: str, gain: float) -> float:
-        """Bytes a second at which Ok-Topk is so many times as fast as another scheme.
+        """Return the bytes per second at which Ok-Topk's speed-up over a scheme is `gain`.
 
         Raises:
             ValueError: If there is no such rate.
@@ -96,9 +96,10 @@ class Case:
         return fitted(lambda rate: self.gain(over, rate), gain, *_RATES, f"The gain over {over}")
 
     def compute_s_for(self, over: str, gain: float) -> float:
-        """The same at the nominal rate, of computing: nothing hides behind it by this schedule.
+        """Return the seconds of computing at which the speed-up is `gain`, at the nominal rate.
 
-        It is negative where no computing is short enough.
+        With this schedule computing hides no communication. The result is negative if no compute
+        time is short enough.
         """
         theirs, ours = (self.step_s(name) - self.compute_s for name in (over, OURS))
         return (theirs - gain * ours) / (gain - 1)
@@ -108,7 +109,7 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
     """Sweep the rate, find the one at which each published gain holds, and compare.
 
     Raises:
-        ValueError: If the config asks for what does not exist, or no rate gives a gain.
+        ValueError: If the config has an unknown name, or no rate gives a published gain.
     """
     case = Case.of(cfg)
     goals = {LEAST_OVER: LEAST, MOST_OVER: MOST, "gtopk": LEAST}
@@ -134,7 +135,7 @@ def _simulated(case: Case, rates: Sequence[float]) -> Iterator[Row]:
 
 
 def _measured(siblings: Mapping[str, Sibling]) -> Iterator[Row]:
-    """Yield the siblings' steps, and how many times as long as with Ok-Topk they take."""
+    """Yield the siblings' measured steps, and their time over that of Ok-Topk's step."""
     for one in siblings.values():
         for row in one.rows():
             yield _row(
@@ -148,9 +149,10 @@ def _measured(siblings: Mapping[str, Sibling]) -> Iterator[Row]:
 
 
 def _counted() -> Iterator[Row]:
-    """Yield how much of 6 k (P - 1) / P a rank sent or received at most: of all runs, of long ones.
+    """Yield the most that a rank sent or received, as a share of 6 k (P - 1) / P words.
 
-    Both were counted for recipes/compression, where k numbers are sent sparsely.
+    The first row is of all runs, the second one of long runs. They were counted for
+    recipes/compression; k is the number of selected values.
     """
     folder = recipes_dir() / "compression" / "volumes"
     num_steps, shares = 0, []
@@ -208,7 +210,7 @@ def _gb(rate: float) -> str:
 
 
 def _picture(rows: Sequence[Row], fits: Mapping[str, float]) -> Any:
-    """Gains over the rate; the published range, and the rate of its lower end."""
+    """Draw gains over the rate, the published range, and the fitted rate of its lower end."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

@@ -70,7 +70,7 @@ def test_misspelt_options_are_answered_soon(tmp_path: Path, option: str, meant: 
 def test_what_is_refused_leaves_no_files(tmp_path: Path) -> None:
     code, output, _ = said(tmp_path, "train", "eval=true")
     assert code == 1
-    assert "dear-train: ValueError: eval=true tests a checkpoint: name its file" in output
+    assert "dear-train: ValueError: eval=true tests a checkpoint, but has none. Add" in output
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 

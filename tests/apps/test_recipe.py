@@ -236,5 +236,5 @@ def test_measuring_keeps_rows_and_says_where(tmp_path: Path, monkeypatch) -> Non
     assert "torch" in (kept / "machine.txt").read_text()
     assert not (kept / "raw.csv").exists()
     pretend.code = 3
-    with pytest.raises(RuntimeError, match="ended with 3"):
+    with pytest.raises(RuntimeError, match="ended with code 3"):
         run.measure(small(measure=True), tmp_path / "again")

@@ -115,7 +115,7 @@ def test_nothing_recorded_is_said(tmp_path: Path) -> None:
 def test_what_gives_no_target_is_refused(tmp_path: Path) -> None:
     record(tmp_path, "digits", {("ddp", 1): ([4.0], SLOW)})
     for override, message in (
-        ("reference=fsdp2", "digits has no entry 'fsdp2'; valid values of reference: ddp"),
+        ("reference=fsdp2", "digits has no entry 'fsdp2'. Set reference to one of ddp"),
         ("window_steps=20", "ddp has made fewer than window_steps steps on digits"),
         ("window_steps=15", "window_steps=15 must be a multiple of 10"),
     ):

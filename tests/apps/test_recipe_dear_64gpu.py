@@ -199,7 +199,7 @@ def test_another_cluster_takes_the_place_of_all() -> None:
         ("clusters=[ethernet_11g]", "Unknown cluster 'ethernet_11g'; valid ones: aries"),
         ("models=[bert_huge]", "Unknown profile 'bert_huge'"),
         ("baselines=[dpp]", "Unknown strategy 'dpp'"),
-        ("baselines=ddp", r"baselines must be a list of names, such as baselines=\[ddp\]"),
+        ("baselines=ddp", r"baselines=ddp must be a list, such as baselines=\[ddp\]"),
     ],
 )
 def test_what_does_not_exist_is_refused(override: str, words: str) -> None:

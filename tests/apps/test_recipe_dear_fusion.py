@@ -118,7 +118,10 @@ def test_all_that_is_recorded_comes_out_again() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("fusions=[threshold,best]", "Unknown fusion 'best'; valid ones: exact, threshold"),
+        (
+            "fusions=[threshold,best]",
+            "Unknown name 'best' in fusions; valid ones: exact, threshold",
+        ),
         ("fusions=none", "must be a list"),
         ("caps=[0]", "must be > 0"),
         ("bayesian.num_trials=1", "num_trials must be >= 2"),

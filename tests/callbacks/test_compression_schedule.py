@@ -21,8 +21,8 @@ from tests.lightning.nets import Net
 @pytest.mark.parametrize(
     ("codec", "schedule", "message"),
     [
-        (SignSGD(), {"dense_steps": 1}, "same learning rate as gradients. Leave dense_steps out"),
-        (Signum(), {"dense_steps": 1}, "same learning rate as gradients. Leave dense_steps out"),
+        (SignSGD(), {"dense_steps": 1}, "Leave dense_steps out: .* same learning rate"),
+        (Signum(), {"dense_steps": 1}, "Leave dense_steps out: .* same learning rate"),
     ],
 )
 def test_what_a_schedule_cannot_do_is_refused(
@@ -60,7 +60,7 @@ def test_what_is_no_schedule_is_refused() -> None:
 
 def test_a_density_that_no_step_would_have_is_refused() -> None:
     CompressionSchedule(dense_steps=9, densities={0: 0.5, 10: 0.1})
-    message = "density from step 0 on would never be used: dense_steps=9 .* that from step 9 on"
+    message = "density from step 0 on would never be used.* dense_steps=9 .* from step 9 on"
     with pytest.raises(ValueError, match=message):
         CompressionSchedule(dense_steps=9, densities={0: 0.5, 9: 0.1})
 

@@ -29,8 +29,8 @@ def test_a_checkpoint_of_ddp_is_fine() -> None:
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"format": FORMAT + 1}, rf"format {FORMAT + 1}; .*pip install -U lightning-dear"),
-        ({"format": 0}, "format 0; .*the version of lightning-dear that wrote it"),
+        ({"format": FORMAT + 1}, rf"format {FORMAT + 1}, .*pip install -U lightning-dear"),
+        ({"format": 0}, "format 0, .*the version of lightning-dear that wrote it"),
         ({"format": "1"}, "format '1'"),
         ({"format": True}, "format True"),
         ({}, "format None"),

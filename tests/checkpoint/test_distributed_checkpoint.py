@@ -373,7 +373,7 @@ def test_the_command_makes_an_ordinary_file(tmp_path: Path) -> None:
     assert len(optimizer.state) == len(list(model.parameters()))
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.returncode == 1
-    assert "exists; remove it" in again.stderr
+    assert "exists already. Remove it" in again.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ordinary.ckpt", "saved"]
 
 

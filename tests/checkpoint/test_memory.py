@@ -373,7 +373,7 @@ def test_parts_of_several_types_travel_together(backend: str) -> None:
         expected = torch.zeros(1000 + number, dtype=dtype)
         expected[: cuts[-1]] = whole[: cuts[-1]]
         made.append((room, expected[450:650]))
-    with mock.patch.object(moving, "ROUND_BYTES", 256):
+    with mock.patch.object(moving, "BATCH_BYTES", 256):
         moving.move(items, collectives, cpu)
     for room, expected in made:
         assert torch.equal(room, expected)

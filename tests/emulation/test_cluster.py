@@ -257,12 +257,12 @@ def test_ranks_reduce_over_the_emulated_links() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"num_hosts": 0, "rate_mbit": 1}, "num_hosts must be 1 to 200, not 0"),
-        ({"num_hosts": 1, "rate_mbit": 0}, "rate_mbit must be positive"),
+        ({"num_hosts": 0, "rate_mbit": 1}, "num_hosts=0 is not valid. Choose 1 to 200"),
+        ({"num_hosts": 1, "rate_mbit": 0}, "rate_mbit=0 is not valid"),
         ({"num_hosts": 1, "rate_mbit": 1, "mtu": 10}, "mtu must be 576 to 65535"),
         (
             {"num_hosts": 1, "rate_mbit": 1, "socket_buffer_bytes": -1},
-            "socket_buffer_bytes must be 4096 to .*, or None for the kernel's own, not -1",
+            "socket_buffer_bytes=-1 is not valid. .* 4096 to .*, or None for the kernel's own",
         ),
     ],
 )
@@ -274,12 +274,12 @@ def test_wrong_arguments_are_refused(arguments: dict[str, float], words: str) ->
 def test_missing_root_tool_and_system_are_each_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
-    assert why_unavailable() == "an emulated cluster needs tc: install iproute2"
+    assert why_unavailable() == "an emulated cluster needs tc, not found: install iproute2"
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(EmulationUnavailable, match="needs root"):
         EmulatedCluster(num_hosts=1, rate_mbit=None).__enter__()
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert why_unavailable() == "an emulated cluster needs Linux, not darwin"
+    assert (why_unavailable() or "").startswith("an emulated cluster needs Linux, not darwin: run")
 
 
 def test_host_is_a_plain_record() -> None:

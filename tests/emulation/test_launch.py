@@ -178,7 +178,7 @@ def test_ranks_end_with_their_parent_though_nobody_ends_them(number: signal.Sign
 
 
 def test_a_cluster_must_be_entered_and_have_ranks(cluster: EmulatedCluster) -> None:
-    with pytest.raises(RuntimeError, match="enter the cluster first"):
+    with pytest.raises(RuntimeError, match="The cluster is not entered"):
         run_on_cluster(EmulatedCluster(2, None), ["true"])
-    with pytest.raises(ValueError, match="ranks_per_host must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="ranks_per_host=0 is not valid. Choose 1 or more"):
         run_on_cluster(cluster, ["true"], ranks_per_host=0)

@@ -55,8 +55,8 @@ def test_a_touch_opens_the_gate_and_acts_on_the_real_dict(touch: str) -> None:
         opened.append(True)
         gate.open()
 
-    gate = ModuleGate(module, open_gate)
-    gate.close()
+    gate = ModuleGate(module)
+    gate.close(open_gate)
     TOUCHES[touch](module)
     TOUCHES[touch](plain)
     assert opened == [True]
@@ -69,15 +69,15 @@ def test_a_touch_opens_the_gate_and_acts_on_the_real_dict(touch: str) -> None:
 )
 def test_a_look_that_reads_no_value_does_not_wait(look: Callable[[nn.Module], object]) -> None:
     module = nn.Linear(3, 2)
-    ModuleGate(module, lambda: pytest.fail("waited")).close()
+    ModuleGate(module).close(lambda: pytest.fail("waited"))
     look(module)
 
 
 def test_closing_twice_keeps_the_modules_own_dict() -> None:
     module = nn.Linear(3, 2)
-    own, gate = module._parameters, ModuleGate(module, lambda: None)
-    gate.close()
-    gate.close()
+    own, gate = module._parameters, ModuleGate(module)
+    gate.close(int)
+    gate.close(int)
     assert isinstance(module._parameters, ParameterGate)
     assert plain_parameters(module) is own
     gate.open()
@@ -87,29 +87,27 @@ def test_closing_twice_keeps_the_modules_own_dict() -> None:
 
 def test_what_is_put_there_again_holds_what_the_modules_own_dict_holds() -> None:
     module = nn.Linear(3, 2)
-    gate = ModuleGate(module, lambda: None)
-    gate.close()
+    gate = ModuleGate(module)
+    gate.close(int)
     first = module._parameters
     gate.open()
     module.extra = nn.Parameter(torch.zeros(1))
-    gate.close()
+    gate.close(int)
     assert module._parameters is first
     # As C code reads it, which does not wait.
     assert [*dict.keys(first)] == ["weight", "bias", "extra"]
     gate.open()
     module._parameters = dict(module._parameters)
-    gate.close()
+    gate.close(int)
     assert module._parameters is not first
 
 
 def test_two_gates_of_a_module_open_one_after_the_other() -> None:
     module = nn.Linear(3, 2)
     own, opened = module._parameters, []
-    first, second = (
-        ModuleGate(module, lambda name=name: opened.append(name)) for name in ("first", "second")
-    )
-    first.close()
-    second.close()
+    first, second = ModuleGate(module), ModuleGate(module)
+    first.close(lambda: opened.append("first"))
+    second.close(lambda: opened.append("second"))
     assert module.weight.shape == (2, 3)
     assert opened == ["first", "second"]
     first.open()

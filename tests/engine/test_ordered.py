@@ -242,7 +242,7 @@ def test_nothing_is_lost_of_a_late_gradient_that_is_encoded(options: ExchangeOpt
 def test_early_gathers_are_refused() -> None:
     model, optimizers = _new_training(Case())
     pipeline = Pipeline(model, optimizers, new_ordered(), SMALL_BUCKETS)
-    reason = "the backend's collectives must keep one order on all ranks"
+    reason = "with this backend all ranks must launch collectives in one order"
     assert pipeline.training.early_refusal == reason
     with pipeline.forward():
         loss = Case().loss(model, 0, dist.get_rank())

@@ -104,7 +104,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_changes() -> None:
     model = build("mlp")
     pipeline = new_pipeline(model, optimizer_for("sgd", model))
     part = pipeline.parts[0]
-    with pytest.raises(RuntimeError, match="from the first step on"):
+    with pytest.raises(RuntimeError, match="between an optimizer step and the next forward"):
         part.replan(SingleFusion().plan([], 2))
 
     def refused(step: int) -> None:

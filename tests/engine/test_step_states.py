@@ -143,7 +143,7 @@ class Steps(RuleBasedStateMachine):
         if self.expected in (StepState.EMPTY,):
             self.part.replan(plan)
         else:
-            with pytest.raises(RuntimeError, match="belongs between"):
+            with pytest.raises(RuntimeError, match="Call it between"):
                 self.part.replan(plan)
         self._check(self.expected)
 

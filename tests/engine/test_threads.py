@@ -143,7 +143,7 @@ def test_a_thread_that_ends_within_its_step_keeps_no_other_waiting() -> None:
     stepping = threading.Thread(target=run.step, name="stepping")
     stepping.start()
     stepping.join(SECONDS)
-    with pytest.raises(RuntimeError, match=r"thread stepping ended within optimizer\.step"):
+    with pytest.raises(RuntimeError, match=r"Thread stepping ended within optimizer\.step"):
         run.pipeline.complete_parameters()
 
 

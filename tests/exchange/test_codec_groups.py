@@ -127,7 +127,7 @@ def test_a_plan_leaves_buckets_as_they_are() -> None:
     assert left.tensor in _buckets(low_rank)["fp32"]
     voting = Run(ExchangeOptions("gradients", compressor=SignSGD()))
     voting.step()
-    with pytest.raises(ValueError, match="signsgd makes votes of the others"):
+    with pytest.raises(ValueError, match="signsgd sends votes in others"):
         voting.part.replan(_leaving_the_first(voting))
     voting.step()
 
@@ -223,7 +223,7 @@ def test_a_pattern_that_nothing_matches_is_refused() -> None:
 
 
 def test_a_pattern_may_name_what_is_frozen_yet() -> None:
-    codec = {"codec": Int8(), "groups": groups_of({"0.*": None})}
+    codec = {"compressor": Int8(), "groups": groups_of({"0.*": None})}
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)

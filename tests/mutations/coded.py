@@ -180,22 +180,22 @@ CODED = [
     Mutation(
         "random numbers that go on after a resume",
         "ResidualKeeper._overwrite",
-        "            one.counts.update(own.counts)\n",
+        "            bucket.counts.update(own.counts)\n",
         "",
         (RESUMED,),
     ),
     Mutation(
         "another rate of what was left",
         "ResidualKeeper._collected",
-        "                numbers.mul_(one.rate / rate)\n",
+        "                values.mul_(bucket.rate / rate)\n",
         "                pass\n",
         (f"{CHANGES}::test_another_rate_sends_as_much_of_what_was_left",),
     ),
     Mutation(
         "an owner's residual in checkpoints",
         "ResidualKeeper._overwrite",
-        "                one.owner.load("
-        'name, self._collected(one, ("owner", name), own)[one.own])\n',
+        "                owner.load("
+        'name, self._collected(bucket, ("owner", name), own)[bucket.own])\n',
         "                pass\n",
         (RESUMED,),
     ),

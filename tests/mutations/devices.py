@@ -26,7 +26,7 @@ DEVICES = [
     ),
     Mutation(
         "streams that the first forward has read on among those that wait",
-        "ForwardRecorder._note_read",
+        "ForwardRecorder._record_read",
         "        self._streams.readers.add(self._streams.current())\n",
         "",
         (f"{STREAMS}::test_a_layer_that_two_streams_read_is_waited_for_by_both",),

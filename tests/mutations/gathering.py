@@ -95,7 +95,7 @@ GATHERING = [
     ),
     Mutation(
         "keeping frozen parameters out of the empty step",
-        "ReplicatedOptimizer.run",
+        "ReplicatedOptimizer.begin_step",
         "        self._leave_only_managed()\n",
         "",
         (f"{REPLICATED}::test_a_gradient_left_on_a_frozen_parameter_is_not_stepped",),

@@ -22,8 +22,8 @@ KEPT = [
     Mutation(
         "residuals that are loaded as fp32",
         "ResidualKeeper._collected",
-        "torch.zeros(one.spec.padded_numel, dtype=torch.float32, device=device)",
-        "torch.zeros(one.spec.padded_numel, device=device)",
+        "torch.zeros(bucket.spec.padded_numel, dtype=torch.float32, device=device)",
+        "torch.zeros(bucket.spec.padded_numel, device=device)",
         (SAME,),
     ),
     Mutation(

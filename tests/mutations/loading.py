@@ -100,7 +100,7 @@ LOADING = [
     Mutation(
         "counting anew after a load",
         "ResidualKeeper._overwrite",
-        "            one.start_anew(own.seed)\n",
+        "            bucket.start_anew(own.seed)\n",
         "",
         (f"{RESTORING}::test_a_state_from_before_the_first_step_starts_anew",),
     ),

@@ -24,8 +24,8 @@ SEEDS = [
     Mutation(
         "the seed that a checkpoint has",
         "ResidualKeeper._overwrite",
-        "            one.start_anew(own.seed)\n",
-        "            one.start_anew(None)\n",
+        "            bucket.start_anew(own.seed)\n",
+        "            bucket.start_anew(None)\n",
         (f"{TESTS}::test_a_resumed_run_keeps_the_seed",),
     ),
     Mutation(

@@ -202,7 +202,7 @@ SPARSE_SUMS = [
     Mutation(
         "thresholds and regions in checkpoints",
         "ResidualKeeper._overwrite",
-        "                one.steer(steering)\n",
+        "                bucket.steer(steering)\n",
         "                pass\n",
         ("tests/exchange/test_oktopk_resumed.py::test_a_resumed_run_has_the_same_bits",),
     ),

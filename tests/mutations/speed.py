@@ -56,7 +56,7 @@ SPEED = [
     ),
     Mutation(
         "leaving what was stepped early out of the step",
-        "ShardedOptimizer.run",
+        "ShardedOptimizer.begin_step",
         " if number not in self.stepped_early]",
         "]",
         (f"{EARLY}::test_early_steps_change_no_bit",),

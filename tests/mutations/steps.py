@@ -190,7 +190,7 @@ GUARDS = [
     ),
     Mutation(
         "unused parameters stay unused",
-        "OptimizerShards.set_gradients",
+        "SteppedPieces.set_gradients",
         "            if not used[piece.tensor_index]:\n",
         "            if False:\n",
         (f"{STATE}::test_parameters_unused_by_all_or_by_some_are_stepped_as_ddp_steps_them",),
@@ -297,7 +297,7 @@ FLUSHES = [
     ),
     Mutation(
         "masters in saved state",
-        "OptimizerShards.state_of",
+        "SteppedPieces.state_of",
         "            return {**state, MASTER_KEY: piece.parameter}\n",
         "            return state\n",
         (f"{MASTERS}::test_masters_survive_saving_and_loading",),
@@ -319,8 +319,8 @@ FLUSHES = [
     Mutation(
         "weights written after masters were loaded",
         "PlanLifecycle.take_over",
-        "        if self.adopt_state():\n            # Weights may",
-        "        if self.adopt_state() and False:\n            # Weights may",
+        "        if self.adopt_state():\n            # Masters were",
+        "        if self.adopt_state() and False:\n            # Masters were",
         (f"{MASTERS}::test_what_is_written_after_loading_reaches_the_masters",),
     ),
     Mutation(

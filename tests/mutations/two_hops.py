@@ -55,7 +55,7 @@ TWO_HOPS = [
     Mutation(
         "only what hosts encode together is gathered in them",
         "ResidualKeeper.taken",
-        "if len(one.encoded) > 1:",
+        "if len(bucket.encoded) > 1:",
         "if True:",
         (f"{TESTS}::test_what_ranks_keep_alone_stays_theirs",),
     ),
@@ -69,7 +69,7 @@ TWO_HOPS = [
     Mutation(
         "what other ranks of a host keep, for another plan",
         "ResidualKeeper.taken",
-        "                    collectives.launch_gather_of_host(flat, STATE_TAGS + one.number)"
+        "                    collectives.launch_gather_of_host(flat, STATE_TAGS + bucket.number)"
         ".wait()\n",
         "                    pass\n",
         (LAW,),

@@ -12,9 +12,11 @@ import logging
 import os
 import time
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from finding import find
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-NUM_STEPS = {"one": (60, 400), "digits": (8, 40), "bert": (6, 30)}
+NUM_STEPS = {"one": (60, 400), "digits": (8, 40), "bert": (6, 30), "bert-2x2": (6, 30)}
 """Case -> steps to warm up, and steps that count."""
 
 BERT_SCALE, BERT_STEP_S = 64.0, 0.06
@@ -99,6 +101,14 @@ def steps_s(case: str) -> list[float]:
     return [after - before for before, after in pairs][num_warm_up:]
 
 
+def _on_hosts(case: str) -> AbstractContextManager[object]:
+    """A context in which two ranks share a host, if the case says so."""
+    if case != "bert-2x2":
+        return nullcontext()
+    host = f"host {int(os.environ['RANK']) // 2}", ""
+    return mock.patch("lightning_dear.collectives.factory._host", return_value=host)
+
+
 def main() -> None:
     """Trains and prints."""
     parser = argparse.ArgumentParser()
@@ -112,7 +122,8 @@ def main() -> None:
     import lightning_dear
 
     assert Path(lightning_dear.__file__).is_relative_to(options.tree), lightning_dear.__file__
-    taken_s = steps_s(options.case)
+    with _on_hosts(options.case):
+        taken_s = steps_s(options.case)
     if os.environ["RANK"] == "0":
         print(json.dumps(taken_s), flush=True)
 

@@ -7,7 +7,7 @@ A round is three trainings in processes of their own: before, now, and before on
 round goes the other way. Of a round come a pair now/before, in which now is first as often as last,
 and a pair of the old tree with itself (A/A). One training is the median of its
 steps. Cases: `one` (one rank, a small network), `digits` (two ranks, the default job's network),
-`bert` (four ranks that replay BERT).
+`bert` (four ranks that replay BERT), `bert-2x2` (the same on two pretended hosts of two ranks).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from statistics import median
 from tests.net.trees import BEFORE, ROOT, start, tree_of
 
 SCRIPT = Path(__file__).parent / "time_steps.py"
-WORLD_SIZES = {"one": 1, "digits": 2, "bert": 4}
+WORLD_SIZES = {"one": 1, "digits": 2, "bert": 4, "bert-2x2": 4}
 ORDER = ("before", "now", "again")
 TIMEOUT_S = 900
 

@@ -105,7 +105,7 @@ def test_every_group_is_tried_with_its_own_options(empty: bool) -> None:
     )
     groups = [{"params": first, "adapt": False}, {"params": second, "adapt": True}]
     assert re.search(
-        r"cannot shard _Adaptive: a tensor of shape \(8, 12\) becomes another one",
+        r"cannot shard _Adaptive: a tensor of shape \(8, 12\) gets other values",
         str(why_not_elementwise(_Adaptive(groups))),
     )
 

@@ -90,8 +90,8 @@ def test_a_stranger_with_a_small_rate_passes_within_a_short_default_dtype() -> N
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (GlobalNorm, "becomes another one if it is stepped by itself"),
-        (CountsInState, "becomes another one if it is stepped by itself"),
+        (GlobalNorm, "gets other values if it is stepped by itself"),
+        (CountsInState, "gets other values if it is stepped by itself"),
         (NeedsGradients, r"must skip parameters whose \.grad is None"),
         (torch.optim.LBFGS, "LBFGS does not allow that"),
     ],
@@ -129,7 +129,7 @@ def test_all_reduces_of_two_optimizers_are_refused() -> None:
 def test_16_bit_parameters_are_refused(dtype: torch.dtype) -> None:
     model = nn.Linear(3, 3).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="use gather='parameters'"):
+    with pytest.raises(ValueError, match="or gather='parameters'"):
         Pipeline(model, [optimizer], ALONE, NoFusion(), options=ExchangeOptions("gradients"))
 
 

@@ -122,8 +122,8 @@ def test_16_bits_are_stepped_as_masters_and_cannot_be_whole() -> None:
     assert why_not_steppable(Plain(model.parameters(), lr=0.1), PARTS) is None
     problem = choose_options([strangers.ClipsNorm(model.parameters(), lr=0.1)], PARTS, WHOLE)[1]
     assert problem is not None
-    assert "is no way out: gather='gradients' steps parameters as they are" in problem
-    assert problem.endswith("or a mixed precision.")
+    assert "is no way out: gather='gradients' steps torch.bfloat16 parameters without" in problem
+    assert "Use a mixed precision" in problem
 
 
 def test_a_large_model_is_tried_within_a_second() -> None:

@@ -37,5 +37,5 @@ def test_more_bytes_are_never_faster(seconds: list[float], one: float, other: fl
     [((), ()), ((1.0,), (1.0, 2.0)), ((2.0, 1.0), (1.0, 2.0)), ((0.0,), (1.0,))],
 )
 def test_what_is_no_curve_is_refused(sizes: tuple, seconds: tuple) -> None:
-    with pytest.raises(ValueError, match="positive and rise, and seconds for each"):
+    with pytest.raises(ValueError, match="positive and rise, and seconds for each size"):
         Curve(sizes, seconds)

@@ -118,10 +118,10 @@ def test_starts_may_be_fewer() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"world_size": 0}, "world_size must be at least 1"),
-        ({"world_size": 8, "ranks_per_node": 0}, "ranks_per_node must be at least 1"),
+        ({"world_size": 0}, "world_size=0 is not valid. Choose 1 or more."),
+        ({"world_size": 8, "ranks_per_node": 0}, "ranks_per_node=0 is not valid."),
         ({"world_size": 6, "ranks_per_node": 4, "within": FAST}, "do not fill nodes of 4"),
-        ({"world_size": 8, "ranks_per_node": 4}, "need the link within one: within=Link(...)"),
+        ({"world_size": 8, "ranks_per_node": 4}, "lack a link within one. Add within=Link(...)"),
         ({"world_size": 8, "algorithm": "rings"}, "valid ones: pairwise, two_hops, ring, tree"),
     ],
 )

@@ -52,7 +52,7 @@ def test_only_what_can_be_run_is_recommended(bert: Workload) -> None:
     rows = ranked(("bytescheduler", "ddp"), bert, Network(SLOW, 4))
     assert rows[0].strategy.name == "bytescheduler"
     assert recommended(rows).strategy.name == "ddp"
-    with pytest.raises(ValueError, match="add ddp or dear"):
+    with pytest.raises(ValueError, match="Add ddp or dear"):
         recommended(rows[:1])
 
 

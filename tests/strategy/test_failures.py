@@ -278,7 +278,7 @@ def test_without_a_store_nothing_raises_or_waits(
     in_time(lambda: board.handle(ValueError("bad batch")))
     assert in_time(lambda: first(board)) is None
     sentence = in_time(lambda: board.blame(RuntimeError(CLOSED)))
-    assert "see what rank 0 printed last" in sentence
+    assert "See what rank 0 printed last" in sentence
     with pytest.raises(RuntimeError, match="store is gone.*ValueError: bad batch"):
         in_time(lambda: board.agree("collect the state", timeout_s=0.2))
 

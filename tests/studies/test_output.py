@@ -221,7 +221,7 @@ def test_what_earlier_versions_have_recorded_is_shown(
 def test_another_programs_summary_is_refused(tmp_path: Path) -> None:
     for text in ("", "entry,verdict\ndense,reference\n"):
         (tmp_path / "summary.csv").write_text(text)
-        with pytest.raises(ValueError, match=r"has no summary\.csv that this program has written"):
+        with pytest.raises(ValueError, match=r"has no summary\.csv of this program"):
             show(tmp_path, WORDS, text_of, draw)
 
 

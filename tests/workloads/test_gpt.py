@@ -32,7 +32,7 @@ def test_an_untrained_model_knows_nothing():
 
 
 def test_too_long_an_input_is_refused():
-    with pytest.raises(ValueError, match="context_length is 8"):
+    with pytest.raises(ValueError, match="context_length=8"):
         small()(torch.zeros(1, 9, dtype=torch.int64))
 
 

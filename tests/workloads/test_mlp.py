@@ -25,5 +25,5 @@ def test_the_configured_one_has_50_mib() -> None:
 
 
 def test_it_needs_a_hidden_layer() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="Choose 1 or more"):
         MLP(4, 2, 8, 0)

@@ -284,9 +284,9 @@ def test_another_device_is_refused():
 
 
 def test_impossible_options_are_refused():
-    with pytest.raises(ValueError, match="quick_batches must be an integer >= 0, got -1"):
+    with pytest.raises(ValueError, match="quick_batches=-1 is not valid. Give an integer >= 0"):
         ReplayModel(small_profile(), quick_batches=-1)
-    with pytest.raises(ValueError, match="encoding_scale must be 1 or more, got 0.5"):
+    with pytest.raises(ValueError, match="encoding_scale=0.5 is not valid. Choose 1 or more"):
         ReplayModel(small_profile(), encoding_scale=0.5)
     with pytest.raises(ValueError, match="shard_unit_mb"):
         ReplayModel(small_profile(), shard_unit_mb=-1)

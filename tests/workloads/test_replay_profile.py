@@ -88,7 +88,7 @@ def test_a_scale_beyond_the_smallest_tensors_still_gives_every_tensor():
 
 @pytest.mark.parametrize("scale", [0, 0.5, -1, math.inf, math.nan])
 def test_a_bad_scale_is_refused(scale):
-    with pytest.raises(ValueError, match="scale must be"):
+    with pytest.raises(ValueError, match="scale=.* is not valid"):
         small_profile().scaled(scale)
 
 
@@ -146,9 +146,9 @@ def test_what_is_not_a_profile_is_refused(content, tmp_path):
 
 
 def test_impossible_values_are_refused():
-    with pytest.raises(ValueError, match="needs parameters"):
+    with pytest.raises(ValueError, match="has no or an empty parameter"):
         LayerProfile("a", (), 0.1, 0.1)
-    with pytest.raises(ValueError, match="needs parameters"):
+    with pytest.raises(ValueError, match="has no or an empty parameter"):
         LayerProfile("a", ((3, 0),), 0.1, 0.1)
     with pytest.raises(ValueError, match="not negative"):
         LayerProfile("a", ((3,),), -0.1, 0.1)

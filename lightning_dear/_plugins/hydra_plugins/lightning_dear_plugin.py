@@ -1,8 +1,8 @@
-"""Makes `strategy="dear"` and our config groups known in any Hydra application, without an import.
+"""Makes `strategy="dear"` and this package's config groups known in every Hydra application.
 
-Hydra imports this module in every Hydra application of the environment, whether it trains anything
-or not. `lightning_dear` itself imports neither torch nor Lightning, and no failure in here may end
-an application that never asked for us.
+Hydra imports this module in all Hydra applications of the environment, also in those that do not
+use this package. So it must not slow them down (`import lightning_dear` imports neither torch nor
+Lightning), and a failure here must not end them: it only warns.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 
 class LightningDearSearchPathPlugin(SearchPathPlugin):
-    """Appends our config folder, so that an application's own files of the same name win."""
+    """Appends this package's config folder. An application's files of the same name come first."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append the folder to `search_path`; warn and leave it alone when there is none."""
+        """Appends the folder to `search_path`. If the folder is not found, only warns."""
         try:
             from lightning_dear.paths import conf_dir
 

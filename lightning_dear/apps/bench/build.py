@@ -1,4 +1,4 @@
-"""What a comparison is built of: models, strategies and trainers, and what a point stands for."""
+"""Builds the models, strategies and trainers of a comparison, and describes its points."""
 
 import signal
 from collections.abc import Callable
@@ -23,10 +23,10 @@ from lightning_dear.studies.report import Report
 from lightning_dear.workloads.replay import ReplayModel, load_profile
 
 _CAPS = ("bucket_cap_mb", "first_bucket_cap_mb", "min_cap_mb", "max_cap_mb")
-"""Options in MiB that say how much travels together."""
+"""Options, in MiB, that limit the size of a bucket."""
 
 _ITEMSIZES = {"bf16-true": 2, "16-true": 2, "64-true": 8}
-"""Bytes of a parameter under a trainer's precision; under others it is as the model was built."""
+"""Trainer precision -> bytes of an element. Other precisions keep the size of the model's dtype."""
 
 
 def build_model(cfg: DictConfig) -> LightningModule:
@@ -36,15 +36,19 @@ def build_model(cfg: DictConfig) -> LightningModule:
 
 
 def build_strategy(cfg: DictConfig, plan: BucketPlan | None = None) -> Any:
-    """Build a fresh strategy, with the buckets of a plan that was found before if one is given.
+    """Build a fresh strategy.
+
+    Args:
+        cfg: Config of an entry.
+        plan: Plan whose buckets the strategy must use. None means that the strategy plans itself.
 
     Raises:
-        ValueError: For ``strategy=single``, which has nobody to be compared with.
+        ValueError: For ``strategy=single``, which every comparison measures anyway.
     """
     if not OmegaConf.is_config(cfg.strategy):
         raise ValueError(
-            "strategy=single is no entry: every comparison has a row in which each rank computes"
-            " alone. Leave it out."
+            "strategy=single is no entry of a comparison. Leave it out of entries. Every comparison"
+            " has a row in which each rank trains alone (compute alone)."
         )
     strategy = instantiate(cfg.strategy, _convert_="all", _partial_=True)
     if plan is None:
@@ -77,10 +81,12 @@ def build_trainer(cfg: DictConfig, strategy: Any, **options: Any) -> Trainer:
 
 
 def build_starter(cfg: DictConfig) -> Trainer:
-    """Build a trainer whose launcher starts the ranks on which other trainers fit; starts none.
+    """Build the trainer whose launcher will start the ranks. Starts no process itself.
+
+    Other trainers then fit on these ranks, block after block.
 
     Raises:
-        ValueError: If the config asks for what this machine does not have.
+        ValueError: If this machine lacks the network interface or the nodes that the config names.
     """
     checks.use_interface(cfg.cluster.interface)
     with quiet_lightning():
@@ -95,13 +101,14 @@ def run_on_ranks(
 ) -> None:
     """Start the ranks that the cluster needs, and call `run` with the starter on each. Blocks.
 
-    What has been measured is written and printed however it ends; a signal leaves no rank behind.
+    Rank 0 writes and prints the report even if `run` fails. A signal kills all ranks.
 
     Args:
-        cfg: The job.
-        run: Other trainers fit in it; writes `report` after each block, on rank 0.
-        report: Printed in the end, on rank 0.
-        program: Whose job it is.
+        cfg: Config of the job.
+        run: Called with the starter on each rank. It fits the other trainers, and rank 0 writes
+            `report` after each block.
+        report: Report that rank 0 prints at the end.
+        program: Program that runs this job.
     """
     starter = build_starter(cfg)
     launcher: Any = starter.strategy.launcher
@@ -129,53 +136,56 @@ def run_on_ranks(
             report.finish()
 
 
-# --- what a point stands for --------------------------------------------------------------------
+# --- points of a comparison ---------------------------------------------------------------------
 
 
 def is_replay(cfg: DictConfig) -> bool:
-    """Whether the model waits instead of computing."""
+    """Whether the model is a replay, which waits instead of computing."""
     return str(cfg.model._target_).endswith(f".{ReplayModel.__name__}")
 
 
 def replay_overrides(cfg: DictConfig, world_size: int) -> tuple[str, ...]:
-    """Return what ``ratio`` means for the model: how long it waits in each batch.
+    """Return the override of ``model.compute_s`` that ``ratio`` asks for; empty without a ratio.
+
+    ``ratio`` is the seconds of communication over the seconds of compute in a step.
 
     Raises:
-        ValueError: If it is set and the model is no replay or has a time of its own, or the link
-            has no known rate.
+        ValueError: If ``ratio`` is set and the model is no replay, ``model.compute_s`` is set too,
+            the ratio is not positive, there is one rank, or the links have no known rate.
     """
     if cfg.ratio is None:
         return ()
     if not is_replay(cfg):
         raise ValueError(
-            "ratio changes how long a replayed model waits, and this one computes:"
-            f" {cfg.model._target_}. Leave ratio out, or choose model=replay."
+            f"ratio={cfg.ratio:g} is set, but the model computes: {cfg.model._target_}. Leave ratio"
+            " out, or choose model=replay. ratio only changes how long a replayed model waits."
         )
     if cfg.model.get("compute_s") is not None:
-        raise ValueError("ratio and model.compute_s both say how long a step waits; give one.")
+        raise ValueError("ratio and model.compute_s both set the seconds of a step. Leave one out.")
     model_bytes = load_profile(cfg.model.profile).scaled(cfg.model.scale).nbytes
     one_way = one_way_s(cfg, model_bytes, world_size)
     if not cfg.ratio > 0 or not one_way:
         raise ValueError(
             f"ratio={cfg.ratio:g} must be greater than 0, and needs at least two ranks, on links of"
-            " known rate; set model.compute_s instead, or choose another cluster."
+            " known rate. Correct it, choose another cluster, or set model.compute_s instead."
         )
     return (as_override("model.compute_s", 2 * one_way / cfg.ratio / batches_per_step(cfg)),)
 
 
 def one_way_s(cfg: DictConfig, model_bytes: int, world_size: int) -> float | None:
-    """Return what each link takes to reduce-scatter, or to all-gather, the model.
+    """Return the seconds that each link needs to reduce-scatter, or to all-gather, the model.
 
-    Ranks of a host share its link: who does may add up first, and share what comes, and no schedule
-    needs less. On one host each rank is thought to have a link of its own.
+    The ranks of a host share its link. They can sum their gradients before these leave the host, so
+    that the host counts as one sender; no schedule sends less. If all ranks are on one host, each
+    rank counts as having a link of its own.
 
     Args:
-        cfg: Of the links.
-        model_bytes: All parameters, as they travel.
+        cfg: Config with the cluster's links.
+        model_bytes: Bytes of all parameters as they are sent.
         world_size: Number of ranks.
 
     Returns:
-        Seconds; None if the cluster's file has no rate.
+        Seconds. None means that the cluster's file has no rate.
     """
     rate_mbit, num_hosts = link_rate_mbit(cfg), int(cfg.cluster.num_nodes)
     if rate_mbit is None:
@@ -185,23 +195,24 @@ def one_way_s(cfg: DictConfig, model_bytes: int, world_size: int) -> float | Non
 
 
 def batches_per_step(cfg: DictConfig) -> int:
-    """Return how many batches' gradients accumulate."""
+    """Return the number of batches whose gradients accumulate in an optimizer step."""
     return int(cfg.trainer.get("accumulate_grad_batches", 1))
 
 
 def scale_of(cfg: DictConfig) -> float:
-    """Return what a replayed model's bytes are divided by; 1 for others."""
+    """Return the number that a replay's tensor sizes are divided by; 1 for other models."""
     return float(cfg.model.scale) if is_replay(cfg) else 1.0
 
 
 def scale_caps(cfg: DictConfig, world_size: int) -> None:
-    """Divide caps of buckets by the model's scale, in place: they are meant for the whole model.
+    """Divide the bucket caps in `cfg` by the model's scale. Mutates `cfg`.
 
-    Without it a model of 1/20 of the bytes would travel in 1/20 of the buckets.
+    Caps are meant for the unscaled model. Undivided, they would put a model with 1/20 of the bytes
+    into 1/20 of the buckets.
 
     Args:
-        cfg: An entry's config.
-        world_size: Number of ranks, on which the cap depends that is left at null.
+        cfg: Config of an entry.
+        world_size: Number of ranks; a cap of null means a default that depends on it.
     """
     scale = scale_of(cfg)
     if scale == 1:
@@ -218,7 +229,7 @@ def scale_caps(cfg: DictConfig, world_size: int) -> None:
 
 
 def link_rate_mbit(cfg: DictConfig) -> float | None:
-    """Return the rate of a link, as the cluster's file has it, in 10^6 bits per second."""
+    """Return a link's rate from the cluster's config, in 10^6 bits per second; None if unknown."""
     if cfg.cluster.get("rate_mbit") is not None:
         return float(cfg.cluster.rate_mbit)
     beta = cfg.cluster.beta_s_per_byte
@@ -226,12 +237,14 @@ def link_rate_mbit(cfg: DictConfig) -> float | None:
 
 
 def point_of(cfg: DictConfig, label: str, model: LightningModule, world_size: int) -> Line:
-    """Return what is compared, as `studies.summary` has it; what computes has no seconds yet.
+    """Return the columns of `studies.summary` that all entries of a point share.
+
+    The seconds of compute are known for a replay; for other models they are measured later.
 
     Args:
-        cfg: The point's config.
-        label: Of the point.
-        model: One that was built as all entries build theirs.
+        cfg: Config of the point.
+        label: Name of the point for people.
+        model: A model with the same config as the entries' models.
         world_size: Number of ranks.
     """
     profile = model.profile if isinstance(model, ReplayModel) else None

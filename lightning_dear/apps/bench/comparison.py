@@ -1,4 +1,4 @@
-"""One comparison on ranks that have been started: what ``dear-bench`` does on each of them."""
+"""One comparison of ``dear-bench``, as each of the started ranks runs it."""
 
 import json
 import re
@@ -26,23 +26,23 @@ from lightning_dear.studies.rounds import TUNING_ROUND, Turn, find_best, turns
 from lightning_dear.studies.summary import COMPUTE_ALONE, block_of, raw_lines, summarize
 
 Run = Callable[[], RankBlock]
-"""Fits a fresh module and returns what this rank measured. Collective, blocks."""
+"""Fits a fresh module and returns this rank's measurements. Collective. Blocks."""
 
 
 @dataclass
 class Comparison:
-    """All entries at one point.
+    """All entries of a comparison at one point.
 
     Args:
-        setting: What sets the point apart from the job's config.
-        rig: Where this process stands.
-        root_device: Where its parameters live.
-        report: Written on rank 0 after each block; its folder gets raw.csv and blocks.csv.
-        known: What earlier runs of the same folder have measured at any point.
+        setting: Overrides that set the point apart from the job's config.
+        rig: This process's rank and host.
+        root_device: Device of this rank's parameters.
+        report: Report that rank 0 writes after each block; its folder gets raw.csv and blocks.csv.
+        known: Blocks that earlier runs in the same folder have measured, at any point.
 
     Attributes:
-        blocks: What has been measured so far.
-        point: What is compared.
+        blocks: Blocks of this point that have been measured so far.
+        point: Columns that all entries of the point share; see `build.point_of`.
     """
 
     setting: config.Setting
@@ -52,11 +52,11 @@ class Comparison:
     known: Sequence[Line]
 
     def __post_init__(self) -> None:
-        """Compose the point's config and find out what it stands for."""
+        """Compose the point's config, describe the point and load the batches."""
         self.cfg = config.at_point(self.setting)
         self.entries = config.entries_of(self.cfg)
         self._usual = BlockLength(self.cfg.warm_up_steps, self.cfg.steps)
-        # The baseline is the first entry, so what is no competitor stands last.
+        # Ratios are to the first row, so COMPUTE_ALONE, which is no competitor, comes last.
         most = {entry.name: min(entry.rounds, self.cfg.rounds) for entry in self.entries}
         self._turns = list(turns({**most, COMPUTE_ALONE: self.cfg.rounds}))
         self._replay = build.replay_overrides(self.cfg, self.rig.world_size)
@@ -70,7 +70,7 @@ class Comparison:
 
     @property
     def num_steps(self) -> int:
-        """How many optimizer steps `run` takes in a new folder, warm-up included."""
+        """Number of optimizer steps that `run` takes in a new folder, warm-up included."""
         cfg, lengths = self.cfg, {entry.name: entry.length for entry in self.entries}
         num_steps = sum(lengths.get(turn.entry, self._usual).max_steps - 1 for turn in self._turns)
         for entry in self.entries:
@@ -79,7 +79,7 @@ class Comparison:
         return int(num_steps)
 
     def run(self) -> None:
-        """Measure what is missing, noting block after block. Collective, blocks."""
+        """Measure the missing blocks, and write each one when it ends. Collective. Blocks."""
         known = {(block["entry"], block["round"]) for block in self.blocks}
         to_go = [turn for turn in self._turns if turn[:2] not in known]
         num_known = len(self._turns) - len(to_go)
@@ -93,13 +93,13 @@ class Comparison:
             self._measure(turn, run, list(runs).index(turn.entry), note)
 
     def rows(self) -> list[Line]:
-        """Return the rows of all that has been measured so far."""
+        """Return the rows of all blocks that have been measured so far."""
         return summarize(self.point, self.blocks)
 
     # --- entries ------------------------------------------------------------------------------
 
     def _ready(self, entry: config.Entry) -> tuple[Run, str]:
-        """Return what runs a block of an entry, and what was found by tuning, for people."""
+        """Tune an entry if its config says so. Return a function that runs a block, and a note."""
         overrides, note, plan = entry.overrides, "", None
         if entry.grid:
             chosen = self._best_of_grid(entry)
@@ -109,7 +109,7 @@ class Comparison:
         return self._runner(overrides, entry.length, plan), note
 
     def _best_of_grid(self, entry: config.Entry) -> str:
-        """Measure all values of the grid, unless an earlier run has chosen one."""
+        """Return the fastest override of the grid: measured now, or chosen by an earlier run."""
         noted = {block["note"] for block in self.blocks if block["entry"] == entry.name}
         for more in entry.grid:
             if _note_of(entry, more) in noted:
@@ -124,7 +124,7 @@ class Comparison:
         return tries[find_best(list(runs), self.cfg.grid_rounds, measure)]
 
     def _tuned(self, entry: config.Entry, overrides: Sequence[str]) -> tuple[BucketPlan, str]:
-        """Let the strategy find its plan in one long fit; it is kept in all blocks."""
+        """Let the strategy search for its plan in one long fit. All blocks then use that plan."""
         search = self._composed(entry.plan_of or overrides)
         strategy = build.build_strategy(search)
         length = BlockLength(self.cfg.warm_up_steps, entry.tuning_steps)
@@ -142,7 +142,7 @@ class Comparison:
         return lambda: self._fit(cfg, build.build_strategy(cfg, plan), length)
 
     def _keep(self, plan: BucketPlan, entry: str) -> None:
-        """Write which tensors travel together, for whoever looks at the rows later."""
+        """Write the buckets of the plan to a file, to be read beside the table."""
         folder = self.report.folder / "plans"
         folder.mkdir(exist_ok=True)
         buckets = [[piece.tensor for piece in bucket.slices] for bucket in plan.buckets]
@@ -166,12 +166,12 @@ class Comparison:
         return run_block(self.rig, new_trainer, model, self._batches, length, on_step)
 
     def _measure(self, turn: Turn, run: Run, number: int = 0, note: str = "") -> Line:
-        """Run one block on all ranks, note it, and return it. Collective, blocks."""
+        """Run one block on all ranks, write it, and return it. Collective. Blocks."""
         what = f"{turn.entry}, round {turn.round + 1} of {self.cfg.rounds}"
         if turn.round < 0:
             what = f"looking for the best: {turn.entry}"
         self.report.progress.begin(": ".join(filter(None, (self.point["point"], what))))
-        # Nobody starts while others still end the block before, or load their model.
+        # A barrier: no rank starts while another one still ends its last block or loads its model.
         from_all_ranks(None)
         ranks = from_all_ranks(run())
         block = block_of(turn, ranks, number, note)
@@ -192,24 +192,24 @@ def _note_of(entry: config.Entry, chosen: str) -> str:
 
 
 def found_plan(entry: str, strategy: Any) -> tuple[BucketPlan, str]:
-    """Return the plan that a strategy has found in a fit that has ended, and what it says of it.
+    """Return the plan that a strategy has found in a fit that has ended, and a note for people.
 
     Raises:
-        ValueError: If it makes none, or was still looking for it.
+        ValueError: If the strategy makes no plan, or was still searching for one.
     """
     plan: BucketPlan | None = getattr(strategy, "plan", None)
     if plan is None:
         raise ValueError(
-            f"Entry {entry} has tuning_steps, but its strategy makes no plan to keep; leave"
+            f"Entry {entry} has tuning_steps, but its strategy makes no plan to keep. Leave"
             " tuning_steps out, or choose strategy=dear."
         )
     callbacks = strategy.lightning_module.trainer.callbacks
     tuners = [one for one in callbacks if isinstance(one, FusionTuner)]
     if any(one.is_searching for one in tuners):
         raise ValueError(
-            f"Entry {entry} was still looking for its plan after its tuning_steps; give it more"
-            " (fusion=mergecomp takes 60 with a compressor), or its fusion fewer (fusion.num_steps"
-            " of auto, fusion.num_trials of bayesian)."
+            f"Entry {entry} was still looking for its plan after its tuning_steps. Raise"
+            " tuning_steps (fusion=mergecomp takes 60 with a compressor), or shorten the search"
+            " (fusion.num_steps of fusion=auto, fusion.num_trials of fusion=bayesian)."
         )
     reasons = "".join(one.reason for one in tuners)
     return plan, f"plan: {reasons or plan.name}"

@@ -1,4 +1,4 @@
-"""What `conf/bench.yaml` says: entries, points, and the config that each of them means."""
+"""Reads `conf/bench.yaml`: its entries, its points, and the config of each of them."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +18,18 @@ _OWN_KEYS = ("name", "grid", "tuning_steps", "plan_of", "rounds", "warm_up_steps
 
 @dataclass(frozen=True)
 class Entry:
-    """One competitor.
+    """One competitor of a comparison.
 
     Attributes:
-        name: For people.
-        overrides: Hydra overrides on top of the job's.
-        length: Of its blocks.
-        rounds: It takes part in the first so many rounds.
-        grid: Alternative further overrides, of which the best is measured first; may be empty.
-        tuning_steps: Steps of a fit whose last plan is kept; 0: none.
-        plan_of: Overrides of that fit, if another strategy than the entry's is to find the plan.
+        name: Name in the table.
+        overrides: Hydra overrides on top of the job's own.
+        length: Number of steps of its blocks.
+        rounds: Number of rounds, from the first on, in which the entry is measured.
+        grid: Alternative further overrides; the fastest one is found first and then used in all
+            blocks. Empty means no search.
+        tuning_steps: Steps of a first fit, whose last plan all blocks use. 0 means no such fit.
+        plan_of: Overrides of that first fit, if a strategy other than the entry's must find the
+            plan. Empty means the entry's own overrides.
     """
 
     name: str
@@ -43,8 +45,8 @@ def entries_of(cfg: DictConfig) -> list[Entry]:
     """Return the entries that ``cfg.entries`` names or spells out.
 
     Raises:
-        ValueError: For unknown names, names given twice, entries without a name, grids of several
-            options, and too short a warm-up.
+        ValueError: For unknown names, names that occur twice, entries without a name, grids of
+            several options, and a warm-up that is too short.
     """
     known: Any = OmegaConf.to_container(cfg.competitors)
     entries = named(cfg, lambda name: known[check_name("entry", name, known)])
@@ -52,24 +54,24 @@ def entries_of(cfg: DictConfig) -> list[Entry]:
 
 
 def named(cfg: DictConfig, spelt_out: Callable[[str], Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return all of ``cfg.entries`` as mappings with a name.
+    """Return ``cfg.entries`` as mappings that have a name each.
 
     Args:
-        cfg: The job.
-        spelt_out: Name -> what it stands for.
+        cfg: Config of the job.
+        spelt_out: Returns the settings that a bare name stands for.
 
     Raises:
-        ValueError: For entries without a name, or with another's.
+        ValueError: For an entry without a name, and for two entries with the same name.
     """
     given: Any = OmegaConf.to_container(cfg.entries) or []
     entries = [{"name": one, **spelt_out(one)} if isinstance(one, str) else one for one in given]
     for one in entries:
         if "name" not in one:
-            raise ValueError(f"The entry {one} has no name; add name: ...")
+            raise ValueError(f"The entry {one} has no name. Add one to it: name: ...")
     names = [str(one["name"]) for one in entries]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"entries has {', '.join(twice)} more than once; give each its own name.")
+        raise ValueError(f"entries has {', '.join(twice)} more than once. Give each its own name.")
     return entries
 
 
@@ -77,7 +79,7 @@ def _entry(cfg: DictConfig, one: Mapping[str, Any]) -> Entry:
     settings = {key: value for key, value in one.items() if key not in _OWN_KEYS}
     grid = one.get("grid") or {}
     if len(grid) > 1:
-        raise ValueError(f"A grid has one option, this one has {', '.join(grid)}.")
+        raise ValueError(f"The grid of an entry has options {', '.join(grid)}. Keep one of them.")
     return Entry(
         name=str(one["name"]),
         overrides=overrides_of(settings),
@@ -110,7 +112,7 @@ def _text(value: Any) -> str:
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
-    """Compose the running job again with further overrides; what it does not touch stays."""
+    """Return the running job's config, composed again with further overrides."""
     job = HydraConfig.get()
     config_name = job.job.config_name
     assert config_name is not None
@@ -118,7 +120,10 @@ def composed(overrides: Sequence[str]) -> DictConfig:
 
 
 def merged(first: Sequence[str], later: Sequence[str]) -> list[str]:
-    """Return both, without what ``later`` overrides again: Hydra refuses two members of a group."""
+    """Return ``first`` without the keys that ``later`` sets, and then ``later``.
+
+    Hydra refuses two choices for one config group.
+    """
     keys = {_key(one) for one in later}
     return [*(one for one in first if _key(one) not in keys), *later]
 
@@ -133,7 +138,7 @@ Setting = Mapping[str, Any]
 
 
 def points_of(cfg: DictConfig) -> list[dict[str, Any]]:
-    """Return the settings of every comparison to make; one without settings if none is listed."""
+    """Return the settings of every comparison; one empty mapping if the config lists no point."""
     points: Any = OmegaConf.to_container(cfg.points) or [{}]
     swept: Any = OmegaConf.to_container(cfg.sweep) if cfg.sweep is not None else {}
     combinations = [dict(zip(swept, chosen, strict=True)) for chosen in product(*swept.values())]
@@ -141,10 +146,10 @@ def points_of(cfg: DictConfig) -> list[dict[str, Any]]:
 
 
 def by_cluster(points: Sequence[Setting]) -> list[tuple[Setting, list[Setting]]]:
-    """Group points, in order, by what needs other ranks or other links.
+    """Group consecutive points that can be measured on the same ranks and links.
 
     Returns:
-        For each group: the settings to start the ranks with, and the points to compare on them.
+        For each group: the settings to start the ranks with, and the points to measure on them.
     """
 
     def cluster(point: Setting) -> dict[str, Any]:
@@ -155,10 +160,10 @@ def by_cluster(points: Sequence[Setting]) -> list[tuple[Setting, list[Setting]]]
 
 
 def at_point(point: Setting, overrides: Sequence[str] = ()) -> DictConfig:
-    """Compose the running job again, with a point's settings and further overrides."""
+    """Return the running job's config with a point's settings and further overrides."""
     return composed(merged(overrides_of(point), overrides))
 
 
 def label_of(point: Setting) -> str:
-    """Return a point's settings for people."""
+    """Return a point's settings as text, for people."""
     return ", ".join(f"{key}={_text(value)}" for key, value in point.items())

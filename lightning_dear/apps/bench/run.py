@@ -30,13 +30,13 @@ MODULE = "lightning_dear.apps.bench"
 def run_job(cfg: DictConfig, program: Program) -> None:
     """Compare the entries of ``cfg`` at each of its points; print and write the rows.
 
-    Starts the ranks where the cluster needs them, and blocks until they have ended. A folder that
-    has blocks of the same config is gone on with.
+    Starts the ranks that the cluster needs, and blocks until they have ended. Blocks that the
+    folder already has, of the same config, are not measured again.
 
     Raises:
         SystemExit: After an error, which is printed.
     """
-    # All ranks come by here before any of them has measured something.
+    # Before any rank measures: raw.csv of this very run would otherwise look like an earlier one.
     check_goes_on(program.folder, cfg)
     points = config.points_of(cfg)
     if os.environ.keys().isdisjoint({"RANK", "LOCAL_RANK"}):
@@ -78,13 +78,13 @@ def _run(cfg: DictConfig, points: Sequence[config.Setting], program: Program) ->
 
 
 def run_groups(groups: Sequence[tuple[config.Setting, Sequence[config.Setting]]]) -> None:
-    """Run one process for each group; join what they have measured after each. Blocks.
+    """Run a child process for each group, and join the measured files after each. Blocks.
 
     Args:
-        groups: config.Settings of the cluster, and the points to compare on it.
+        groups: For each group the settings of its cluster, and the points to measure on it.
 
     Raises:
-        SystemExit: With the exit code of the first group that failed; later ones are not run.
+        SystemExit: With the exit code of the first group that failed; later groups are not run.
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
@@ -107,12 +107,12 @@ def run_groups(groups: Sequence[tuple[config.Setting, Sequence[config.Setting]]]
 
 
 def check_goes_on(folder: Path, cfg: DictConfig) -> None:
-    """Refuse a folder whose blocks were measured under another config than ``cfg``.
+    """Refuse a folder whose blocks were measured under a config other than ``cfg``.
 
-    They would be taken for this run's. More rounds are no other config.
+    Such blocks would be taken for this run's. A different number of rounds is allowed.
 
     Raises:
-        ValueError: If there is a raw.csv of another config, or of one that is not known.
+        ValueError: If the folder has a raw.csv of another config, or of an unknown one.
     """
     if not (folder / "raw.csv").exists():
         return
@@ -123,15 +123,15 @@ def check_goes_on(folder: Path, cfg: DictConfig) -> None:
     if changed:
         raise ValueError(
             f"{folder} has the raw.csv of an earlier run with other values of"
-            f" {', '.join(changed)}: {OTHER_FOLDER}."
+            f" {', '.join(changed)}. {OTHER_FOLDER}"
         )
 
 
 def _deciding(cfg: Any) -> dict[str, Any]:
-    """What has a say in a block."""
+    """Return the options on which the figures of a block depend."""
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     config.pop("rounds", None)
-    # Ranks on emulated hosts are told it; it follows from the rate.
+    # `emulated.restart_on_cluster` adds it for ranks on emulated hosts; it follows from the rate.
     config.get("cluster", {}).pop("beta_s_per_byte", None)
     return dict(config)
 
@@ -140,7 +140,7 @@ def check_points(points: Sequence[config.Setting]) -> None:
     """Compose every entry of every point and build its strategy, before ranks are started.
 
     Raises:
-        ValueError: What is wrong with one.
+        ValueError: For the first entry whose config is wrong.
     """
     for point in points:
         for entry in config.entries_of(config.at_point(point)):

@@ -1,1 +1,1 @@
-"""``dear-plan calibrate``: what this cluster and a model take."""
+"""``dear-plan calibrate``: measures this cluster's links and a model's step."""

@@ -1,7 +1,7 @@
-"""``dear-plan calibrate``: measures this cluster and this model, for ``dear-plan`` to plan with.
+"""``dear-plan calibrate``: measures this cluster and this model, for ``dear-plan`` to predict with.
 
-The engine measures both whenever a planner wants times: so this is a short training with a planner
-that writes down what it is told, and probes after its last step.
+The engine measures a model's times and the link's costs whenever a planner asks for them. So this
+is a short training with a planner that keeps these measurements; probes run after the last step.
 """
 
 import os
@@ -42,10 +42,11 @@ _BYTES_PER_ELEMENT = 4
 
 
 class Calibration(ThresholdFusion, StepModelPlanner):
-    """A planner that keeps its own buckets, and what the engine has measured for it.
+    """A planner that makes fixed buckets and keeps the engine's measurements.
 
     Attributes:
-        found: The model, the link's costs and a codec's, on rank 0 once they are there.
+        found: Measured times of the model, costs of the link and of the compressor. Set on rank 0
+            when the engine has measured them. None before, and on other ranks.
     """
 
     name = "calibration"
@@ -54,20 +55,20 @@ class Calibration(ThresholdFusion, StepModelPlanner):
 
     @override
     def search_for(self, model: StepModel) -> PlanSearch:
-        """See `SearchingPlanner`; called on rank 0."""
+        """Keep `model`, and return a search that ends at once; called on rank 0 only."""
         self.found = model
         return NoContest(self.plan(model.tensors, model.world_size), "calibration: measured")
 
 
 class ExchangeProbe(Callback):
-    """Measures exchanges and hosts when training has ended.
+    """Measures exchanges, and what DDP and FSDP2 cost the host, when training has ended.
 
     Args:
-        planner: What training has told of the model, on rank 0.
+        planner: The planner of the training; on rank 0 it has the engine's measurements.
 
     Attributes:
-        found: The model without its name, and what was measured; None where training has told too
-            little.
+        found: The model, still without a name, and the costs. None means one rank, or a training
+            that ended before the engine had measured.
     """
 
     def __init__(self, planner: Calibration) -> None:
@@ -85,11 +86,12 @@ class ExchangeProbe(Callback):
         workload = Workload(
             "",
             tensors,
-            # What stepping all instead of a shard takes was not measured: it counts alike for all.
+            # Only the step of a shard was measured, not that of all parameters. So it counts as
+            # `fixed_step_s`, which is the same for all strategies.
             replace(times, step_s=0.0),
             told.codecs,
             fixed_step_s=times.step_s,
-            # A replay has one; others' blocks are sharded, as `Task`s' are.
+            # `ReplayModel` has this attribute. In other models FSDP2 shards the numbered blocks.
             shard_unit_mb=getattr(pl_module, "shard_unit_mb", BLOCKS),
         )
         numels = {one.index: -(-one.numel * one.itemsize // _BYTES_PER_ELEMENT) for one in tensors}
@@ -105,15 +107,15 @@ class ExchangeProbe(Callback):
 
 
 def calibrate(cfg: DictConfig) -> None:
-    """Train some steps of ``cfg`` and write what they tell. Starts the ranks, and blocks.
+    """Train some steps of ``cfg``, measure, and write the results. Starts the ranks. Blocks.
 
     Raises:
-        ValueError: If the job has one rank, whose network nobody can measure, or another strategy.
+        ValueError: If the job has one rank, which has no network, or a strategy without a fusion.
         RuntimeError: If training ended before everything was measured.
     """
     train.check(cfg)
     if not (OmegaConf.is_config(cfg.strategy) and "fusion" in cfg.strategy):
-        raise ValueError("dear-plan calibrate measures with strategy=dear; leave strategy out.")
+        raise ValueError("dear-plan calibrate measures with strategy=dear. Leave strategy=... out.")
     seed_everything(cfg.seed, workers=True, verbose=False)
     datamodule = instantiate(cfg.data, _convert_="all")
     model = instantiate(cfg.model, _convert_="all")
@@ -122,7 +124,7 @@ def calibrate(cfg: DictConfig) -> None:
     strategy = instantiate(cfg.strategy, fusion=planner, _convert_="all")
     trainer = train.build_trainer(cfg, strategy, [probe])
     if trainer.world_size == 1:
-        raise ValueError("One rank has no network to measure; set cluster.devices=2 or more.")
+        raise ValueError("One rank has no network to measure. Set cluster.devices=2 or more.")
     launcher: Any = strategy.launcher
 
     def interrupted(number: int) -> None:
@@ -140,8 +142,8 @@ def calibrate(cfg: DictConfig) -> None:
 def _finish(cfg: DictConfig, world_size: int, found: tuple[Workload, Costs] | None) -> None:
     if found is None:
         raise RuntimeError(
-            "Training ended before everything was measured: let it take more steps"
-            f" (trainer.max_steps={2 * max(int(cfg.trainer.max_steps), 10)}), or more batches."
+            "Training ended before everything was measured. Set"
+            f" trainer.max_steps={2 * max(int(cfg.trainer.max_steps), 10)}, or use more batches."
         )
     folder = Path(HydraConfig.get().runtime.output_dir)
     choices, (workload, costs) = HydraConfig.get().runtime.choices, found
@@ -157,7 +159,14 @@ def _finish(cfg: DictConfig, world_size: int, found: tuple[Workload, Costs] | No
 
 
 def cluster_of(cfg: DictConfig, world_size: int, costs: Costs, num_tensors: int) -> dict[str, Any]:
-    """Return a cluster's file with what was measured among so many ranks, for so many tensors."""
+    """Return the content of a cluster's config file with the measured costs.
+
+    Args:
+        cfg: Config of the job that was measured.
+        world_size: Number of ranks that were measured.
+        costs: Measured costs.
+        num_tensors: Number of the model's tensors, over which FSDP2's seconds are spread.
+    """
     num_nodes = int(cfg.cluster.num_nodes)
     is_gloo = not torch.cuda.is_available() or cfg.cluster.accelerator == "cpu"
     all_reduces = [one.all_reduce for one in costs.links if one.all_reduce is not None]
@@ -173,7 +182,7 @@ def cluster_of(cfg: DictConfig, world_size: int, costs: Costs, num_tensors: int)
             "world_size": world_size,
             "num_nodes": num_nodes,
             "all_reduce": {**_link(all_reduces), "cpu_s": costs.all_reduce_cpu_s},
-            # Of one machine that all ranks are on, whatever their number; null for others.
+            # Emulated hosts are on one machine, whose cores all ranks share. null means real hosts.
             "shared_cores": os.cpu_count() if emulated_rig() else None,
             "all_gather": _curve(costs.all_gather, world_size),
             "reduce_scatter": _curve(costs.reduce_scatter, world_size),
@@ -194,12 +203,12 @@ def _curve(times_s: Mapping[int, list[float]], world_size: int) -> dict[str, lis
     from scipy.optimize import isotonic_regression
 
     sent = [sent_bytes(size, world_size) for size in times_s]
-    # A longer message takes no less: where one did, both count as their mean.
+    # A longer message cannot take less time. If noise made it shorter, both get their mean.
     rising = isotonic_regression([median(repeats) for repeats in times_s.values()])
     return {"sizes_bytes": sent, "seconds": rising.x.tolist()}
 
 
 def run_job(cfg: DictConfig, program: Program) -> None:
-    """Calibrates once."""
+    """Run one job of ``dear-plan calibrate``, on emulated hosts if the config asks for these."""
     if not emulated.restart_on_cluster(cfg, "lightning_dear.apps.calibrate"):
         calibrate(cfg)

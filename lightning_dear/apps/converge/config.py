@@ -1,4 +1,4 @@
-"""What `conf/converge.yaml` says: entries, the options to try for each, and what they mean."""
+"""Reads `conf/converge.yaml`: its entries, the options to try for each, and their configs."""
 
 import hashlib
 import json
@@ -24,11 +24,12 @@ _IN_A_KEY = ("model", "data", "trainer", "strategy")
 
 @dataclass(frozen=True)
 class Options:
-    """What is tried for an entry.
+    """Options that may be tried for an entry.
 
     Attributes:
-        lr_factor: The learning rate over its reference's, or over the config's if it is one.
-        dense_share: Of the steps, in which nothing is encoded.
+        lr_factor: The learning rate divided by that of the entry's reference, or, if the entry is
+            itself a reference, by the config's.
+        dense_share: Share of the steps, at the beginning, in which nothing is encoded.
     """
 
     lr_factor: float
@@ -37,13 +38,13 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry(Asked):
-    """What is trained, and what is asked of it; it has no reference if it is one.
+    """A configuration to train, and how its end is judged. A reference has no reference itself.
 
     Attributes:
-        overrides: Hydra overrides on top of the job's.
-        lr: The learning rate that the config has for it.
-        tries: Options to choose from.
-        max_steps: Optimizer steps of a training.
+        overrides: Hydra overrides on top of the job's own.
+        lr: Learning rate in the entry's config.
+        tries: Options to choose from, at least one.
+        max_steps: Number of optimizer steps of a training.
     """
 
     overrides: tuple[str, ...]
@@ -55,13 +56,13 @@ class Entry(Asked):
 def entries_of(cfg: DictConfig) -> list[Entry]:
     """Return the entries that ``cfg.entries`` names or spells out, references first.
 
-    Composes each of them with each bucketing and builds its strategy, so that what is wrong shows
-    before anything is trained.
+    Composes each entry with each bucketing and builds its strategy, so that errors show before any
+    training begins.
 
     Raises:
-        ValueError: For entries without a name or with another's, without a dense one before
-            them, with options that have no effect, with more or fewer tries than others, and for
-            options of a codec that exclude each other.
+        ValueError: For an entry that has no name or another entry's, has no dense entry before it,
+            has options without effect, or has more or fewer tries than the references; and for
+            options of a compressor that exclude each other.
     """
     entries: list[Entry] = []
     for one in named(cfg, lambda name: {"compressor": "none" if name == "dense" else name}):
@@ -83,7 +84,7 @@ def _entry(cfg: DictConfig, one: Any, before: Sequence[Entry]) -> Entry:
         _check_momentum(name, codec, own)
     max_steps = int(own.trainer.max_steps)
     if max_steps < 1:
-        raise ValueError(f"trainer.max_steps must be at least 1, got {max_steps} ({name}).")
+        raise ValueError(f"Entry {name} has trainer.max_steps={max_steps}. Choose 1 or more.")
     return Entry(
         name=name,
         reference=None if is_dense else _reference_of(name, one.get("reference"), before),
@@ -97,25 +98,28 @@ def _entry(cfg: DictConfig, one: Any, before: Sequence[Entry]) -> Entry:
 
 
 def _check_effects(name: str, one: Any, *, is_dense: bool, votes: bool) -> None:
-    """Raise ValueError for what would be ignored."""
+    """Raise ValueError for keys of an entry that would be ignored."""
     given = {key for key in _OWN_KEYS[1:] if one.get(key)}
     if is_dense and given:
         raise ValueError(
             f"Entry {name} encodes nothing and is a reference: {', '.join(sorted(given))} has no"
-            " effect; leave it out (reference_lr_factors are what references try)."
+            " effect. Leave it out. References try reference_lr_factors."
         )
     if votes and "dense_shares" in given:
         raise ValueError(
-            f"Entry {name} votes, and nothing goes dense before votes: leave its dense_shares out."
+            f"Entry {name} votes and has dense_shares. Leave them out. Votes have no dense steps."
         )
     if {"control", "below"} <= given:
         raise ValueError(
-            f"Entry {name} has both control and below, and a control is compared; leave one out."
+            f"Entry {name} has both control and below. Leave one out. A control is compared."
         )
 
 
 def _check_momentum(name: str, codec: Any, cfg: DictConfig) -> None:
-    """Raise ValueError for what the strategy would refuse when it is the entry's turn."""
+    """Raise ValueError for an optimizer that the strategy would refuse with this compressor.
+
+    The strategy itself would do so only when the entry is trained, perhaps hours later.
+    """
     optimizer = instantiate(cfg.optimizer)([Parameter(torch.zeros(1))])
     try:
         check_momentum(optimizer, ExchangeOptions("gradients", compressor=codec))
@@ -135,14 +139,14 @@ def _reference_of(name: str, wanted: str | None, before: Sequence[Entry]) -> str
 
 
 def _tries_of(cfg: DictConfig, one: Any, *, goes_dense: bool) -> tuple[Options, ...]:
-    """Return the options to choose from, as many for each entry."""
+    """Return the options to choose from; every entry has the same number of them."""
     name = one["name"]
     usual = cfg.lr_factors if goes_dense else cfg.reference_lr_factors
     shares = (one.get("dense_shares") or cfg.dense_shares) if goes_dense else (0,)
     has_schedule = any(str(key).startswith("strategy.compression_schedule") for key in one)
     if has_schedule and any(shares):
         raise ValueError(
-            f"Entry {name} has a compression_schedule, which dense_shares would replace: give it"
+            f"Entry {name} has a compression_schedule, which dense_shares would replace. Give it"
             " dense_shares: [0], and as many lr_factors as there are reference_lr_factors."
         )
     tries = product(one.get("lr_factors") or usual, shares)
@@ -150,26 +154,26 @@ def _tries_of(cfg: DictConfig, one: Any, *, goes_dense: bool) -> tuple[Options, 
     if len(options) != len(cfg.reference_lr_factors):
         raise ValueError(
             f"Entry {name} has {len(options)} tries (lr_factors times dense_shares; votes have no"
-            f" shares) and references {len(cfg.reference_lr_factors)} (reference_lr_factors); give"
-            " all as many."
+            f" shares) and references {len(cfg.reference_lr_factors)} (reference_lr_factors). Give"
+            " all as many. An entry with more tries would have an advantage."
         )
     return options
 
 
 def buckets_of(cfg: DictConfig) -> dict[str, tuple[str, ...]]:
-    """Return name -> overrides of every bucketing; options are tried with the last one."""
+    """Return name -> overrides of every bucketing. Tries use the last bucketing only."""
     buckets: Any = OmegaConf.to_container(cfg.buckets)
     return {str(name): overrides_of(overrides) for name, overrides in buckets.items()}
 
 
 def config_of(entry: Entry, buckets: Sequence[str], options: Options, lr: float) -> DictConfig:
-    """Compose the config of one training; the seed is not in it.
+    """Compose the config of one training, without its seed.
 
     Args:
-        entry: What is trained.
-        buckets: Overrides of its bucketing.
-        options: Their dense share counts here, as one of the entry's steps.
-        lr: The learning rate.
+        entry: Entry to train.
+        buckets: Overrides of the bucketing.
+        options: Only their dense share is used; it becomes a number of the entry's steps.
+        lr: Learning rate.
     """
     overrides = [*entry.overrides, *buckets]
     dense_steps = round(options.dense_share * entry.max_steps)
@@ -181,11 +185,11 @@ def config_of(entry: Entry, buckets: Sequence[str], options: Options, lr: float)
 
 
 def key_of(cfg: DictConfig, *others: Any) -> str:
-    """Return a digest of all options that have a say in a training.
+    """Return a digest of all options on which the result of a training depends.
 
     Args:
-        cfg: Its config.
-        others: What is not in there.
+        cfg: Config of the training.
+        others: Further options that are not in the config.
     """
     parts: Any = {name: OmegaConf.to_container(cfg[name], resolve=True) for name in _IN_A_KEY}
     del parts["trainer"]["default_root_dir"]

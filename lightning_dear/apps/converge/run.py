@@ -1,4 +1,4 @@
-"""Training after training on ranks that have been started: what ``dear-converge`` does on each."""
+"""The trainings of ``dear-converge``, as each of the started ranks runs them."""
 
 from collections.abc import Sequence
 from math import nan
@@ -27,11 +27,11 @@ def run_job(cfg: DictConfig, program: Program) -> None:
     """Train the entries of ``cfg`` on its seeds; print and write how they end.
 
     Starts the ranks once, and blocks until they have ended. Every training is written when it
-    ends; what the job's folder holds already is not trained again.
+    ends. Trainings that the job's folder already holds are not repeated.
 
     Args:
-        cfg: The job.
-        program: This one.
+        cfg: Config of the job.
+        program: Program that runs this job.
 
     Raises:
         SystemExit: After an error, which is printed.
@@ -45,13 +45,14 @@ class Study:
     """All trainings of a job.
 
     Args:
-        cfg: The job.
-        entries: What is trained; every entry stands behind its reference.
-        folder: Has what was trained before, and gets what is; rank 0 reads and writes it.
+        cfg: Config of the job.
+        entries: Entries to train; every entry comes after its reference.
+        folder: Folder with the trainings of earlier runs. New ones are added. Rank 0 reads and
+            writes it.
 
     Attributes:
-        trials: What has been measured so far, and what was found in the folder instead.
-        report: Of these.
+        trials: Trainings so far: measured in this run, or found in the folder.
+        report: Report of these trainings.
     """
 
     def __init__(self, cfg: DictConfig, entries: Sequence[config.Entry], folder: Path) -> None:
@@ -64,11 +65,11 @@ class Study:
         self.report = Report(folder, self._rows, _text_of, convergence.draw)
 
     def run(self, starter: Trainer) -> None:
-        """Choose options for each entry, then train it on all seeds. Collective, blocks.
+        """Choose options for each entry, then train it on all seeds. Collective. Blocks.
 
         Raises:
-            RuntimeError: If two entries did not begin with the same weights, or were not given
-                the same batches.
+            RuntimeError: If two entries began with different weights, or got different batches, on
+                the same seed.
         """
         self._strategy: Any = starter.strategy
         self._datamodule = instantiate(self._cfg.data, _convert_="all")
@@ -86,7 +87,7 @@ class Study:
                     self._trial(entry, options, base_lr, buckets, seed)
 
     def _rows(self) -> list[Line]:
-        """Return the rows of all that has been measured so far."""
+        """Return the rows of all trainings so far."""
         num_seeds = len(self._cfg.seeds)
         return convergence.summarize(self._entries, self.trials, self._metric, num_seeds)
 
@@ -98,7 +99,7 @@ class Study:
         return num_trainings * sum(entry.max_steps for entry in self._entries)
 
     def _choose(self, entry: config.Entry, base_lr: float) -> config.Options:
-        """Return the best options of an entry; a single one is not tried."""
+        """Return the best options of an entry. If there is only one choice, nothing is trained."""
         if len(entry.tries) == 1:
             return entry.tries[0]
         buckets, seeds = list(self._buckets)[-1], self._cfg.tuning_seeds
@@ -111,9 +112,9 @@ class Study:
     def _trial(
         self, entry: config.Entry, options: config.Options, base_lr: float, buckets: str, seed: int
     ) -> Line:
-        """Return a training: as the folder has it, or once it has ended. Collective, blocks."""
+        """Return a training: the folder's, or a new one. Collective. Blocks if it is new."""
         lr = base_lr * options.lr_factor
-        # Options are chosen on other seeds.
+        # Tuning seeds are disjoint from `seeds`, so the seed tells the phase.
         phase = "final" if seed in self._cfg.seeds else "tuning"
         cfg = config.config_of(entry, self._buckets[buckets], options, lr)
         key = config.key_of(cfg, seed, self._metric.name, self._cfg.loss_steps)
@@ -166,7 +167,7 @@ class Study:
         return same_everywhere
 
     def _sent_by_a_rank(self) -> float:
-        """Return its share of what its host's interface has sent, in bytes."""
+        """Return this rank's equal share of the bytes that its host's interface has sent so far."""
         num_hosts = int(self._cfg.cluster.num_nodes)
         return sent_bytes(interface_of(num_hosts)) * num_hosts / float(self._strategy.world_size)
 
@@ -178,9 +179,9 @@ class Study:
             what = "batches" if weights else "initial weights"
             raise RuntimeError(
                 f"On seed {trial['seed']}, {trial['entry']} ({trial['buckets']}) and"
-                f" {first['entry']} ({first['buckets']}) have had other {what}: there is nothing to"
-                " compare. Entries must not change model or data; if raw.csv was written elsewhere,"
-                " choose another folder (hydra.run.dir=...)."
+                f" {first['entry']} ({first['buckets']}) have had other {what}. Take options of"
+                " model and data out of the entries; if raw.csv was written elsewhere, choose"
+                " another folder (hydra.run.dir=...). Such trainings cannot be compared."
             )
 
 

@@ -1,1 +1,1 @@
-"""Tells, as ``dear-train doctor=true``, whether a cluster is fit for a job."""
+"""``dear-train doctor=true``: checks whether a cluster is fit for a job."""

@@ -1,7 +1,8 @@
 """``dear-train doctor=true``: is this cluster fit for the job, and does the job need more than DDP?
 
-Every rank meets the others, knocks at their doors, compares versions, measures the links, and
-times a few forwards and backwards of the configured model on its own data. Nothing is kept.
+Every rank joins the others at a store, compares versions, opens a TCP connection to every other
+rank, measures the links, and times a few forwards and backwards of the configured model on its own
+data. Nothing is written.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ COMPUTE_TIMEOUT_S = 600.0
 """Seconds that ranks wait for each other while models are built and timed."""
 
 NEGLIGIBLE_SHARE = 0.1
-"""Share of a step below which hiding communication better is not worth a change."""
+"""Share of a step. If communication takes less of it, the doctor recommends strategy=ddp."""
 
 _MB = 1e6
 
@@ -40,12 +41,12 @@ Rows = list[tuple[str, str]]
 
 
 class Findings(NamedTuple):
-    """All that the doctor found out; equal on every rank.
+    """Results of all checks; equal on every rank.
 
     Attributes:
         problems: One sentence for each check that failed.
-        table: What was found, check by check.
-        verdict: Whether DDP would do, in a sentence or two; empty if a check failed.
+        table: Title and result of each check.
+        verdict: Whether DDP would be as good, in a sentence or two. Empty if a check failed.
     """
 
     problems: list[str]
@@ -77,7 +78,7 @@ def examine_job(cfg: DictConfig, trainer: Trainer) -> Findings:
 
 
 def examine(strategy: Any, cfg: DictConfig) -> Findings:
-    """Examine from one started rank. Collective, blocks; see :func:`examine_job`."""
+    """Run all checks on a started rank, as part of :func:`examine_job`. Collective. Blocks."""
     if not isinstance(strategy, ParallelStrategy) or strategy.world_size == 1:
         compute = measure_compute(cfg, strategy.root_device)
         table = [*version_rows([facts_of()]), *compute_rows(compute)]
@@ -94,9 +95,9 @@ def examine(strategy: Any, cfg: DictConfig) -> Findings:
         cfg.doctor_timeout_s,
     )
     findings = _examine_all(meeting, strategy, cfg)
-    # Ends what listens to the ranks' store, before that is gone.
+    # Ends the threads that listen to the ranks' store, before rank 0 ends and the store with it.
     strategy.teardown()
-    # The rank that keeps the store leaves last.
+    # Rank 0, whose process serves the store, waits until all others have left.
     (meeting.leave if meeting.rank else meeting.exchange)("end", None)
     return findings
 
@@ -110,11 +111,11 @@ def _examine_all(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictCon
     table = [("connections", state), *version_rows(facts)]
     if problems:
         return Findings(problems, table, "")
-    # FSDP2's strategy gives its device mesh to a module; the real one is built later.
+    # FSDP2's strategy gives its device mesh to the connected module; the real model is built later.
     strategy.connect(LightningModule())
     strategy.setup_environment()
     _say(meeting, "forward and backward")
-    # As in training: one process of each host downloads before the others look.
+    # As in training, one process of each host downloads data before the others read them.
     if strategy.local_rank == 0:
         instantiate(cfg.data, _convert_="all").prepare_data()
     meeting.exchange("data", None, COMPUTE_TIMEOUT_S)
@@ -155,7 +156,10 @@ def facts_of() -> dict[str, str]:
 
 
 def _own_version() -> str:
-    """The version and a digest of the source, which in two clones may differ under one version."""
+    """Return this package's version and a digest of its source.
+
+    Two clones may have the same version but different source.
+    """
     digest = hashlib.sha256()
     folder = Path(__file__).parents[2]
     for path in sorted(folder.rglob("*.py")):
@@ -168,10 +172,12 @@ def _own_version() -> str:
 
 
 def version_problems(facts: Sequence[dict[str, str]]) -> list[str]:
-    """Return one sentence for each version that is not the same on all ranks."""
+    """Return a sentence for each version that is not the same on all ranks."""
     differing = [name for name in facts[0] if len({one[name] for one in facts}) > 1]
-    advice = "Install the same version on every host."
-    return [f"{name} differs: {_spread(facts, name)}. {advice}" for name in differing]
+    return [
+        f"{name} differs: {_spread(facts, name)}. Install the same version on every host."
+        for name in differing
+    ]
 
 
 def version_rows(facts: Sequence[dict[str, str]]) -> Rows:
@@ -180,7 +186,7 @@ def version_rows(facts: Sequence[dict[str, str]]) -> Rows:
 
 
 def _spread(facts: Sequence[dict[str, str]], name: str) -> str:
-    """Such as "2.13.0", or "2.13.0 (ranks 0, 2), 2.6.0 (rank 1)"."""
+    """Return a version for people: "2.13.0", or "2.13.0 (ranks 0, 2), 2.6.0 (rank 1)"."""
     ranks_of: dict[str, list[int]] = {}
     for rank, one in enumerate(facts):
         ranks_of.setdefault(one[name], []).append(rank)
@@ -193,7 +199,7 @@ def _unreachable(meeting: MeetingPoint) -> list[str]:
     with open_door(meeting.world_size) as listening:
         own = Door(meeting.rank, socket.gethostname(), *listening.getsockname())
         doors = [Door(*one) for one in meeting.exchange("doors", own)]
-        # A rank knocks at one door after the other, and each may take its full time.
+        # A rank tries one connection after the other, and each may take its full time.
         patience_s = meeting.timeout_s * meeting.world_size
         failed = meeting.exchange("knocking", knock_from(meeting.rank, doors), patience_s)
     return [sentence for one in failed for sentence in one]
@@ -203,23 +209,23 @@ def _accumulated(cfg: DictConfig) -> int:
     return int(cfg.trainer.get("accumulate_grad_batches") or 1)
 
 
-# --- what is printed ---------------------------------------------------------------------------
+# --- output ------------------------------------------------------------------------------------
 
 
 def layout_row(world: World, hops: int) -> tuple[str, str]:
-    """Return a row for which ranks share a host, and whether `strategy=dear` sends in two hops."""
+    """Return a row that says which ranks share a host and whether `strategy=dear` uses two hops."""
     has_choice = 1 < len(set(world.hosts)) < world.size
     how = f": {'' if hops == 2 else 'no '}two hops" if has_choice else ""
     return "layout", f"{world.description}{how}"
 
 
 def link_rows(cost: LinkCost, pairs: Sequence[Pair], hosts: Sequence[int]) -> Rows:
-    """Return rows for what all ranks' exchanges cost at once, and for the slowest pairs.
+    """Return rows for the cost of exchanges among all ranks, and for the slowest pairs of ranks.
 
     Args:
-        cost: Of the exchanges.
-        pairs: All, or neighbours alone.
-        hosts: See `World`.
+        cost: Cost of exchanges in which all ranks take part at once.
+        pairs: Measured pairs: all, or only neighbours in the ring of ranks.
+        hosts: Host number of each rank, as in `World`.
     """
     within = [pair for pair in pairs if hosts[pair.low] == hosts[pair.high]]
     kinds = {"within hosts": within, "between hosts": [one for one in pairs if one not in within]}
@@ -249,12 +255,13 @@ def compute_rows(compute: Compute) -> Rows:
 
 
 def verdict(world_size: int, compute: Compute, cost: LinkCost | None, num_batches: int = 1) -> str:
-    """Say whether plain DDP would do, with the figures.
+    """Return a sentence or two on whether plain DDP would be as good, with the figures.
 
     Args:
         world_size: Number of ranks.
-        compute: The slowest rank's.
-        cost: Of exchanges; None at one rank. What ours cost is said of DDP's all-reduces, too.
+        compute: Forward and backward of the slowest rank.
+        cost: Cost of exchanges; DDP's all-reduces are assumed to cost the same. None means one
+            rank.
         num_batches: Batches for each optimizer step, of which only the last communicates.
     """
     if cost is None:

@@ -1,4 +1,4 @@
-"""What a job costs here: forward and backward of its model on one rank, and what links carry."""
+"""Measures a job on this cluster: forward and backward of its model, and the rate of the links."""
 
 import time
 from itertools import combinations, pairwise
@@ -23,28 +23,29 @@ from lightning_dear.tuning.link_cost import measure_collectives
 NUM_WARM_UP = 3
 NUM_STEPS = 8
 BUDGET_S = 20.0
-"""Seconds after which no further step is begun: a large model is not worth eight."""
+"""Seconds after which no further step begins: eight steps of a large model would take too long."""
 
 MAX_RANKS_FOR_ALL_PAIRS = 8
-"""Above, only neighbours are measured one by one: the number of pairs grows with the square."""
+"""With more ranks only neighbours are measured: the number of pairs grows with the square."""
 
 _LEAST_BYTES, _PAIR_BYTES = 1 << 23, (1 << 16, 1 << 23)
-"""Of a model whose exchanges are measured; and of a pair's message, at least and at most."""
+"""Least bytes of gradients for which exchanges are measured; least and most bytes of a message
+between two ranks."""
 
 _PAIR_S = 0.1
-"""Seconds that a pair's message takes at the rate of each rank, if its size allows."""
+"""Seconds that a message between two ranks should take; its size is chosen accordingly."""
 
 _NUM_ROUND_TRIPS = 3
 
 
 class Compute(NamedTuple):
-    """What one batch costs a rank.
+    """Time and bytes of one batch on one rank.
 
     Attributes:
         gradient_bytes: Bytes of the gradients of all trainable parameters.
         forward_s: Median time of `training_step`.
         backward_s: Median time of backward.
-        num_steps: Steps that the medians are of.
+        num_steps: Number of steps over which the medians are taken.
     """
 
     gradient_bytes: int
@@ -59,12 +60,12 @@ class Compute(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two ranks, alone on the network.
+    """The rate between two ranks while no other rank sends.
 
     Attributes:
         low: The lower rank.
-        high: The other one.
-        rate: Median bytes per second of a message from one to the other.
+        high: The higher rank.
+        rate: Median bytes per second of a message between them.
     """
 
     low: int
@@ -73,7 +74,7 @@ class Pair(NamedTuple):
 
 
 class _StepTimer(StepProbe):
-    """Waits for the device before it looks at the clock; stops the fit when time is up."""
+    """Synchronizes with the device before it reads the clock; stops the fit after `BUDGET_S`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(BlockLength(NUM_WARM_UP, NUM_STEPS), on_step=self._stop_in_time)
@@ -101,11 +102,11 @@ class _StepTimer(StepProbe):
 
 
 def measure_compute(cfg: DictConfig, device: torch.device) -> Compute:
-    """Fit a copy of the configured model for a few batches on this rank alone, and forget it.
+    """Fit a copy of the configured model for a few batches on this rank alone. Local. Blocks.
 
     Args:
-        cfg: The job.
-        device: Where this rank trains.
+        cfg: Config of the job.
+        device: Device of this rank.
 
     Raises:
         ValueError: If the data has too few batches.
@@ -125,8 +126,8 @@ def measure_compute(cfg: DictConfig, device: torch.device) -> Compute:
     forward_s, backward_s = timer.forward_s[NUM_WARM_UP:], timer.backward_s[NUM_WARM_UP:]
     if not backward_s:
         raise ValueError(
-            f"The training data ended after {len(timer.backward_s)} batches on this rank: too"
-            f" few to time. The doctor needs {NUM_WARM_UP + 1}."
+            f"The training data ended after {len(timer.backward_s)} batches on this rank, too"
+            f" few to time. Give at least {NUM_WARM_UP + 1}: more data, or a smaller batch size."
         )
     nbytes = sum(one.nbytes for one in model.parameters() if one.requires_grad)
     return Compute(nbytes, median(forward_s), median(backward_s), len(backward_s))
@@ -135,15 +136,16 @@ def measure_compute(cfg: DictConfig, device: torch.device) -> Compute:
 def measure_links(
     collectives: Collectives, device: torch.device, gradient_bytes: int
 ) -> tuple[LinkCost, list[Pair]]:
-    """What exchanges of all ranks cost, and then each pair alone. Collective, blocks.
+    """Measure exchanges among all ranks, and then each pair of ranks alone. Collective. Blocks.
 
     Args:
-        collectives: Training's.
-        device: Where parameters live.
-        gradient_bytes: Of the model; the same on all ranks.
+        collectives: The collectives that a training would use.
+        device: Device of the parameters.
+        gradient_bytes: Bytes of all gradients; the same on all ranks.
 
     Returns:
-        The cost that planners see, the same on all ranks, and the pairs whose lower rank this is.
+        The cost that planners use, the same on all ranks; and the pairs of which this rank is the
+        lower one.
     """
     cost = measure_collectives(collectives, device, max(gradient_bytes, _LEAST_BYTES))
     least, most = _PAIR_BYTES
@@ -161,7 +163,7 @@ def measure_links(
 
 
 def pairs_to_measure(world_size: int) -> list[tuple[int, int]]:
-    """All pairs of ranks; from `MAX_RANKS_FOR_ALL_PAIRS` + 1 ranks on only neighbours in a ring."""
+    """Return all pairs of ranks; with more than `MAX_RANKS_FOR_ALL_PAIRS` only ring neighbours."""
     ranks = range(world_size)
     if world_size <= MAX_RANKS_FOR_ALL_PAIRS:
         return list(combinations(ranks, 2))
@@ -169,7 +171,7 @@ def pairs_to_measure(world_size: int) -> list[tuple[int, int]]:
 
 
 def _round_trips(message: torch.Tensor, peer: int, *there_and_back: Any) -> list[float]:
-    """Seconds of each, after one that does not count."""
+    """Return the seconds of each round trip, without the first one, which is a warm-up."""
     clock = clock_of(message.device)
     marks = []
     for _ in range(1 + _NUM_ROUND_TRIPS):

@@ -1,8 +1,8 @@
-"""Whether ranks come, and whether each can open a connection to every other one.
+"""Checks that all ranks report, and that each can open a connection to every other one.
 
-Tried before gloo or NCCL does. Ranks meet at a key-value store, the one that torch's process groups
-start from: a rank that does not come is then known by its number, which a collective cannot tell.
-A library that fails to connect names a socket; this names the ranks, the hosts and the way out.
+Runs before gloo or NCCL connects. Ranks meet at a key-value store, the same as torch's process
+groups start from, so that the number of a missing rank is known. A collective cannot tell it. When
+gloo or NCCL fails to connect, it names a socket. These checks name ranks, hosts and a remedy.
 """
 
 import fcntl
@@ -25,18 +25,18 @@ _SIOCGIFADDR = 0x8915
 
 
 class UnreachableError(ConnectionError):
-    """Ranks did not meet in time; the message names them."""
+    """A rank did not report in time; the message names it."""
 
 
 class MeetingPoint:
-    """Exchange of small values through the store that rank 0 (or torchrun) keeps.
+    """Exchange of small values through the store that rank 0 (or torchrun) serves.
 
     Args:
         host: Address of rank 0's host.
-        port: Where the store listens.
+        port: Port at which the store listens.
         rank: This rank.
         world_size: Number of ranks.
-        timeout_s: How long to wait for rank 0's host, and by default for every other rank.
+        timeout_s: Seconds to wait for rank 0's host, and by default for every other rank.
 
     Raises:
         UnreachableError: If rank 0's host does not answer in time.
@@ -47,7 +47,7 @@ class MeetingPoint:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._place = f"{host}:{port}"
-        # torchrun's agent keeps the store already, and tells so in this variable.
+        # torchrun's agent serves the store already if this variable is True.
         is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -68,10 +68,15 @@ class MeetingPoint:
         self._store = dist.PrefixStore(_PREFIX, store)  # type: ignore[attr-defined]
 
     def exchange(self, topic: str, value: Any, timeout_s: float | None = None) -> list[Any]:
-        """Every rank's `value` (plain, as JSON can hold), in rank order. Blocks.
+        """Return the `value` of every rank, in rank order. Collective. Blocks.
+
+        Args:
+            topic: Key of this exchange; a topic may be used once.
+            value: This rank's value; JSON must be able to hold it.
+            timeout_s: Seconds to wait for all ranks. None means the timeout of the constructor.
 
         Raises:
-            UnreachableError: Naming the ranks that did not come.
+            UnreachableError: If ranks do not report in time; the message names them.
         """
         self.leave(topic, value)
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
@@ -87,7 +92,7 @@ class MeetingPoint:
         return [json.loads(self._store.get(f"{topic}/{rank}")) for rank in ranks]
 
     def leave(self, topic: str, value: Any) -> None:
-        """Hands in this rank's `value` without waiting for the others."""
+        """Write this rank's `value` to the store without waiting for other ranks."""
         self._store.set(f"{topic}/{self.rank}", json.dumps(value))
 
     def _came(self, topic: str, rank: int, deadline_s: float) -> bool:
@@ -105,13 +110,13 @@ def named(ranks: list[int]) -> str:
 
 
 class Door(NamedTuple):
-    """Where a rank can be reached.
+    """Address at which a rank can be reached during the check.
 
     Attributes:
         rank: The rank.
-        host: Name of its host.
-        address: The IPv4 address that gloo would tell the other ranks.
-        port: Of a socket that listens there for the time of the check.
+        host: Name of the rank's host.
+        address: IPv4 address that gloo would announce to the other ranks.
+        port: Port at which the rank listens during the check.
     """
 
     rank: int
@@ -124,19 +129,19 @@ class Door(NamedTuple):
 
 
 def open_door(num_ranks: int) -> socket.socket:
-    """Listen where other ranks would connect to this one, until the socket is closed.
+    """Return a socket that listens at the address to which other ranks would connect.
 
-    The kernel answers by itself; so many may knock before anything is accepted.
+    Nothing is accepted: the kernel completes up to `num_ranks` connections by itself.
     """
     return socket.create_server((announced_address(), 0), backlog=num_ranks)
 
 
 def knock_from(rank: int, doors: Sequence[Door]) -> list[str]:
-    """Knock at every other rank's door; return one sentence for each that does not open.
+    """Open a connection to every other rank; return a sentence for each one that fails.
 
     Args:
-        rank: The rank that knocks.
-        doors: Every rank's.
+        rank: This rank.
+        doors: Addresses of all ranks, in rank order.
     """
     here = doors[rank]
     problems = {door: _knock(door) for door in doors if door != here}
@@ -148,17 +153,18 @@ def knock_from(rank: int, doors: Sequence[Door]) -> list[str]:
 
 
 def announced_address() -> str:
-    """Return the IPv4 address that gloo takes on this host.
+    """Return the IPv4 address that gloo uses on this host.
 
-    That of the interface named in the environment, else what the host's own name resolves to,
-    else loopback.
+    It is that of the interface named in the environment. Without one it is the address that the
+    host's own name resolves to, and if that fails it is loopback.
 
     Raises:
-        ValueError: If the environment names an interface that is not there.
+        ValueError: If the environment names an interface that does not exist.
     """
     for variable in INTERFACE_VARIABLES:
         name = os.environ.get(variable, "").split(",")[0].removeprefix("=")
-        # NCCL also takes a prefix, or ^name for any but that: it will choose, we cannot know.
+        # For NCCL the name may also be a prefix, or ^name for any interface except that one. Which
+        # one NCCL then chooses is unknown here.
         if name and (variable.startswith("GLOO") or name in _interfaces()):
             return interface_address(name)
     try:
@@ -182,7 +188,7 @@ def interface_address(name: str) -> str:
         except OSError:
             raise ValueError(
                 f"{' or '.join(INTERFACE_VARIABLES)} names {name!r}, but host"
-                f" {socket.gethostname()} has no IPv4 interface of that name; it has"
+                f" {socket.gethostname()} has no IPv4 interface of that name. Name one of"
                 f" {', '.join(_interfaces())}."
             ) from None
     return socket.inet_ntoa(answer[20:24])
@@ -205,7 +211,7 @@ def _knock(door: Door) -> str | None:
 def _advice(here: Door, door: Door) -> str:
     if door.address.startswith("127.") and here.host != door.host:
         return (
-            "; a loopback address cannot be reached from another host: set cluster.interface or"
-            " GLOO_SOCKET_IFNAME to the interface that joins the hosts"
+            ". Set cluster.interface or GLOO_SOCKET_IFNAME to the interface that joins the hosts. A"
+            " loopback address cannot be reached from another host."
         )
-    return "; is a firewall between them? gloo and NCCL listen on ports that the kernel picks"
+    return ". Open all ports of any firewall between them. gloo and NCCL listen on random ports."

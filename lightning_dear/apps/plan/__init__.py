@@ -1,1 +1,1 @@
-"""Says, as ``dear-plan``, which strategy would be fastest on a cluster."""
+"""``dear-plan``: predicts which strategy would be fastest on a cluster."""

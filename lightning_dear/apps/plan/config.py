@@ -1,4 +1,4 @@
-"""What a config of ``dear-plan`` asks for."""
+"""Builds workloads, networks and cases from a config of ``dear-plan``."""
 
 import math
 from dataclasses import replace
@@ -15,43 +15,46 @@ from lightning_dear.studies.device_costs import Device, halves_costs, whole_cost
 from lightning_dear.workloads.replay.profile import load_profile, planned
 
 LOOPBACK = Link(5e-5, 1e-9)
-"""Between ranks of one host on CPUs: an assumption, as that of conf/cluster/local.yaml."""
+"""Assumed link between ranks of one host on CPUs; conf/cluster/local.yaml has the same figures."""
 
 DEFAULT_COMPRESSORS = ("bf16", "int8")
-"""Those that our studies found as good as dense."""
+"""Compressors with which, in recipes/compression, trainings ended as well as without one."""
 
 
 def workload_of(cfg: DictConfig) -> Workload:
-    """Return the profile's model, with the seconds that the config gives it.
+    """Return the model of ``cfg.profile``, with the seconds of the config if it has any.
 
     Raises:
-        ValueError: If there is no such profile, or its seconds make no sense.
+        ValueError: If there is no such profile, it takes no time, or the config changes the seconds
+            of a measured model.
     """
     path = Path(cfg.profile)
     if path.suffix == ".json" and path.is_file() and '"tensors"' in path.read_text():
         if cfg.compute_s is not None or cfg.step_s:
-            raise ValueError(
-                "compute_s and step_s change a profile's seconds, and these were measured; leave"
-                " them out."
-            )
+            raise ValueError(f"{cfg.profile} has measured seconds. Leave compute_s and step_s out.")
         return load_workload(cfg.profile)
     profile = load_profile(cfg.profile)
     if cfg.compute_s is not None:
         profile = profile.with_compute(float(cfg.compute_s))
     if not profile.forward_s + profile.backward_s:
         raise ValueError(
-            f"The profile {profile.name!r} takes no time, so there is nothing to compare exchanges"
-            " with; record it again, or give another one."
+            f"The profile {profile.name!r} takes no time. Record it again, or choose another"
+            " profile=... Exchanges are compared with the time of forward and backward."
         )
     tensors, times = planned(profile)
     return Workload(profile.name, tensors, replace(times, step_s=float(cfg.step_s)))
 
 
 def workloads_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[Workload]:
-    """Return `workload`, and the same with each of `cfg.compressors`, among so many ranks.
+    """Return `workload`, and one copy of it for each of `cfg.compressors`.
+
+    Args:
+        cfg: Config of the job.
+        workload: Model to predict.
+        world_size: Number of ranks.
 
     Raises:
-        ValueError: If the model was measured with a compressor.
+        ValueError: If compressors are given and the model was measured with a compressor.
     """
     names = cfg.compressors
     if names is None:
@@ -59,25 +62,25 @@ def workloads_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[W
     names = [name for name in names if name != "none"]
     if names and not workload.codecs.are_none:
         raise ValueError(
-            f"This model was measured with {workload.compressor!r}; leave compressors out, or"
-            " calibrate without one."
+            f"This model was measured with {workload.compressor!r}. Leave compressors out, or"
+            " run dear-plan calibrate without a compressor."
         )
     device = device_of(cfg)
     return [workload, *(compressed(workload, name, device, world_size) for name in names)]
 
 
 def device_of(cfg: DictConfig) -> Device:
-    """Return what encodes, where that was not measured."""
+    """Return the speed of the device that encodes, from the config."""
     return Device(float(cfg.device.kernel_s), float(cfg.device.bytes_per_s))
 
 
 def compressed(
     workload: Workload, compressor: str | Compressor, device: Device, world_size: int
 ) -> Workload:
-    """Return `workload` with what a compressor would cost on `device`.
+    """Return `workload` with the cost of a compressor on `device`.
 
     Raises:
-        ValueError: If it is unknown, or cannot be counted.
+        ValueError: If the compressor is unknown, or its kernels cannot be counted.
     """
     return replace(
         workload,
@@ -90,45 +93,49 @@ def compressed(
 def network_of(
     cluster: DictConfig, algorithm: Algorithm = "best", world_size: int | None = None
 ) -> Network:
-    """Return the cluster's network, for another number of ranks if one is given.
+    """Return the network of a cluster.
+
+    Args:
+        cluster: Config of the cluster.
+        algorithm: Algorithm of the collectives.
+        world_size: Number of ranks. None means as many as the cluster has.
 
     Raises:
-        ValueError: If the cluster's file lacks something, or has one rank.
+        ValueError: If the cluster's config lacks a value, or it has one rank only.
     """
     beta_s, rate_mbit = cluster.beta_s_per_byte, cluster.get("rate_mbit")
     if beta_s is None and rate_mbit is None:
         raise ValueError(
-            "The cluster's file says nothing of its links; set cluster.beta_s_per_byte (seconds a"
-            " byte: 8.0e-10 at 10 Gb/s) and cluster.alpha_s."
+            "The cluster's file says nothing of its links. Set cluster.beta_s_per_byte (seconds a"
+            " byte: 8.0e-10 at 10 Gb/s) and cluster.alpha_s (seconds a message)."
         )
     inside, num_nodes = ranks_per_node(cluster), int(cluster.num_nodes)
     if inside * num_nodes < 2:
         raise ValueError(
-            "The cluster has one rank, which sends nothing; set cluster.num_nodes and"
-            " cluster.devices to those of yours."
+            "The cluster has one rank, which sends nothing. Set cluster.num_nodes and"
+            " cluster.devices so that it has two or more."
         )
     world_size = inside * num_nodes if world_size is None else world_size
     if cluster.get("only_world_size", world_size) != world_size:
         raise ValueError(
             f"The cluster's file says nothing of {world_size} ranks, but of"
-            f" {cluster.only_world_size} alone; ask for as many, or choose another cluster."
+            f" {cluster.only_world_size} alone. Ask for as many, or choose another cluster."
         )
     if (measured := cluster.get("measured")) is not None:
         if algorithm != "best":
             raise ValueError(
-                f"algorithm={algorithm} means nothing for a cluster that was measured; leave it"
-                " out."
+                f"algorithm={algorithm} has no effect on a measured cluster. Leave it out."
             )
         if measured.num_nodes == 1 and (num_nodes > 1 or world_size > measured.world_size):
             raise ValueError(
                 "This cluster was measured on one node, which says nothing of links between"
-                " several; calibrate on two or more, or choose another cluster."
+                " several. Run dear-plan calibrate on two or more, or choose another cluster."
             )
         return measured_network(cluster, world_size)
     between = Link(float(cluster.alpha_s), float(8e-6 / rate_mbit if beta_s is None else beta_s))
     is_gloo = cluster.accelerator == "cpu"
     if algorithm == "best":
-        # What the cluster's figures are of.
+        # The cluster's file may name the algorithm with which its figures were obtained.
         algorithm = cluster.get("algorithm") or ("two_hops" if is_gloo else "best")
     return Network(
         between=between,
@@ -141,7 +148,11 @@ def network_of(
 
 
 def _within(cluster: DictConfig, between: Link, is_gloo: bool) -> Link:
-    """What the cluster's file says; else, on CPUs, loopback, where it is faster than the link."""
+    """Return the link between ranks of one node.
+
+    It is the cluster's `within` if its file has one. Without one it is `LOOPBACK` on CPUs, if that
+    is faster than the link between nodes; otherwise it is the link between nodes.
+    """
     within = cluster.get("within")
     if within is not None:
         return Link(within.alpha_s, within.beta_s_per_byte)
@@ -149,14 +160,14 @@ def _within(cluster: DictConfig, between: Link, is_gloo: bool) -> Link:
 
 
 def measured_network(cluster: DictConfig, world_size: int) -> Network:
-    """Return what was measured, for another number of ranks.
+    """Return a measured cluster's network, for another number of ranks.
 
-    Each rank counts as a node of its own: that ranks share a node's link is in what was measured.
-    A rank starts P - 1 messages in each half, and takes part in 2 (P - 1) steps of an all-reduce:
-    so alpha grows with P - 1. Seconds a byte stay. Where all ranks share one machine's cores, as
-    those of an emulated cluster do, an all-reduce takes at least what these need for all of them:
-    of many that are under way, cores are the limit. One that is waited for, as FSDP2's are, has the
-    cores for itself, and its steps are.
+    Each rank counts as a node of its own, because the measured costs include the sharing of a
+    node's link. A rank starts P - 1 messages in each half, and takes part in 2 (P - 1) steps of an
+    all-reduce, so alpha grows with P - 1. Beta (seconds per byte) stays. If all ranks share the
+    cores of one machine, as on an emulated cluster, an all-reduce takes at least the CPU time that
+    all ranks need for it divided by the cores, because many all-reduces run at once. The exchanges
+    of FSDP2 are waited for one by one and have all cores, so this limit does not apply to them.
     """
     measured = cluster.measured
     growth = (world_size - 1) / (measured.world_size - 1)
@@ -169,7 +180,7 @@ def measured_network(cluster: DictConfig, world_size: int) -> Network:
     if cores:
         busy_s = growth * measured.all_reduce.get("cpu_s", 0.0) * world_size / cores
         all_reduce = Link(max(all_reduce.alpha_s, busy_s), all_reduce.beta_s)
-        # Ranks that are more than the cores that they share wait for each other.
+        # With more ranks than cores, ranks wait for each other's host work.
         sharing, shared = (max(ranks / cores, 1.0) for ranks in (world_size, measured.world_size))
         host_growth = float(sharing / shared)
     return Network(
@@ -187,37 +198,39 @@ def measured_network(cluster: DictConfig, world_size: int) -> Network:
 
 
 def _read_curve(measured: DictConfig | None, growth: float) -> Curve:
-    """As measured; what the smallest takes grows as starts do, and longer ones' bytes hide it.
+    """Return a measured curve for `growth` times as many message starts.
 
-    For fewer ranks than were measured it stays: how much of a longer one was its start is unknown.
+    The time of the smallest message, which is mostly its start, is multiplied by `growth` and
+    becomes the least time of any message. Times of longer messages stay as measured, because it is
+    unknown how much of them was the start. So a `growth` below 1 changes nothing.
     """
     if measured is None or "sizes_bytes" not in measured:
         raise ValueError(
-            "This cluster's file was measured by an earlier version, which knew less of the"
-            " backend's own halves; run dear-plan calibrate again."
+            "This cluster's file was measured by an earlier version, and lacks times of the"
+            " backend's own all-gather and reduce-scatter. Run dear-plan calibrate again."
         )
     curve = Curve(tuple(map(float, measured.sizes_bytes)), tuple(map(float, measured.seconds)))
     return replace(curve, least_s=growth * curve.seconds[0])
 
 
 def ranks_per_node(cluster: DictConfig) -> int:
-    """Return how many ranks a node has.
+    """Return the number of ranks of a node.
 
     Raises:
-        ValueError: If the cluster's file leaves it open.
+        ValueError: If ``cluster.devices`` is no number, such as "auto".
     """
     if not isinstance(cluster.devices, int):
         raise ValueError(
-            f"dear-plan has to know how many ranks a node has, not devices={cluster.devices!r}; set"
-            " cluster.devices=8 (or another number)."
+            f"devices={cluster.devices!r} is no number of ranks. Set cluster.devices=8 or the like."
         )
     return cluster.devices
 
 
 def cases_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[Pair]:
-    """Return each strategy with each compressor to predict, and DDP's hooks in any case.
+    """Return the pairs of strategy and workload to predict.
 
-    Where none are named, the strategies are all that can be used for the workload.
+    These are ``cfg.strategies``, or all that the workload allows if that is null, with each
+    compressor; and DDP with its own hook (ddp_bf16), even if that compressor was not asked for.
     """
     has_codec = not workload.codecs.are_none
     strategies = [one for one in STRATEGIES.values() if one.plans_for_codecs or not has_codec]
@@ -230,7 +243,7 @@ def cases_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[Pair]
         if is_asked and (strategy.name, name) not in there:
             one = compressed(workload.uncompressed, name, device_of(cfg), world_size)
             cases.append((strategy, one))
-    # What cannot be run is shown as it is known, unless it was asked for.
+    # A pair that encodes is left out if dear-train cannot run it, unless the config names it.
     return [
         (strategy, one)
         for strategy, one in cases
@@ -241,13 +254,14 @@ def cases_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[Pair]
 
 
 def world_sizes_of(cfg: DictConfig) -> list[int]:
-    """Return the numbers of ranks of the scaling curves, the cluster's own among them.
+    """Return the numbers of ranks of the scaling curves; the cluster's own number is one of them.
 
-    For null from an eighth of that to eight times as many, and one; those are left out that do not
-    fill nodes, or of which nothing is known.
+    If ``cfg.world_sizes`` is null, they are 1 and the powers of two times the cluster's number,
+    from 1/8 to 8. A number that does not fill nodes, or for which the cluster's file has no
+    figures, is left out.
 
     Raises:
-        ValueError: If one that was asked for would be left out.
+        ValueError: If a number in ``cfg.world_sizes`` would be left out.
     """
     inside, measured = ranks_per_node(cfg.cluster), cfg.cluster.get("measured")
     own, only = inside * int(cfg.cluster.num_nodes), cfg.cluster.get("only_world_size")
@@ -257,7 +271,7 @@ def world_sizes_of(cfg: DictConfig) -> list[int]:
     known = {size for size in filling if 1 <= size <= most and only in (None, size)}
     if cfg.world_sizes and asked != known:
         raise ValueError(
-            f"Leave {sorted(asked - known)} out of world_sizes: that many ranks do not fill nodes"
-            f" of {inside}, or the cluster's file says nothing of them."
+            f"{sorted(asked - known)} ranks do not fill nodes of {inside}, or the cluster's file"
+            f" says nothing of them. Leave {sorted(asked - known)} out of world_sizes."
         )
     return sorted({*known, own})

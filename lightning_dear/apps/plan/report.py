@@ -1,4 +1,4 @@
-"""What ``dear-plan`` predicts, and says: the table, the advice, and the scaling curves."""
+"""Predictions of ``dear-plan`` as a table, advice, and scaling curves."""
 
 import re
 import textwrap
@@ -23,12 +23,12 @@ from lightning_dear.studies.table import MISSING, format_table
 _WIDTH = 100
 
 KNOWN_ERROR = 0.06
-"""Share of a step by which predictions were off on the average; see docs/simulator.md."""
+"""Average error of predictions, as a share of a step; see docs/simulator.md."""
 
 LOSSLESS, AS_GOOD, LOSSY = "lossless", "as good as dense", "lossy"
 
 _ARE_AS_GOOD = ("bf16", "fp16", "int8")
-"""No worse than dense on digits and on a GPT, in all runs of recipes/compression."""
+"""Compressors with which all runs of recipes/compression (digits, GPT) ended as well as dense."""
 
 _QUALITY = (
     "lossless: the gradients of DDP. as good as dense: in our studies (recipes/compression). lossy:"
@@ -37,7 +37,7 @@ _QUALITY = (
 
 
 def quality_of(row: ranking.Ranked) -> str:
-    """Return what becomes of a training's gradients."""
+    """Return whether the row's compressor is lossless, as good as dense (studied), or lossy."""
     if row.compressor == "none":
         return LOSSLESS
     return AS_GOOD if row.compressor in _ARE_AS_GOOD else LOSSY
@@ -56,7 +56,7 @@ _SCRIPTS = {
 
 
 def script_of(row: ranking.Ranked) -> str:
-    """Return what a script builds its trainer with to use it."""
+    """Return the Python expression that builds a Trainer with the row's strategy."""
     words = re.findall(r"(fusion|compressor)=(\w+)", row.overrides or "")
     options = ", ".join(f'{name}="{value}"' for name, value in words)
     return f"Trainer(strategy={_SCRIPTS.get(row.name, f'DearStrategy({options})')})"
@@ -64,14 +64,14 @@ def script_of(row: ranking.Ranked) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """What was predicted for one model on one cluster.
+    """Predictions for one model on one cluster.
 
     Attributes:
-        rows: The fastest first.
+        rows: Predicted strategies, the fastest first.
         workload: The model.
-        network: The cluster's.
-        enough: See `recommended`.
-        has_no_gpu: Whether encoding is counted for a GPU although the cluster has none.
+        network: Network of the cluster.
+        enough: Share of a step by which a simpler strategy may be slower and still be advised.
+        has_no_gpu: Whether the cluster has no GPU, although encoding is counted for one.
     """
 
     rows: Sequence[ranking.Ranked]
@@ -82,21 +82,21 @@ class Report:
 
     @cached_property
     def best(self) -> ranking.Ranked:
-        """What to use: nothing lossy, unless there is nothing else."""
+        """The row to advise. It is lossy only if no other row can be advised."""
         return ranking.recommended(self._choices or self.rows, self.enough)
 
     @cached_property
     def _choices(self) -> list[ranking.Ranked]:
-        """What may be advised."""
+        """Rows that may be advised: dear-train can run them, not lossy, encoding time known."""
         can_run = [row for row in self.rows if row.overrides is not None]
         return [row for row in can_run if quality_of(row) != LOSSY and not self._is_guessed(row)]
 
     def _is_guessed(self, row: ranking.Ranked) -> bool:
-        """Whether nothing is known of what encoding takes on this cluster."""
+        """Whether the row's encoding time was counted for a GPU that this cluster does not have."""
         return self.has_no_gpu and row.compressor not in ("none", self.workload.compressor)
 
     def describe(self, source: str) -> str:
-        """Return in a few lines what is predicted for what."""
+        """Return a few lines on the model and the cluster; `source` names its origin."""
         workload, times, network = self.workload, self.workload.times, self.network
         link = network.outer_link
         rate = f"{8 / link.beta_s / 1e9:.3g} Gb/s" if link.beta_s else "of any rate"
@@ -114,14 +114,17 @@ class Report:
     # --- the table --------------------------------------------------------------------------------
 
     def table(self) -> str:
-        """Return what can be run, lossy rows below a line; then, in a line, what cannot."""
+        """Return the table of strategies that can be run, and notes.
+
+        Lossy rows are below a rule. Strategies that dear-train cannot run are listed in a note.
+        """
         can_run = [row for row in self.rows if row.overrides is not None]
         safe = [row for row in can_run if quality_of(row) != LOSSY]
         lossy = [row for row in can_run if quality_of(row) == LOSSY]
         titles = "strategy", "step ms", "waits ms", "x ddp", "scaling", "MB/step", ""
         lines = format_table(titles, [self._cells(row) for row in (*safe, *lossy)]).splitlines()
         if safe and lossy:
-            # After the titles and a line above and below them.
+            # 3 lines come before the rows: a rule, the titles and another rule.
             lines.insert(3 + len(safe), lines[0])
         notes = [_QUALITY]
         if others := [row for row in self.rows if row.overrides is None]:
@@ -147,7 +150,7 @@ class Report:
     # --- the advice -------------------------------------------------------------------------------
 
     def advice(self) -> str:
-        """Return what to use, how sure that is, and the overrides to paste."""
+        """Return the strategy to use, how sure that is, and the command to paste."""
         best, ddp_s = self.best, self._step_of(ranking.BASELINE)
         if best.name == ranking.BASELINE:
             gain = best.step.step_s / min(row.step.step_s for row in self._choices) - 1
@@ -207,8 +210,8 @@ class Report:
         """Write ``scaling.csv``, and ``scaling.png``: efficiency over the number of ranks.
 
         Args:
-            folder: Where to.
-            scaled: Numbers of ranks and what was predicted for them.
+            folder: Folder for both files.
+            scaled: Numbers of ranks, each with a prediction for it.
         """
         from matplotlib import colormaps
 
@@ -230,7 +233,7 @@ class Report:
             axis.set_xlabel("ranks")
             axis.set_ylabel("scaling efficiency, % (one rank's step over this step)")
             axis.set_ylim(bottom=0)
-            # Back again: `picture` turns it over, for bars that are listed from top to bottom.
+            # `picture` inverts the y axis for bars listed from top to bottom; this undoes it.
             axis.invert_yaxis()
             axis.set_title(f"{self.workload.name}: weak scaling, simulated")
 
@@ -244,23 +247,23 @@ def _ms(seconds: float) -> str:
 
 
 def run_job(cfg: DictConfig, program: Program) -> None:
-    """Plans one job."""
+    """Run one job of ``dear-plan``."""
     plan(cfg, program.folder)
     job.folder_with(cfg)
 
 
 def plan(cfg: DictConfig, folder: Path) -> ranking.Ranked:
-    """Predict a step under each strategy; print and write what comes out. Starts no process.
+    """Predict a step under each strategy; print and write the results. Starts no process.
 
     Args:
-        cfg: A config of ``conf/plan.yaml``.
-        folder: Where the table, all figures and the picture go.
+        cfg: Config composed from ``conf/plan.yaml``.
+        folder: Folder for the table, the figures and the picture.
 
     Returns:
-        What to use.
+        The row to advise.
 
     Raises:
-        ValueError: If the config asks for what does not exist.
+        ValueError: If the config names something unknown, or lacks a figure of the cluster.
     """
     workload, network = workload_of(cfg), network_of(cfg.cluster, cfg.algorithm)
     sizes = world_sizes_of(cfg)

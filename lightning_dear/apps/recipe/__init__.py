@@ -1,1 +1,1 @@
-"""Runs the papers' claims again; each module has one recipe's `make`."""
+"""``dear-recipe``: runs a paper's claims again."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Bars = Mapping[str, Sequence[float | None]]
-"""Series -> a height for each group; None where there is none."""
+"""Series -> a height for each group. None means no bar."""
 
 
 def grouped_bars(
@@ -13,11 +13,11 @@ def grouped_bars(
     """Draw bars; a panel for each cluster, one below the other.
 
     Args:
-        panels: Title -> bars.
-        groups: Names along the x axis.
-        ylabel: What heights are.
-        title: Of all.
-        line: A height to draw a line at, such as where nothing is gained.
+        panels: Title of a panel -> its bars.
+        groups: Names of the groups along the x axis.
+        ylabel: Quantity on the y axis.
+        title: Title of the figure.
+        line: Height of a horizontal line, such as 1 for no gain. None means no line.
 
     Returns:
         A `matplotlib.figure.Figure`.

@@ -1,4 +1,4 @@
-"""What a recipe ends with: claims with what must be true for them, figures in rows, a picture."""
+"""Report of a recipe: claims with the assumptions under which they hold, figures, a picture."""
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,32 +18,32 @@ Answer = Literal["yes", "no", "not known"]
 Rows = Sequence[Mapping[str, Any]]
 
 WIDTH = 100
-"""Columns of a terminal that a recipe writes at most."""
+"""Most columns of a recipe's output."""
 
 RELATIVE_TOLERANCE = 1e-6
-"""By how much a figure may differ from the recorded one and be the same."""
+"""Relative difference up to which a figure counts as equal to the recorded one."""
 
 PLAUSIBLE = 1.5
-"""How many times as large or as small as a fitted value what it is checked with may be."""
+"""A fitted value is plausible if an independent value is within this factor of it."""
 
 _MOST_DIFFERENCES = 10
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One published statement, and what stands against it. All are words for people.
+    """One published claim, and the result of this run. All attributes are text for people.
 
     Attributes:
-        claim: What was claimed, in a few words.
-        published: The figure, with its unit.
-        here: What came out here, with its unit.
-        kind: Where `here` comes from.
-        must_be_true: The one assumption under which the claim holds, with its fitted value; empty
-            if it holds without one.
-        checked: What the fitted value was compared with, that it was not fitted on, and how that
-            came out; "none" if there is nothing.
-        plausible: "yes" if the check is within `PLAUSIBLE` times of the fitted value, "no" if it is
-            not, "not known" without a check.
+        claim: The claim in a few words.
+        published: The published figure, with its unit.
+        here: The figure of this run, with its unit.
+        kind: Whether `here` was simulated or measured.
+        must_be_true: Assumption under which the claim holds, with its fitted value. Empty if the
+            claim holds without one.
+        checked: Independent value with which the fitted one was compared, and the result. "none"
+            means that there is no such value.
+        plausible: "yes" if the independent value is within a factor of `PLAUSIBLE`, "no" if not,
+            "not known" if there is none.
     """
 
     claim: str
@@ -56,31 +56,31 @@ class Claim:
 
 
 def check(what: str, fitted: float, other: float) -> dict[str, Any]:
-    """Return a claim's `checked` and `plausible`.
+    """Return the attributes `checked` and `plausible` of a claim.
 
     Args:
-        what: The other value in words, with its unit.
-        fitted: With which the claim holds; positive.
-        other: From another source; positive, too.
+        what: The independent value in words, with its unit.
+        fitted: Value with which the claim holds; positive.
+        other: Independent value from another source; positive.
     """
     words = f"{what}, {max(fitted / other, other / fitted):.2f}x off"
     return {"checked": words, "plausible": is_plausible(fitted, other)}
 
 
 def is_plausible(fitted: float, other: float) -> Answer:
-    """Return whether a fitted value is near enough to one from another source; both positive."""
+    """Return whether two positive values are within a factor of `PLAUSIBLE` of each other."""
     return "yes" if max(fitted / other, other / fitted) <= PLAUSIBLE else "no"
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that a run of a recipe has to say.
+    """Result of a run of a recipe.
 
     Attributes:
-        claims: In the order of reading.
-        summary: Figures in SI units, a row each; all rows have the same keys. They are compared
-            with the recorded ones, cell by cell.
-        figure: A `matplotlib.figure.Figure`; None for no picture.
+        claims: Claims in the order in which they are printed.
+        summary: Rows of figures in SI units; all rows have the same keys. They are compared with
+            the recorded rows, cell by cell.
+        figure: A `matplotlib.figure.Figure`. None means no picture.
     """
 
     claims: Sequence[Claim]
@@ -104,7 +104,7 @@ class Report:
         return text.getvalue().rstrip()
 
     def write(self, name: str, folder: Path) -> None:
-        """Write `claims.csv`, `summary.csv` and `NAME.png` into `folder`, over what is there."""
+        """Write `claims.csv`, `summary.csv` and `NAME.png` into `folder`; overwrites old files."""
         folder.mkdir(parents=True, exist_ok=True)
         _write_csv(folder / "claims.csv", [asdict(one) for one in self.claims])
         _write_csv(folder / "summary.csv", self.summary)
@@ -113,7 +113,7 @@ class Report:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file; none if there is no such file."""
+    """Return the rows of a CSV file; an empty list if there is no such file."""
     if not path.is_file():
         return []
     with path.open(newline="") as file:
@@ -121,7 +121,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def compared(summary: Rows, recorded: Rows) -> str:
-    """Say whether figures are the recorded ones, or name the cells that differ."""
+    """Return a sentence that figures equal the recorded ones, or the cells that differ."""
     found = list(_differences(summary, recorded))
     if not found:
         return "Same as recorded."

@@ -1,7 +1,8 @@
-"""One run of a recipe: its siblings are measured if asked for, its claims are printed and written.
+"""One run of a recipe: computes its claims, prints and writes them.
 
 A recipe is a folder with a `make.py`, whose `make(cfg, siblings)` returns a `Report`. It imports
-files beside it as `from . import NAME`.
+files beside it as `from . import NAME`. Its siblings are small measurements on emulated hosts.
+They are repeated only with `measure=true`.
 """
 
 import os
@@ -24,31 +25,31 @@ from lightning_dear.emulation import why_unavailable
 from lightning_dear.paths import recipes_dir
 
 MEASURED = "measured"
-"""Folder of what a recipe's siblings have measured, with a folder for each."""
+"""Folder with the measurements of a recipe's siblings, one folder for each sibling."""
 
 _KEPT = ("summary.csv", "loss_over_time.csv")
 
 
 @dataclass(frozen=True)
 class Sibling:
-    """A small measurement beside a claim.
+    """A small measurement beside a simulated claim.
 
     Attributes:
-        folder: What it measured, if it ever did.
+        folder: Folder of its measured files. It does not exist if it was never measured.
     """
 
     folder: Path
 
     def rows(self, name: str = "summary") -> list[dict[str, str]]:
-        """Return the rows of its file `NAME.csv`; none if it was not measured."""
+        """Return the rows of its file `NAME.csv`; an empty list if it was not measured."""
         return read_rows(self.folder / f"{name}.csv")
 
 
 def load(name: str) -> ModuleType:
-    """Import the `make.py` of a recipe, in a checkout and in a wheel.
+    """Import the `make.py` of a recipe, from a checkout or from an installed wheel.
 
     Raises:
-        ModuleNotFoundError: If there is none.
+        ModuleNotFoundError: If the recipe does not exist.
     """
     package = ModuleType(f"recipe_{name}")
     package.__path__ = [str(recipes_dir() / name)]
@@ -57,16 +58,14 @@ def load(name: str) -> ModuleType:
 
 
 def run_job(cfg: DictConfig, program: Program) -> None:
-    """Run a recipe; print what comes out and write it into the job's folder.
-
-    Blocks; with `cfg.measure` as long as its siblings take.
+    """Run a recipe; print its report and write it into the job's folder. Blocks.
 
     Args:
-        cfg: A config of ``conf/recipe``.
-        program: This one.
+        cfg: Config composed from ``conf/recipe``; `measure` says whether to measure siblings first.
+        program: Program that runs this job.
 
     Raises:
-        ValueError: If the config asks for what does not exist, or the machine cannot measure.
+        ValueError: If the config names something unknown, or this machine cannot emulate hosts.
         RuntimeError: If a sibling fails.
     """
     folder, name = job.folder_with(cfg), str(cfg.name)
@@ -78,7 +77,7 @@ def run_job(cfg: DictConfig, program: Program) -> None:
     report.write(name, folder)
     print(report.as_text())
     if all(word.startswith("measure=") for word in HydraConfig.get().overrides.task):
-        # No option changes what is to come out.
+        # Only without other options can the figures equal the recorded ones.
         print(compared(report.summary, read_rows(recorded / "summary.csv")))
     print(f"Claims, figures and picture: {folder}", flush=True)
 
@@ -87,24 +86,24 @@ def run_job(cfg: DictConfig, program: Program) -> None:
 
 
 def siblings_of(cfg: DictConfig, source: Path) -> dict[str, Sibling]:
-    """Return the recipe's siblings by name, as they were measured into `source`."""
+    """Return name -> sibling of the recipe, with its folder in `source`."""
     return {str(name): Sibling(source / MEASURED / str(name)) for name in cfg.siblings}
 
 
 def command_of(sibling: DictConfig) -> str:
-    """Return the command line that measures it, for people."""
+    """Return the command line that measures a sibling, for people."""
     return " ".join([f"dear-{sibling.program}", *map(quote, sibling.overrides)])
 
 
 def measure(cfg: DictConfig, folder: Path) -> None:
-    """Measure all siblings of a recipe into `folder`; what they print is shown. Blocks for minutes.
+    """Measure all siblings of a recipe into `folder`, and show their output. Blocks for minutes.
 
     Raises:
-        ValueError: If this machine cannot emulate the network that is measured on.
+        ValueError: If this machine cannot emulate hosts.
         RuntimeError: If a sibling fails.
     """
     if reason := why_unavailable(as_own_root=True):
-        raise ValueError(f"measure=true needs an emulated cluster: {reason}")
+        raise ValueError(f"measure=true needs an emulated cluster: {reason}. Or leave measure out.")
     for name, sibling in cfg.siblings.items():
         words = command_of(sibling)
         print(f"Measuring: {words}", flush=True)
@@ -112,7 +111,7 @@ def measure(cfg: DictConfig, folder: Path) -> None:
         program, run = f"lightning_dear.apps.{sibling.program}", kept / "run"
         command = [sys.executable, "-m", program, *sibling.overrides, f"hydra.run.dir={run}"]
         if code := job.run_child(command):
-            raise RuntimeError(f"{words} ended with {code}; what it printed is above.")
+            raise RuntimeError(f"{words} ended with code {code}. Mend the error printed above.")
         for one in _KEPT:
             if (run / one).is_file():
                 (run / one).rename(kept / one)

@@ -1,4 +1,4 @@
-"""Steps of profiles on clusters, by name, as the recipes need them."""
+"""Workloads and networks by name, and fitted values, for the recipes."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def progress(work: Sequence[T], what: str) -> Iterator[T]:
-    """`work`, and on stderr how far it is and how much time is left."""
+    """Yield the items of `work`; show on stderr the progress and the time that is left."""
     with closing(Progress(len(work))) as shown:
         for one in work:
             shown.begin(what)
@@ -28,17 +28,17 @@ def progress(work: Sequence[T], what: str) -> Iterator[T]:
 
 
 def workloads_of(cfg: DictConfig) -> list[Workload]:
-    """Return the profiles that `cfg.models` names, and their seconds times `cfg.compute_factor`.
+    """Return the models that `cfg.models` names, with seconds multiplied by `cfg.compute_factor`.
 
     Raises:
-        ValueError: If there is no such profile.
+        ValueError: If a profile is unknown.
     """
     factor = float(cfg.compute_factor)
     return [workload_of(load_profile(name), factor) for name in listed(cfg, "models")]
 
 
 def workload_of(profile: ModelProfile, factor: float) -> Workload:
-    """Return a profile's model, computing `factor` times as long as the profile says."""
+    """Return a profile's model, with forward and backward times multiplied by `factor`."""
     seconds = profile.forward_s + profile.backward_s
     return Workload(profile.name, *planned(profile.with_compute(seconds * factor)))
 
@@ -51,18 +51,18 @@ def fitted(
     what: str,
     tolerance: float = 2e-12,
 ) -> float:
-    """Return where a quantity of one positive number is what was published.
+    """Return the positive number x for which `of(x)` equals a published figure.
 
     Args:
-        of: Number -> quantity; it rises all the way, or falls all the way.
-        goal: What was published.
-        low: Where to look.
-        high: Up to where.
-        what: The quantity, for the message.
-        tolerance: By which share the number may be wrong.
+        of: A monotonic function of one positive number.
+        goal: Published figure.
+        low: Least number to try.
+        high: Largest number to try.
+        what: Name of the quantity `of(x)`, for the error message.
+        tolerance: Relative error that x may have.
 
     Raises:
-        ValueError: If it is nowhere between `low` and `high`.
+        ValueError: If `of` does not reach `goal` between `low` and `high`.
     """
     from scipy.optimize import brentq
 
@@ -71,19 +71,19 @@ def fitted(
 
     ends = math.log(low), math.log(high)
     if missing(ends[0]) * missing(ends[1]) > 0:
-        raise ValueError(f"{what} is {goal:g} nowhere between {low:g} and {high:g}.")
+        raise ValueError(f"{what} is never {goal:g} from {low:g} to {high:g}. Change the options.")
     return math.exp(brentq(missing, *ends, xtol=tolerance))
 
 
 def networks_of(cfg: DictConfig, world_size: int | None) -> dict[str, Network]:
-    """Return the networks of `cfg.clusters`, or that of `cfg.cluster` if one is given.
+    """Return name -> network of `cfg.clusters`, or of `cfg.cluster` if that is given.
 
     Args:
-        cfg: The recipe's.
-        world_size: Ranks in all; None: as the cluster's file says.
+        cfg: Config of the recipe.
+        world_size: Number of ranks. None means as many as the cluster's file has.
 
     Raises:
-        ValueError: If a cluster is unknown, or its file lacks something.
+        ValueError: If a cluster is unknown, or its file lacks a figure.
     """
     given = cfg.get("cluster")
     if given is not None:
@@ -96,24 +96,27 @@ def networks_of(cfg: DictConfig, world_size: int | None) -> dict[str, Network]:
 
 
 def _asked_size(world_size: int | None) -> int | None:
-    """None, for the cluster's own, where its size was asked for on the command line."""
+    """Return None if the command line sets the cluster's nodes or devices, else `world_size`.
+
+    None means as many ranks as the cluster's config has.
+    """
     asked = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     names = {word.lstrip("+~").partition("=")[0] for word in asked}
     if not names & {"cluster.num_nodes", "cluster.devices"}:
         return world_size
     if "world_size" in names:
         raise ValueError(
-            "world_size and cluster.num_nodes or cluster.devices say both how many ranks there"
-            " are; leave one of them out."
+            "world_size and cluster.num_nodes or cluster.devices are both given. Leave one of them"
+            " out. Each sets the number of ranks."
         )
     return None
 
 
 def load_cluster(name: str) -> DictConfig:
-    """Return the cluster of that name.
+    """Return the config of the cluster `name`.
 
     Raises:
-        ValueError: If there is none that can be simulated; the message lists those.
+        ValueError: If no cluster of that name can be simulated; the message lists valid names.
     """
     folder = conf_dir() / "cluster"
     valid = sorted(path.stem for path in folder.glob("*.yaml") if "source:" in path.read_text())
@@ -123,12 +126,12 @@ def load_cluster(name: str) -> DictConfig:
 
 
 def listed(cfg: DictConfig, option: str) -> list[str]:
-    """Return the names of an option.
+    """Return the value of an option that is a list of names.
 
     Raises:
-        ValueError: If they are no list, or none.
+        ValueError: If the value is not a list, or is empty.
     """
     names = cfg[option]
     if isinstance(names, str) or not names:
-        raise ValueError(f"{option} must be a list of names, such as {option}=[{names or '...'}].")
+        raise ValueError(f"{option}={names} must be a list, such as {option}=[{names or '...'}].")
     return [str(name) for name in names]

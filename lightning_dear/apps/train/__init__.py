@@ -1,1 +1,1 @@
-"""Runs, as ``dear-train``, one job from its config to its test."""
+"""``dear-train``: trains and tests one job."""

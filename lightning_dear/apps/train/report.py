@@ -1,4 +1,4 @@
-"""The table at the end of a run."""
+"""Output of ``dear-train``: a line for each epoch, and the table at the end of a run."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,13 +19,13 @@ _NOT_MEASURED = "not measured"
 
 
 def summary_of(trainer: Any) -> dict[str, float]:
-    """Return what the run's monitor measured, or nothing where callbacks hold none."""
+    """Return the medians of the trainer's `DearMonitor`; empty if it has no such callback."""
     summaries = (one.summary() for one in trainer.callbacks if isinstance(one, DearMonitor))
     return next(summaries, {})
 
 
 class EpochLines(Callback):
-    """Prints a line an epoch, on rank 0, where no bars are drawn, as without a terminal."""
+    """Prints a line after each epoch on rank 0 if there is no progress bar (no terminal)."""
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -38,7 +38,7 @@ class EpochLines(Callback):
 
 @contextmanager
 def folder_named(trainer: Trainer) -> Iterator[None]:
-    """Says, after Ctrl-C, where the job's files are and how to go on."""
+    """Print, after Ctrl-C, the job's folder and how to continue."""
     try:
         yield
     except SystemExit:
@@ -55,11 +55,11 @@ def _where(trainer: Trainer) -> str:
 
 
 _JOBS: list[tuple[list[str], dict[str, str]]] = []
-"""What the jobs of a sweep were asked for, and came to, in this process."""
+"""Overrides and table of each job of a sweep that has run in this process."""
 
 
 def end_of_job(cfg: DictConfig, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """Prints the table of a job, and keeps it for that of a sweep."""
+    """Print the table of a job, and keep it for the table of the sweep."""
     tokens = cfg.data.get("context_length")
     batch = cfg.data.get("batch_size", 0) * int(tokens or 1) * trainer.accumulate_grad_batches
     unit = "tokens" if tokens else "samples"
@@ -70,7 +70,7 @@ def end_of_job(cfg: DictConfig, trainer: Trainer, metrics: Mapping[str, float]) 
 
 
 def jobs_end() -> None:
-    """Prints a table over the jobs of a sweep, if there were several."""
+    """Print a table of all jobs of a sweep, if there were several."""
     if len(_JOBS) > 1:
         alike, titles = set.intersection(*(set(words) for words, _ in _JOBS)), list(_JOBS[0][1])
         cells = []
@@ -83,13 +83,13 @@ def jobs_end() -> None:
 def rows(
     metrics: Mapping[str, float], summary: Mapping[str, float], batch: int = 0, unit: str = ""
 ) -> list[tuple[str, str]]:
-    """Return titles and values: the test metrics, then what a step cost.
+    """Return titles and values: the test metrics, then time and bytes of a step.
 
     Args:
         metrics: Test metrics by name.
         summary: Medians over the steps: ``step_s``, ``wire_bytes`` and ``exposed_s``.
-        batch: Samples, or tokens, that all ranks take together in a step; 0: not known.
-        unit: Which of the two.
+        batch: Samples, or tokens, that all ranks together process in a step. 0 means unknown.
+        unit: "samples" or "tokens".
     """
     table = [(_TITLES.get(name, name), f"{value:.4f}") for name, value in metrics.items()]
     table.append(("step time (median)", _milliseconds(summary.get("step_s"))))
@@ -104,7 +104,7 @@ def rows(
 def format_table(title: str, table: list[tuple[str, str]]) -> str:
     """Return the rows under a title, in two aligned columns between rules.
 
-    On emulated hosts the first line names them.
+    On emulated hosts the first line describes these hosts and their links.
     """
     left, right = (max(map(len, column)) for column in zip(*table, strict=True))
     text = "\n".join(f"{name:<{left}}  {value:>{right}}" for name, value in table)

@@ -1,4 +1,4 @@
-"""``dear-train``: compose a job, fit it, test the final weights, print what it cost."""
+"""``dear-train``: fits a job, tests the final weights, prints metrics and the cost of a step."""
 
 import logging
 import sys
@@ -24,18 +24,19 @@ log = logging.getLogger(__name__)
 def train(cfg: DictConfig) -> dict[str, float]:
     """Fit and test the job described by ``cfg``; return its test metrics.
 
-    With ``doctor=true`` only examine the cluster that it would run on, and return nothing. With
-    ``eval=true`` only test the checkpoint ``ckpt_path``.
+    With ``doctor=true`` only examines the cluster, and returns no metric. With ``eval=true`` only
+    tests the checkpoint ``ckpt_path``.
 
-    Starts the other ranks of this host where the strategy needs them, and blocks until they have
+    Starts the other ranks of this host if the strategy needs them, and blocks until they have
     ended. Writes the resolved config, metrics and checkpoints into the job's folder.
 
     Raises:
-        ValueError: If the config asks for what this machine does not have.
+        ValueError: If the config names an interface, nodes or devices that do not exist, or asks
+            for ``eval=true`` without a checkpoint.
     """
     check(cfg)
     if cfg.eval and cfg.ckpt_path is None:
-        raise ValueError("eval=true tests a checkpoint: name its file with ckpt_path=...")
+        raise ValueError("eval=true tests a checkpoint, but has none. Add ckpt_path=FILE.")
     seed_everything(cfg.seed, workers=True, verbose=False)
     if cfg.doctor:
         doctor.examine_job(cfg, build_trainer(cfg))
@@ -60,25 +61,29 @@ jobs_end = report.jobs_end
 
 
 def check(cfg: DictConfig) -> None:
-    """Raise or warn about what can be known before anything is built; sets the interface."""
+    """Check the config before anything is built, and make gloo and NCCL use its interface.
+
+    Raises:
+        ValueError: If this machine does not have the interface.
+    """
     checks.use_interface(cfg.cluster.interface)
     options: Any = OmegaConf.to_container(cfg, resolve=False)
     chosen = list(HydraConfig.get().overrides.task)
     for group in checks.ignored_groups(chosen, options["strategy"]):
-        log.warning("%s is ignored: only strategy=dear reads it.", group)
+        log.warning("%s is ignored. Leave it out: only strategy=dear reads it.", group)
     for key in checks.unknown_options(options):
-        log.warning("%s is no option of dear-train: nothing reads it but your own config.", key)
+        log.warning("%s is no option of dear-train. Leave it out unless your config uses it.", key)
 
 
 def build_trainer(
     cfg: DictConfig, strategy: Any = None, callbacks: Sequence[Callback] = ()
 ) -> Trainer:
-    """Build the trainer with its strategy, callbacks and loggers; starts no process.
+    """Build the trainer with its strategy, callbacks and loggers. Starts no process.
 
     Args:
-        cfg: The job.
-        strategy: None: the config's.
-        callbacks: Beside the config's.
+        cfg: Config of the job.
+        strategy: Strategy, or its name. None means the config's.
+        callbacks: Callbacks in addition to the config's.
     """
     if strategy is None:
         strategy = cfg.strategy
@@ -99,15 +104,15 @@ def build_trainer(
 
 
 def build_all(nodes: DictConfig | None) -> list[Any]:
-    """Build what a group holds, callbacks or loggers; nothing of a group that is None."""
+    """Build the members of a config group, callbacks or loggers. None means an empty group."""
     built = (nodes or {}).values()
     return [instantiate(node, _convert_="all") for node in built if node is not None]
 
 
 def run_job(cfg: DictConfig, program: Program) -> float | None:
-    """Runs one job; returns the metric that a sweeper optimizes, if one is named."""
-    # Hydra's log file already lies in the folder, which the CSV logger warns about; the second is
-    # Lightning's use of torch, on every rank, that no user can change.
+    """Run one job. Return the metric that a sweeper optimizes; None if the config names none."""
+    # The first warning is due to Hydra's log file, which is in the folder before the CSV logger.
+    # The second is due to Lightning's own use of torch. The user can change neither.
     warnings.filterwarnings("ignore", message=".*logs directory .* exists and is not empty.*")
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     if emulated.restart_on_cluster(cfg, "lightning_dear.apps.train"):

@@ -1,4 +1,4 @@
-"""Holds models that wait instead of computing: many ranks on few cores, real messages."""
+"""Models that wait instead of computing, so that many ranks on few cores send real messages."""
 
 from lightning_dear.workloads.replay.model import ReplayData, ReplayModel
 from lightning_dear.workloads.replay.profile import (

@@ -1,7 +1,7 @@
-"""A model that takes the time a profile says, with the profile's parameters, and computes nothing.
+"""A model with the parameters and the times of a profile, which waits instead of computing.
 
-What is real: parameters, gradients, hooks, optimizer, buckets, sockets. What is not: arithmetic,
-which is replaced by waiting, as the host of an accelerator waits.
+Parameters, gradients, hooks, optimizer, buckets and sockets are real. Only the arithmetic of
+forward and backward is replaced by waiting, as the host waits for an accelerator.
 """
 
 import math
@@ -28,14 +28,13 @@ _DEFAULT_OPTIMIZER = partial(SGD, lr=0.01)
 
 
 class Zeros:
-    """Gradients that no sum, mean, clipping or scaling changes.
+    """Gradients of zero, which no sum, mean, clipping or scaling changes.
 
-    So they can be handed out again and again from the same memory. Each parameter has memory of its
-    own, since autograd takes over a gradient that nobody else holds, and engines then write to it
-    as `parameter.grad`.
+    So the same memory serves every step. Each parameter has its own memory, because autograd may
+    use a gradient tensor as `parameter.grad`, and engines then write to it.
 
     Attributes:
-        batch: Number of the batch they are of.
+        batch: Number of the present batch. Gradients of zero do not depend on it.
     """
 
     def __init__(self) -> None:
@@ -43,16 +42,17 @@ class Zeros:
         self._made: dict[Any, list[Tensor]] = {}
 
     def make(self, layer: int, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """One gradient for each of `parameters`, on their device and in their dtype.
+        """Return a gradient for each of `parameters`, on its device and in its dtype.
 
         Args:
-            layer: The layer's number.
-            parameters: Leaves that autograd will accumulate the gradients into.
+            layer: Number of the layer.
+            parameters: Leaves into which autograd will accumulate the gradients.
         """
         key = layer, *((parameter.shape, parameter.dtype) for parameter in parameters)
         if key not in self._made:
             self._made[key] = [torch.zeros_like(p, requires_grad=False) for p in parameters]
-        # Accumulating would add the memory behind `.grad` to itself; an expanded zero is only read.
+        # If `.grad` exists, it is this memory, and autograd would add it to itself. So it gets an
+        # expanded scalar zero, which is only read.
         return [
             zeros.detach() if parameter.grad is None else zeros.new_zeros(()).expand_as(zeros)
             for zeros, parameter in zip(self._made[key], parameters, strict=True)
@@ -60,17 +60,17 @@ class Zeros:
 
 
 class Noise:
-    """Gradients of random numbers, as good as new for every tensor, for the price of a copy.
+    """Gradients of standard normal values, for the price of a copy.
 
-    Standard normal, and the same for the same seed, batch and layer. All are parts of the same
-    ones, beginning elsewhere.
+    One long tensor is drawn once. Every gradient is a slice of it that begins at a random element,
+    which depends on the seed, the batch and the layer only.
 
     Args:
-        seed: What they depend on.
-        longest: Most numbers that are asked for at once.
+        seed: Seed of all random values.
+        longest: Number of elements of the largest parameter.
 
     Attributes:
-        batch: Number of the batch they are of.
+        batch: Number of the present batch.
     """
 
     def __init__(self, seed: int, longest: int) -> None:
@@ -80,7 +80,7 @@ class Noise:
         self._drawn: Tensor | None = None
 
     def make(self, layer: int, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """See `Zeros.make`."""
+        """Same as `Zeros.make`, with random values."""
         if self._drawn is None:
             generator = torch.Generator().manual_seed(self._seed)
             self._drawn = torch.randn(self._numel, generator=generator)
@@ -99,10 +99,10 @@ class ReplayLayer(nn.Module):
     """One layer of a profile.
 
     Args:
-        number: Its position in forward.
-        profile: What it owns and how long it takes.
-        waiter: Shared by all layers of a model.
-        gradients: Makes its gradients.
+        number: Position of the layer in forward.
+        profile: Shapes of its parameters, and its times.
+        waiter: Pretended device, shared by all layers of a model.
+        gradients: Makes the gradients of its parameters.
     """
 
     def __init__(
@@ -120,11 +120,12 @@ class ReplayLayer(nn.Module):
         self._names = list(self._parameters)
 
     def forward(self, activation: Tensor) -> Tensor:
-        """Read the parameters, wait, and pass the activation on; blocks for the layer's time."""
-        # Reading blocks until the parameters are complete, and only then may the layer begin.
+        """Read the parameters, and return the activation. Blocks for the layer's time."""
+        # Reading blocks at the gate until the parameters have been gathered; then the layer begins.
         parameters = [getattr(self, name) for name in self._names]
         for parameter in parameters:
-            # What records the first use of a parameter sees torch's functions, not the one below.
+            # The first use of a parameter is recorded from torch functions. `_Replay.apply` below
+            # is not seen as one, so `detach` is called.
             parameter.detach()
         apply: Any = _Replay.apply
         output: Tensor = apply(activation, self, *parameters)
@@ -132,7 +133,7 @@ class ReplayLayer(nn.Module):
 
 
 class _Replay(torch.autograd.Function):
-    """Identity on a small tensor that waits, and gives a layer's parameters gradients."""
+    """Identity of the activation. Both passes wait; backward makes the layer's gradients."""
 
     @staticmethod
     @override
@@ -154,8 +155,8 @@ class ReplayNet(nn.Module):
     """The layers of a profile, one after the other.
 
     Args:
-        profile: What to replay.
-        waiter: The pretended device.
+        profile: Profile to replay.
+        waiter: Pretended device.
         gradients: Makes the gradients of all layers.
     """
 
@@ -168,10 +169,10 @@ class ReplayNet(nn.Module):
         )
 
     def forward(self, number: int = 0) -> Tensor:
-        """Return a scalar loss of zero after the forward's time; blocks for it.
+        """Return a scalar loss of zero. Blocks for the time of the forward.
 
         Args:
-            number: The batch's; seeded gradients differ from number to number.
+            number: Number of the batch, on which random gradients depend.
         """
         self.gradients.batch = number
         self.waiter.begin()
@@ -186,26 +187,27 @@ class ReplayModel(Task):
 
     Args:
         profile: One of `PROFILES`, a `.json` file, or a profile.
-        scale: Divides the bytes of every tensor; times stay. A link must be slowed down alike.
-        compute_s: Seconds of one forward and backward, in the ratio that the profile has; None
-            keeps the profile's.
-        optimizer: Builds the optimizer from a list of parameters; None is SGD without momentum.
-        scheduler: Builds a schedule from the optimizer and `total_steps`, or None.
-        shard_unit_mb: Under FSDP2 only: consecutive layers are gathered together once they have
-            this many MiB before scaling; 0 gathers each by itself.
-        gradient_seed: None for gradients of zero, which cost no time; else random ones, which
-            depend on the seed and the batch alone: for tests of an engine, and where the numbers
-            themselves say what is sent.
-        encoding_scale: How many times as long as here encoding takes on the device, at least 1:
-            `scale` for the whole model's on such a core. It is counted in CPU time, as of a core
-            that nobody shares, so that waits for one are part of it, and passes before what was
-            encoded is sent.
-        quick_batches: Batches at first that take no time, and charge for nothing: where what is
-            measured begins when residuals have grown.
+        scale: Divisor of the size of every tensor; times stay. The links must be slowed down by the
+            same factor.
+        compute_s: Seconds of forward and backward together; their ratio stays the profile's. None
+            means the profile's seconds.
+        optimizer: Builds the optimizer from a list of parameters. None means SGD without momentum.
+        scheduler: Builds a schedule from the optimizer and `total_steps`. None means a constant
+            learning rate.
+        shard_unit_mb: Used by FSDP2 only: consecutive layers are gathered together until they have
+            this many MiB before scaling. 0 means that each layer is gathered by itself.
+        gradient_seed: Seed of random gradients, which depend on it and on the batch only. They are
+            for tests, and for compressors whose messages depend on values. None means gradients of
+            zero, which cost no time.
+        encoding_scale: Factor on the CPU time of encoding and decoding, at least 1. If it equals
+            `scale`, encoding takes as long as that of the unscaled model would on the same core.
+            The extra time is slept before the encoded message is sent.
+        quick_batches: Number of first batches that do not wait and whose encoding takes no extra
+            time, so that residuals have grown when the measured steps begin.
 
     Attributes:
-        profile: What is replayed, scaled and with the time it takes.
-        shard_unit_mb: As given, after scaling.
+        profile: The profile after scaling, with the seconds that it takes.
+        shard_unit_mb: The argument divided by `scale`.
     """
 
     shard_options = {"reshard_after_forward": False}
@@ -224,11 +226,11 @@ class ReplayModel(Task):
         quick_batches: int = 0,
     ) -> None:
         if not isinstance(quick_batches, int) or quick_batches < 0:
-            raise ValueError(f"quick_batches must be an integer >= 0, got {quick_batches!r}.")
+            raise ValueError(f"quick_batches={quick_batches!r} is not valid. Give an integer >= 0.")
         if not 1 <= encoding_scale < math.inf:
-            raise ValueError(f"encoding_scale must be 1 or more, got {encoding_scale}.")
+            raise ValueError(f"encoding_scale={encoding_scale} is not valid. Choose 1 or more.")
         if not 0 <= shard_unit_mb < math.inf:
-            raise ValueError(f"shard_unit_mb must be 0 or more, got {shard_unit_mb}.")
+            raise ValueError(f"shard_unit_mb={shard_unit_mb} is not valid. Choose 0 or more.")
         if not isinstance(profile, ModelProfile):
             profile = load_profile(profile)
         if compute_s is not None:
@@ -245,42 +247,41 @@ class ReplayModel(Task):
 
     @property
     def late_s(self) -> float:
-        """Seconds so far by which steps' last layers ended late; see `Waiter`.
+        """Seconds so far by which the last layers of steps ended late; see `Waiter.late_s`.
 
-        They are part of the measured step times; where they are many, the machine is too small.
+        They are part of the measured step times. If they are many, the machine is too small.
         """
         return self._waiter.late_s
 
     @override
     def units(self) -> list[list[nn.Module]]:
-        """Consecutive layers, which stay whole until backward: each is gathered once a step."""
+        """Return the units that FSDP2 gathers together: consecutive layers of `shard_unit_mb`."""
         layers = self.net.get_submodule("layers").children()
         least_bytes = self.shard_unit_mb * MIB
         return runs_of(layers, lambda layer: sum(p.nbytes for p in layer.parameters()), least_bytes)
 
     @override
     def setup(self, stage: str) -> None:
-        """Refuse devices that would not wait when the host does."""
+        """Raise ValueError on a device other than the CPU, which would not wait with the host."""
         device = self.trainer.strategy.root_device
         if device.type != "cpu":
             raise ValueError(
-                f"A replay waits on the host and cannot run on {device.type}: set"
-                " accelerator='cpu'."
+                f"A replay waits on the host, not on {device.type}. Set accelerator='cpu'."
             )
 
     @override
     def teardown(self, stage: str) -> None:
-        """Whatever trains next in this process is charged for nothing."""
+        """Reset the extra time of encoding, so that it does not slow the next training."""
         charge_device_work(0.0)
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Wait for the time of the forward and return a loss whose backward waits as well."""
+        """Wait for the time of the forward, and return a loss whose backward waits, too."""
         return self.loss(batch)
 
     @override
     def loss(self, batch: Any) -> Tensor:
-        """Wait for the time of the forward; batches that are not of `ReplayData` have number 0."""
+        """Wait for the time of the forward. Batches that `ReplayData` did not make count as 0."""
         is_number = isinstance(batch, Tensor) and batch.dtype == torch.int64
         loss: Tensor = self.net(int(batch.flatten()[0]) if is_number else 0)
         return loss
@@ -293,12 +294,12 @@ class ReplayModel(Task):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ReplayData(SplitDataModule):
-    """Batches of running numbers; no two ranks get the same one in a step.
+    """Batches of consecutive integers; in a step no two ranks get the same one.
 
     Args:
-        num_steps: Training batches for each rank. Validation and test have one each.
-        batch_size: Numbers per batch and process: what a batch counts for where samples per second
-            are reported. The times of a replay do not depend on it.
+        num_steps: Number of training batches for each rank. Validation and test have one each.
+        batch_size: Number of integers in a batch of one rank. It only counts in reported samples
+            per second. The times of a replay do not depend on it.
     """
 
     num_steps: int = 1000
@@ -307,15 +308,15 @@ class ReplayData(SplitDataModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_steps < 1:
-            raise ValueError(f"num_steps must be at least 1, got {self.num_steps}.")
+            raise ValueError(f"num_steps={self.num_steps} is not valid. Choose 1 or more.")
 
     @override
     def setup(self, stage: str) -> None:
-        """Count the numbers anew, for the trainer's ranks; called on every process."""
+        """Make the ranges again for the trainer's number of ranks; called on every rank."""
         self.train_set, self.val_set, self.test_set = self.load()
 
     @override
     def load(self) -> Sequence[range]:
-        """Return as many numbers as the trainer's ranks read."""
+        """Return ranges with as many integers as all ranks of the trainer read."""
         per_batch = self.batch_size * (self.trainer.world_size if self.trainer is not None else 1)
         return range(self.num_steps * per_batch), range(per_batch), range(per_batch)

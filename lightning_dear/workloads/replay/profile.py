@@ -1,4 +1,4 @@
-"""Profiles: what a model's layers own and how long they compute, read from and written to JSON."""
+"""Profiles, stored as JSON: shapes of a model's parameters, and seconds of its layers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_dear.names import is_meant
 from lightning_dear.planning import ModelTimes, TensorSpec
 
 MIN_NUMEL = 64
-"""Elements below which no tensor is scaled: a tensor is an entry of the plan however small."""
+"""Scaling makes no tensor smaller than this many elements: every tensor remains in the plan."""
 
 _BYTES_PER_ELEMENT = 4
 FOLDER = Path(__file__).parent / "profiles"
-"""Where the profiles that come with the package lie, one JSON file for each."""
+"""Folder of the profiles that come with the package, one JSON file for each."""
 
 PROFILES = tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 """Names of the profiles that come with the package."""
@@ -28,11 +28,11 @@ class LayerProfile:
     """A module that owns parameters, and the computation up to the next one.
 
     Attributes:
-        name: The module's name in its model.
+        name: Name of the module in its model.
         shapes: Shapes of its parameters, in the order in which they are registered. A parameter
-            that several modules share belongs to the one that reads it first.
-        forward_s: Seconds of its forward, without communication.
-        backward_s: Seconds of its backward; at their end its gradients are ready.
+            that several modules share belongs to the module that reads it first.
+        forward_s: Seconds of the module's forward, without communication.
+        backward_s: Seconds of its backward; its gradients are ready at the end.
     """
 
     name: str
@@ -42,11 +42,11 @@ class LayerProfile:
 
     def __post_init__(self) -> None:
         if not self.shapes or min(map(math.prod, self.shapes)) < 1:
-            raise ValueError(f"Layer {self.name!r} needs parameters, each with an element or more.")
+            raise ValueError(f"Layer {self.name!r} has no or an empty parameter. Remove the layer.")
         if not 0 <= self.forward_s < math.inf or not 0 <= self.backward_s < math.inf:
             raise ValueError(
                 f"Layer {self.name!r} takes {self.forward_s} s forward and {self.backward_s} s"
-                " backward; both must be finite and not negative."
+                " backward. Correct forward_s and backward_s: both must be finite and not negative."
             )
 
 
@@ -55,11 +55,11 @@ class ModelProfile:
     """The layers of a model in the order of its forward.
 
     Attributes:
-        name: What to call the model.
-        source: Where seconds come from: "flops", counted operations and a stated rate, or
-            "measured", a clock.
-        note: In words: batch, device or rate, and whatever else the seconds depend on.
-        layers: In the order of forward; backward is assumed to run in the reverse order.
+        name: Name of the model.
+        source: Origin of the seconds: "flops" means counted operations over a stated rate,
+            "measured" means a clock.
+        note: Batch, device or rate, and other conditions of the seconds, in words.
+        layers: Layers in the order of forward; backward is assumed to run in the reverse order.
     """
 
     name: str
@@ -69,16 +69,16 @@ class ModelProfile:
 
     def __post_init__(self) -> None:
         if not self.layers:
-            raise ValueError(f"The profile {self.name!r} has no layer.")
+            raise ValueError(f"The profile {self.name!r} has no layer. Add one to its layers.")
 
     @property
     def num_tensors(self) -> int:
-        """Number of parameters as tensors."""
+        """Number of parameter tensors."""
         return len(self._numels())
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(self._numels())
 
     def _numels(self) -> list[int]:
@@ -100,19 +100,19 @@ class ModelProfile:
         return math.fsum(layer.backward_s for layer in self.layers)
 
     def scaled(self, scale: float) -> ModelProfile:
-        """The same layers and seconds with 1/`scale` of the elements.
+        """Return a profile with the same layers and seconds, and 1/`scale` of the elements.
 
-        Tensors become 1-D. None gets fewer than `MIN_NUMEL` elements, unless it has fewer already;
-        the others give these elements back, so that the total is right where there is room.
+        Tensors become 1-D. No tensor shrinks below `MIN_NUMEL` elements. Larger tensors shrink more
+        to make up for that, so that the total is 1/`scale` if possible.
 
         Args:
-            scale: At least 1; a link must be slowed down by the same factor.
+            scale: At least 1. The links must be slowed down by the same factor.
 
         Raises:
             ValueError: If `scale` is below 1 or not finite.
         """
         if not 1 <= scale < math.inf:
-            raise ValueError(f"scale must be a finite number of at least 1, got {scale}.")
+            raise ValueError(f"scale={scale} is not valid. Choose a finite number of at least 1.")
         if scale == 1:
             return self
         divisor = _divisor(self._numels(), scale)
@@ -125,20 +125,20 @@ class ModelProfile:
         return replace(self, layers=tuple(layers))
 
     def with_compute(self, compute_s: float) -> ModelProfile:
-        """The same layers, sped up or slowed down alike to take `compute_s` in all.
+        """Return a profile with the same layers, whose times are scaled by one factor.
 
         Args:
-            compute_s: Seconds of forward and backward together.
+            compute_s: Seconds of forward and backward together in the new profile.
 
         Raises:
-            ValueError: If it is not positive and finite, or the profile has no times that could be
-                rescaled so.
+            ValueError: If `compute_s` is not positive and finite, or all times of the profile are
+                0.
         """
         if not 0 < compute_s < math.inf:
-            raise ValueError(f"compute_s must be positive and finite; got {compute_s}.")
+            raise ValueError(f"compute_s={compute_s} is not valid. Choose a number above 0.")
         own_s = self.forward_s + self.backward_s
         if not own_s:
-            raise ValueError(f"The profile {self.name!r} takes no time, so none can be rescaled.")
+            raise ValueError(f"The profile {self.name!r} takes no time to rescale. Omit compute_s.")
         factor = compute_s / own_s
         layers = (
             replace(layer, forward_s=layer.forward_s * factor, backward_s=layer.backward_s * factor)
@@ -160,7 +160,7 @@ def load_profile(name_or_path: str | Path) -> ModelProfile:
         name_or_path: One of `PROFILES`, or a file that ends in `.json`.
 
     Raises:
-        ValueError: If it is neither, or the file is not a profile.
+        ValueError: If the name is unknown, or the file is not a profile.
         FileNotFoundError: If there is no such file.
     """
     path = Path(name_or_path)
@@ -168,24 +168,23 @@ def load_profile(name_or_path: str | Path) -> ModelProfile:
         path = FOLDER / f"{name_or_path}.json"
     elif path.suffix != ".json":
         raise ValueError(
-            f"Unknown profile {str(name_or_path)!r}; valid names: {', '.join(PROFILES)}; or give a"
-            f" .json file.{is_meant(str(name_or_path), PROFILES)}"
+            f"Unknown profile {str(name_or_path)!r}; valid names: {', '.join(PROFILES)}. Give one"
+            f" of these, or a .json file.{is_meant(str(name_or_path), PROFILES)}"
         )
     try:
         content = json.loads(path.read_text())
         layers = tuple(_layer(**entry) for entry in content.pop("layers"))
         return ModelProfile(**content, layers=layers)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a profile: {error}.") from error
+        raise ValueError(f"{path} is not a profile: {error}. Use record_profile.") from error
 
 
 def planned(profile: ModelProfile) -> tuple[list[TensorSpec], ModelTimes]:
-    """A profile as planners see a model: its tensors, and when each is due.
+    """Return a profile's tensors and times, as a recorded and timed step of its replay has them.
 
-    What a recorded and a measured step of a replay would give them.
-
-    Forward reads a layer's tensors when it begins; backward has its gradients when it ends. The
-    optimizer's step takes no time. Tensors are numbered and named as the replay's parameters.
+    Forward reads a layer's tensors when the layer begins. Their gradients are ready when its
+    backward ends. The optimizer's step takes no time. Indices of tensors are those of the replay's
+    parameters.
     """
     begins_s = accumulate((layer.forward_s for layer in profile.layers), initial=0.0)
     ends_s = list(accumulate(layer.backward_s for layer in reversed(profile.layers)))[::-1]
@@ -215,13 +214,16 @@ def _layer(shapes: Sequence[Sequence[int]], **fields: object) -> LayerProfile:
 
 
 def _rounded(layer: LayerProfile) -> dict[str, object]:
-    """The layer's fields with times to the nearest 10 nanoseconds, so that files stay small."""
+    """Return the layer's fields, with times rounded to 10 nanoseconds to keep files small."""
     times = {"forward_s": round(layer.forward_s, 8), "backward_s": round(layer.backward_s, 8)}
     return asdict(layer) | times
 
 
 def _divisor(numels: Sequence[int], scale: float) -> float:
-    """What to divide large tensors by, so that the sum is 1/`scale` in spite of small ones."""
+    """Return the divisor for large tensors with which the total is 1/`scale`.
+
+    It is larger than `scale`, because small tensors keep `MIN_NUMEL` elements.
+    """
     target = sum(numels) / scale
     divisor = scale
     while True:

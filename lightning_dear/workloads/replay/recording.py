@@ -1,4 +1,4 @@
-"""Records the profile of one's own model: sizes, and how long each layer takes on this device."""
+"""Records the profile of a model: shapes of parameters, and each layer's time on this device."""
 
 import platform
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from lightning_dear.telemetry.clock import Clock, clock_of
 from lightning_dear.workloads.replay.profile import LayerProfile, ModelProfile
 
 Owned = dict[str, list[Parameter]]
-"""Names of modules in the order in which they run -> the trainable parameters of each."""
+"""Name of a module, in the order in which modules run -> its trainable parameters."""
 
 
 def record_profile(
@@ -31,25 +31,25 @@ def record_profile(
 ) -> ModelProfile:
     """Run forward and backward several times on one rank and profile every layer.
 
-    A layer is a module that owns trainable parameters; its forward lasts until the next one's
-    begins, its backward from the gradients of the layer after it to its own. Runs the module in
-    training mode; clears its gradients, and BatchNorm statistics move.
+    A layer is a module that owns trainable parameters. Its forward lasts until the next layer's
+    begins. Its backward lasts from the moment when the next layer's gradients are ready to the
+    moment when its own are. Runs the module in training mode, clears its gradients, and updates
+    BatchNorm statistics.
 
     Args:
-        module: On the device to measure, not yet wrapped or set up by a strategy.
-        batch: On the same device.
-        loss: Runs one forward and returns its loss. By default that is `training_step(batch, 0)`
-            where the module has one, else the sum of what `module(batch)` returns.
-        num_steps: Steps to take medians of.
-        num_warm_up: Steps before those.
+        module: Module on the device to measure, not yet wrapped or set up by a strategy.
+        batch: Batch on the same device.
+        loss: Runs one forward and returns its loss. None means `training_step(batch, 0)` if the
+            module has one, otherwise the sum of what `module(batch)` returns.
+        num_steps: Number of steps over which medians are taken.
+        num_warm_up: Number of steps before these.
 
     Raises:
         ValueError: If a count is too small, or a trainable parameter got no gradient.
     """
     if num_steps < 1 or num_warm_up < 0:
         raise ValueError(
-            f"num_steps must be 1 or more and num_warm_up 0 or more; got {num_steps} and"
-            f" {num_warm_up}."
+            f"num_steps={num_steps} must be 1 or more and num_warm_up={num_warm_up} 0 or more."
         )
     run = loss or _default_loss(module, batch)
     was_training = module.training
@@ -75,7 +75,7 @@ def record_profile(
 def _time_step(
     module: nn.Module, owned: Owned, run: Callable[[], Tensor], clock: Clock
 ) -> tuple[list[float], list[float]]:
-    """Run forward and backward once; return every layer's seconds in each."""
+    """Run forward and backward once; return the seconds of every layer in forward, in backward."""
     parameters: list[Any] = [parameter for layer in owned.values() for parameter in layer]
     timer = StepTimer(module, clock)
     timer.start(parameters, {})
@@ -100,16 +100,16 @@ def _note_gradient(timer: StepTimer, index: int, parameter: Tensor) -> None:
 
 
 def _by_layer(owned: Owned, times: ModelTimes) -> tuple[list[float], list[float]]:
-    """Cut forward where layers are first used, and backward where their gradients are ready.
+    """Divide forward's time at the layers' first uses, and backward's where gradients are ready.
 
-    As if backward ran through the layers in reverse.
+    Backward is taken to run through the layers in reverse order.
     """
     numbers = count()
     begins, ends = [], []
     for name, parameters in owned.items():
         indices = [next(numbers) for _ in parameters]
         if not times.ready_s.keys() >= set(indices):
-            raise ValueError(f"A parameter of {name!r} got no gradient: freeze or remove it.")
+            raise ValueError(f"A parameter of {name!r} got no gradient. Freeze or remove it.")
         begins.append(min(times.first_use_s.get(index, 0.0) for index in indices))
         ends.append(max(times.ready_s[index] for index in indices))
     begins = [0.0, *accumulate(begins[1:], max), times.forward_s]
@@ -119,7 +119,7 @@ def _by_layer(owned: Owned, times: ModelTimes) -> tuple[list[float], list[float]
 
 
 def _medians(steps: Sequence[Sequence[float]]) -> list[float]:
-    """Every layer's median, scaled so that the sum is the median step's."""
+    """Return the median of every layer, scaled so that they add up to the median step."""
     layers = [median(layer) for layer in zip(*steps, strict=True)]
     factor = median(map(sum, steps)) / (sum(layers) or 1.0)
     return [seconds * factor for seconds in layers]
@@ -145,7 +145,7 @@ def _describe(device: torch.device) -> str:
 
 
 def run_order(model: nn.Module, run: Callable[[], object]) -> list[str]:
-    """Names of the modules that `run` calls, in the order of their first call; runs it once."""
+    """Call `run` once; return the names of the modules that it calls, in order of first calls."""
     order: dict[str, None] = {}
 
     def note(name: str) -> Callable[..., None]:
@@ -159,18 +159,16 @@ def run_order(model: nn.Module, run: Callable[[], object]) -> list[str]:
 
 
 def owned_parameters(model: nn.Module, order: list[str]) -> Owned:
-    """The trainable parameters of every module that ran and has any.
+    """Return module name -> its trainable parameters, for modules that ran and have any.
 
-    A parameter of a module that was never called (attention's output projection) belongs to the
-    next one around it. A shared one belongs to whichever module ran first; modules without
-    children come before others, since a parent is called before anything in it is read.
+    If a parameter's own module is never called (attention's output projection), the parameter
+    belongs to the innermost enclosing module that ran. A shared parameter belongs to the module
+    that ran first. Modules without children count as first, because a parent is called before
+    its children read anything.
 
     Args:
         model: The whole model.
-        order: From `run_order`.
-
-    Returns:
-        By module name, in `order`.
+        order: Names of modules from `run_order`; the result has the same order.
 
     Raises:
         ValueError: If a trainable parameter is in no module that ran.
@@ -186,7 +184,7 @@ def owned_parameters(model: nn.Module, order: list[str]) -> Owned:
             owners[parameter] = owner
     for path, parameter in trained:
         if parameter not in owners:
-            raise ValueError(f"{path} belongs to no module that was called: freeze or remove it.")
+            raise ValueError(f"{path} belongs to no module that was called. Freeze or remove it.")
     owned: Owned = {name: [] for name in order}
     for parameter, owner in owners.items():
         owned[owner].append(parameter)
@@ -194,7 +192,7 @@ def owned_parameters(model: nn.Module, order: list[str]) -> Owned:
 
 
 def _around(path: str, position: dict[str, int]) -> str | None:
-    """The innermost module around the parameter at `path` that ran."""
+    """Return the innermost module that ran and contains the parameter at `path`, or None."""
     while path:
         path = path.rpartition(".")[0]
         if path in position:

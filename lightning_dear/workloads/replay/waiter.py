@@ -1,4 +1,4 @@
-"""A device that only lets time pass, beside a host that works meanwhile."""
+"""A pretended device, whose layers take time but compute nothing, while the host works."""
 
 import os
 import threading
@@ -8,23 +8,24 @@ from typing import BinaryIO
 from lightning_dear.telemetry import device_work
 
 MIN_SLEEP_S = 2e-4
-"""Shorter waits are put off until there is this much to wait for: `time.sleep` returns some 0.05 to
-0.1 ms late, so that many short ones would be mostly lateness."""
+"""Waits are added up until they are this long, because `time.sleep` returns 0.05 to 0.1 ms
+late, which would dominate many short waits."""
 
 MIN_STANDSTILL_S = 1e-4
-"""Less is what the two clocks differ by, and the short turns that other threads take."""
+"""Seconds above which a gap counts as blocked. Shorter ones are differences of the two clocks, and
+short turns of other threads."""
 
 _SCHEDSTAT = "/proc/thread-self/schedstat"
-"""Of the thread that opens it: ns computed, ns ready to run without a core, turns (Linux)."""
+"""Linux's file on the calling thread: ns on a core, ns waiting for a core, time slices."""
 
 _of_thread = threading.local()
 
 
 def work_clock() -> float:
-    """Seconds for which the calling thread has computed, or would have if a core had been free.
+    """Return the seconds for which the calling thread has computed or waited for a core.
 
-    What is left of a time span is what the thread was blocked for. Where the kernel does not tell
-    of waits for a core, they count as blocked.
+    In the rest of a time span the thread was blocked. If the kernel does not report waits for a
+    core, they count as blocked.
     """
     return time.thread_time() + _queued_s()
 
@@ -32,7 +33,7 @@ def work_clock() -> float:
 def _queued_s() -> float:
     owner, file = getattr(_of_thread, "schedstat", (None, None))
     if owner != threading.get_native_id():
-        # A forked child has its parent's file.
+        # A new thread, or a forked child, which has inherited its parent's file.
         file = _opened()
         _of_thread.schedstat = threading.get_native_id(), file
     return int(os.pread(file.fileno(), 64, 0).split()[1]) / 1e9 if file else 0.0
@@ -46,10 +47,11 @@ def _opened() -> BinaryIO | None:
 
 
 class HostTime:
-    """What a `Waiter` knows of this host's time. Blocks in `sleep`, for a little longer than asked.
+    """Clocks and the sleep of this host, for a `Waiter`.
 
-    `device_clock` is for seconds of the device's own work so far (see `device_work`),
-    `charged_clock` for those of them that nobody has worked for.
+    `sleep` blocks, for a little longer than asked. `device_clock` returns the seconds of encoding
+    and decoding so far, which are the device's work (see `device_work`). `charged_clock` returns
+    those of them that were slept instead of computed.
     """
 
     clock = staticmethod(time.perf_counter)
@@ -62,18 +64,18 @@ class HostTime:
 class Waiter:
     """Runs the layers of a step one after the other on a pretended device.
 
-    The host of an accelerator hands it work ahead of time, so that its own work between two layers
-    (hooks, copies into buckets, launching messages) takes place while the device computes. So a
-    layer begins when the one before it has ended and the host *would have* got there, had it only
-    computed: waiting for the device is not counted. Where the host stood still between two layers
+    The host of an accelerator launches work ahead of time, so that its own work between two layers
+    (hooks, copies into buckets, launching messages) overlaps with the device's computation. So a
+    layer begins when the layer before has ended on the device and the host would have launched it,
+    not counting the host's waits for the device. If the host was blocked between two layers
     (waiting for parameters), the layer begins no earlier than now. Waiting for a core counts as
-    work: on a machine of its own the host would have been ahead by as much. What the device would
-    do itself between two layers (encoding gradients) takes its time, and is not hidden.
+    work, because on a machine of its own the host would have been ahead by as much. Work that the
+    device itself would do between two layers (encoding gradients) takes time on the device.
 
     Args:
-        charge: See `charge_device_work`; applies from each step's beginning on.
-        num_quick: Steps at first in which nothing is waited for, nor charged.
-        host: Its clocks, or others that look alike.
+        charge: Factor for `charge_device_work`, set at the beginning of each step.
+        num_quick: Number of first steps that do not wait and are not charged.
+        host: Clocks and sleep. None means this host's.
     """
 
     def __init__(
@@ -89,14 +91,15 @@ class Waiter:
 
     @property
     def late_s(self) -> float:
-        """Seconds, over all steps, by which the last layer was left later than the device ended it.
+        """Seconds, over all steps, by which the host returned from the last layer too late.
 
-        The processor was busy with others. They are part of the step.
+        The pretended device had ended the layer, but the processor was busy with other processes.
+        These seconds are part of the step.
         """
         return self._late_s + max(0.0, self._left_s - self._free_s - MIN_SLEEP_S)
 
     def begin(self) -> None:
-        """A step begins: the device is free from now on, and what came before is forgotten."""
+        """Begin a step: the device is free from now on, and earlier waits are forgotten."""
         self._is_quick = self._num_quick > 0
         self._num_quick -= self._is_quick
         device_work.charge_device_work(0.0 if self._is_quick else self._charge)
@@ -105,13 +108,13 @@ class Waiter:
         self._left_busy_s, self._left_device_s = self._busy_s(), self.host.device_clock()
 
     def wait(self, seconds: float) -> None:
-        """Blocks until the device, when it is free, has worked for another `seconds`."""
+        """Block until the device, which begins when it is free, has worked for `seconds` more."""
         if self._is_quick:
             return
         now_s, busy_s = self.host.clock(), self._busy_s()
         gap_s, device_s = now_s - self._left_s, self.host.device_clock() - self._left_device_s
         if gap_s - (busy_s - self._left_busy_s) > MIN_STANDSTILL_S:
-            # What the device did itself was done before now.
+            # The host was blocked, so the device has ended its own work before now.
             self._host_s, device_s = now_s, 0.0
         else:
             self._host_s += gap_s - device_s
@@ -123,5 +126,5 @@ class Waiter:
         self._left_device_s = self.host.device_clock()
 
     def _busy_s(self) -> float:
-        """What is charged passes asleep, but the device is at work."""
+        """Return the host's work time plus charged time, which is slept: the device's work."""
         return self.host.work_clock() + self.host.charged_clock()

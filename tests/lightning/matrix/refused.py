@@ -166,7 +166,7 @@ CHECKPOINTS = (
     checkpointing(
         name="a checkpoint of an unknown format",
         run=partial(_load_format, 99),
-        message="The checkpoint has lightning_dear format 99; this version reads",
+        message="The checkpoint has lightning_dear format 99, and this version reads",
         why="a newer version may have written it",
         instead="upgrade lightning-dear",
     ),
