@@ -52,8 +52,9 @@ step to step. So a codec that sends some places in each step can send all places
 """
 
 HALVES = ("both", "reduce")
-"""Values of the option `halves`. "both": gradients are encoded, and so is what is gathered.
-"reduce": only gradients are encoded."""
+"""Values of the option `halves`. The reduce half of an exchange sends gradients to the owners of
+shards (the ranks that sum them), and the gather half sends the owners' results to all ranks.
+"both": both halves are encoded. "reduce": only the reduce half is encoded."""
 
 WIRE_ALIGNMENT = 4
 """The number of bytes of an encoded row is a multiple of this. So a codec can view a part of each
@@ -169,7 +170,7 @@ class Compressor(ABC):
     def _check_count(self, what: str) -> None:
         """Raises a ValueError if the attribute `what` is not an integer of at least 1."""
         count = getattr(self, what)
-        # Bools are refused apart, since isinstance(True, int) is true.
+        # Bools need a check of their own, since isinstance(True, int) is true.
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"{what} of {self.name} must be an integer >= 1, got {count!r}.")
 
@@ -243,8 +244,8 @@ class Compressor(ABC):
     def worker_memory(self, numel: int, device: torch.device) -> feedback.Memory:
         """Returns a new memory for what a rank encodes in the reduce half.
 
-        A rank encodes its gradients or, in two hops, a part of the sum of its host's gradients.
-        This base class makes the memory of `owner_memory`.
+        A rank encodes its gradients or, in two hops (first within each host, then between hosts), a
+        part of the sum of its host's gradients. This base class makes the memory of `owner_memory`.
 
         Args:
             numel: Number of elements that the rank encodes.

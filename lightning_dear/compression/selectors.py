@@ -58,7 +58,8 @@ def exact(rows: Tensor, k: int) -> Tensor:
 def sampled(rows: Tensor, k: int) -> Tensor:
     """Returns places of about k values above a threshold that is estimated from a sample.
 
-    As in DGC (Lin et al. 2018, section 5). Returns what `first_above` returns with this threshold.
+    DGC selects so, too (Lin et al. 2018, section 5). The result is that of `first_above` with this
+    threshold.
     """
     # If all values are wanted, a sample cannot tell the smallest of them. A threshold of 0 takes
     # all values except zeros.

@@ -128,10 +128,11 @@ class SparseAllReduce(FewOfMany):
         return False
 
     def most_words(self, numel: int, world_size: int) -> float:
-        """Returns the most words that a rank sends in a sparse step with one round per bucket.
+        """Returns the most words that a rank sends in a sparse step of one bucket.
 
-        A rank receives at most as many words. In this base class each rank sends its k values and
-        their places to all other ranks.
+        A rank receives at most as many words. Gradients that come after their bucket was sent are
+        not counted, since the bucket is then sent a second time. In this base class each rank sends
+        its k values and their places to all other ranks.
 
         Args:
             numel: Elements of the bucket.
@@ -323,7 +324,7 @@ class OkTopk(ByThreshold):
     sum in rank order. Then they keep the largest sums, about k in all, and send these to all ranks:
     u. A sent value is taken out of the residual if its place is in u. All other values stay in the
     residual: sum of acc = u + sum of residuals. A rank sends, and receives, at most 6 k (P - 1) / P
-    words in a step with one round, however many ranks there are.
+    words in a step in which each bucket is sent once, however many ranks there are.
 
     Local threshold: every `tau_prime` steps it is set to the k-th largest magnitude, exactly. In
     between it is used again, corrected by Hill's estimate of the tail. It is set anew, too, if

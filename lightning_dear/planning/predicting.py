@@ -206,7 +206,7 @@ def _search(course: programme.Course, before: list[int], count: int) -> tuple[fl
         cuts = [*before, cut, size]
         return course.step_s(cuts), cuts
 
-    # As a function of the cut, the step is assumed to have a single minimum. It is then at the
+    # The step is assumed to have a single minimum as a function of the cut. It is then at the
     # first cut whose step is not longer than that of the next cut.
     cuts = range(begin + 1, size - 1)
     return at(begin + 1 + bisect_left(cuts, True, key=lambda cut: at(cut)[0] <= at(cut + 1)[0]))
@@ -357,7 +357,7 @@ def _with_early(plan: BucketPlan, model: StepModel) -> BucketPlan:
 def _fastest(plans: Iterable[BucketPlan], model: StepModel) -> BucketPlan:
     """Returns the plan with the shortest predicted step.
 
-    Of plans that count as equally fast, returns the one with the fewest buckets.
+    If several plans count as equally fast, returns the one with the fewest buckets.
     """
     steps_s = {plan: model.step_s(plan) for plan in plans}
     # With a codec, predictions include what each bucket costs the host, as measured. Without one

@@ -449,7 +449,7 @@ def _unbeaten(ways: _Ways, least_s: Rows, *, keeps_all: bool) -> Rows:
         keeps_all: Whether all such ways are returned. If not, at most `MAX_WAYS` are returned, and
             only the `_MAX_CANDIDATES` ways with the smallest lower bounds are compared.
     """
-    # Of ways with equal bounds, those with fewer groups come first.
+    # Ways with equal bounds are ordered by their number of groups, fewest first.
     order = np.lexsort((ways.origins[:, 3], least_s))[: None if keeps_all else _MAX_CANDIDATES]
     rows = ways.rows[order]
     # A figure that all ways share cannot tell them apart, and comparing it takes time.

@@ -119,10 +119,10 @@ def choose_all_reduce(
     - the opposite order: the optimizer step and forward wait for the buckets reduced last;
     - by size, smallest first: saves the most starts of collectives for its elements.
 
-    Of all sets whose steps are at most 1 % longer than the best one, the set with the fewest
-    elements is kept. No bucket is all-reduced if no set makes the step 1 % shorter, at world size
-    1, or if `times` do not allow it. If some buckets are all-reduced and the plan has other early
-    buckets, early buckets are chosen anew, if that makes the step shorter still. Pure.
+    The set with the fewest elements is kept whose step is at most 1 % longer than with the best
+    set. No bucket is all-reduced if no set makes the step 1 % shorter, at world size
+    1, or if `times` do not allow it. If some buckets are all-reduced and `plan` had early
+    buckets, these are chosen anew, if that makes the step shorter still. Pure.
 
     Args:
         plan: Plan over `tensors`; its early buckets stay early unless they are all-reduced.

@@ -183,7 +183,8 @@ class Contest(PlanSearch):
         Returns the incumbent if no plan was measured twice.
         """
         twice = [plan for plan in self.plans if self.count(plan) > 1]
-        # Of plans with equal means `min` returns the first: the incumbent, if it is among them.
+        # If several plans have the lowest mean, `min` returns the first: the incumbent, if it is
+        # one of them.
         return min(twice, key=self.mean_s, default=self.incumbent)
 
 

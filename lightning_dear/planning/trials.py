@@ -110,7 +110,8 @@ class AutoFusion(ThresholdFusion, search.StepModelPlanner):
             pairs = _all_reducing([fixed, *candidates[:3]], model, self.all_reduced_share)
             candidates = [*candidates[:1], *pairs, *candidates[1:]]
         num_trials = (self.num_steps - search.STEPS_BEFORE_SEARCH) // search.STEPS_PER_TRIAL
-        # Of all measurements, one is of the fixed buckets, and NUM_REPEATED are second ones.
+        # One trial is the first measurement of the fixed buckets, and NUM_REPEATED trials are
+        # second measurements.
         num_candidates = max(num_trials - 1 - search.NUM_REPEATED, 1)
         _, *candidates = distinct([fixed, *candidates])
         return AutoSearch(fixed, candidates[:num_candidates], model.step_s)
@@ -159,7 +160,7 @@ def _candidates(
     by_cap = {cap_mb: refine.choose_early(plan, tensors, *known) for cap_mb, plan in others.items()}
     steps_s = {cap_mb: step_s(plan) for cap_mb, plan in by_cap.items()}
     best_s = min(steps_s.values())
-    # Of caps that count as equally good, the largest comes first, since it has the fewest messages.
+    # If caps count as equally good, the largest comes first, since it has the fewest messages.
     order = sorted(by_cap, key=lambda cap_mb: (_gains_lost(steps_s[cap_mb], best_s), -cap_mb))
     # Neighbouring caps make almost the same buckets, so that measuring both would tell little.
     apart: list[float] = []

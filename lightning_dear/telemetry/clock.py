@@ -28,7 +28,7 @@ class HostClock:
 
     Attributes:
         is_free: Whether a mark costs no more than reading the host's clock. If so, waits of every
-            step are timed, even if nobody reads the statistics.
+            step are timed, even if `Instruments.statistics` is never read.
     """
 
     def __init__(self) -> None:

@@ -95,8 +95,9 @@ def _cost(
     """
     options = pipeline.options
     shards = [numel // pipeline.collectives.world.size for numel in sizes]
-    # With two hops a rank encodes and decodes only a part of its host's sum. The probe measures the
-    # elements that it encodes in one hop, which are those of a bucket `together` times as large.
+    # In two hops (first within each host, then between hosts) a rank encodes and decodes only a
+    # part of its host's sum: 1 / `together` of a bucket. So the size that was measured, with all
+    # elements encoded, stands for a bucket that is `together` times as large.
     together = options.ranks_together(pipeline.collectives)
     of_ranks = [[together * size for size in sizes]] * 2
     encode, decode_sum, encode_shard, decode = (
