@@ -139,8 +139,8 @@ LAUNCHER = PrivateName(_DDP, "_launcher")
 LAUNCHED_STRATEGY = PrivateName(f"{_LAUNCHERS}:_MultiProcessingLauncher", "_strategy")
 START_METHOD = PrivateName(f"{_LAUNCHERS}:_MultiProcessingLauncher", "_start_method")
 FABRIC_LAUNCHER = PrivateName(_FABRIC_DDP, "_launcher")
-# Replaced, so that checkpoints are written atomically, and that micro-batches of gradient
-# accumulation are not exchanged.
+# Replaced, so that checkpoints are written atomically, and that gradients are sent only after the
+# last micro-batch of gradient accumulation.
 CHECKPOINT_IO = PrivateName(_DDP, "_checkpoint_io")
 FABRIC_CHECKPOINT_IO = PrivateName(_FABRIC_DDP, "_checkpoint_io")
 FABRIC_BACKWARD_SYNC = PrivateName(_FABRIC_DDP, "_backward_sync_control")

@@ -48,7 +48,7 @@ def tiles(*tensors: Tensor, num_scratch: int = 0) -> Tiles:
     if not first.numel():
         return
     parts: Iterable[tuple[Tensor, ...]] = (tensors,)
-    # A bucket that holds one small tensor is not cut, which would take a third of the time.
+    # A short tensor is not cut: cutting would take a third of the codec's time.
     if first.device.type == "cpu" and first.numel() > TILE_ELEMENTS:
         num_rows, num_items = first.shape[:2]
         num_elements = first.numel() // (num_rows * num_items)

@@ -224,8 +224,8 @@ class Gaussiank(SparseAllReduce):
         distances = torch.sub(waiting, waiting.mean()).abs_()
         deviation = torch.linalg.vector_norm(distances) / math.sqrt(max(1, len(waiting) - 1))
         floor = float(deviation) * NormalDist().inv_cdf(1 - self.density / 2)
-        # `all_above` selects nan, too. So if acc contains nan, nan is sent, and the step fails on
-        # all ranks.
+        # `all_above` selects nan, too. So if acc contains nan, nan is sent, and all ranks notice
+        # that the step has overflowed.
         places = selectors.all_above(distances, _nudged(distances, floor, k))
         if not len(places):
             places = selectors.largest(waiting, k)

@@ -101,7 +101,7 @@ class QSGD(_BlockLevels):
         most = _FP32.max / self.num_levels * (1 - _FP32.eps)
         steps.copy_(norm.div_(self.num_levels).mul_(largest).clamp_(_FP32.tiny, most))
         # A rounding error may make |x| / step a bit larger than s. Rounded up it would be s + 1,
-        # and 128 does not fit into an int8.
+        # which does not fit into an int8 if s is 127.
         levels.mul_(largest / steps).clamp_(-self.num_levels, self.num_levels)
 
 

@@ -74,7 +74,7 @@ class ThresholdFusion:
         return min(self.first_bucket_cap_mb, cap_mb), cap_mb
 
     def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
-        """Returns the plan: see `FusionPlanner`.
+        """Returns the plan that the class describes: see `FusionPlanner`. Pure.
 
         The caps do not apply at world size 1, where there is no communication to overlap.
         """
@@ -127,7 +127,7 @@ class NoFusion:
     name = "none"
 
     def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
-        """Returns the plan: see `FusionPlanner`."""
+        """Returns a plan with a separate bucket for every tensor: see `FusionPlanner`. Pure."""
         return fuse_groups(self.name, tensors, world_size, [[tensor.index] for tensor in tensors])
 
 
@@ -141,7 +141,7 @@ class SingleFusion:
     name = "single"
 
     def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
-        """Returns the plan: see `FusionPlanner`."""
+        """Returns the plan that the class describes: see `FusionPlanner`. Pure."""
         return _fuse(self.name, tensors, world_size)
 
 

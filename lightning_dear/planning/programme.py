@@ -220,7 +220,13 @@ class Course:
         self.start[0, [LATE, CLOCK]] = -np.inf
 
     def _cost_s(self, cost: GroupCost, begin: int, end: int) -> tuple[float, ...]:
-        """Returns e, r, s, p, g and d of the bucket of the pieces [begin, end)."""
+        """Returns the seconds e, r, s, p, g and d (see the module) of a group: pieces [begin, end).
+
+        Args:
+            cost: Costs of a group of the wanted kind: an item of `costs`, or `_least`.
+            begin: Index of the first piece of the group.
+            end: Index after its last piece.
+        """
         padded = aligned(self._aligned[end] - self._aligned[begin], self.unit_bytes)
         nbytes = self.total[end] - self.total[begin]
         e, r, s, p, g, d = [line.of(padded) for line in cost]

@@ -21,12 +21,13 @@ from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.step import ALL_GATHER
 
 _MIN_EARLY_GAIN = 1e-3
-"""Fewer early gathers are preferred, or none, if the step is longer with them by this share or less
-of the step without early gathers: early buckets need a second buffer."""
+"""If predicted steps differ by at most this share of the step without early gathers, the choice
+with the fewest early gathers is kept, since early buckets need a second buffer."""
 
 _MIN_WHOLE_GAIN = 1e-2
 """Buckets are all-reduced only if the step gets shorter by this share or more, since they need more
-optimizer state. For less than this share, fewer all-reduced elements are preferred."""
+optimizer state. If predicted steps differ by this share or less, the choice with the fewest
+all-reduced elements is kept."""
 
 _MAX_TRIALS = 24
 """Most beginnings of one list of buckets for which a step is predicted. If the list is longer, not

@@ -141,7 +141,7 @@ class Contest(PlanSearch):
 
     @property
     def num_measured(self) -> int:
-        """Returns how many plans have been measured so far."""
+        """Returns how many plans have been measured so far, once or twice."""
         return sum(map(bool, self._measured.values()))
 
     def next(self) -> BucketPlan | None:

@@ -148,7 +148,7 @@ def interleaved(
     return [*ops, Phase(begins=False)]
 
 
-# --- running it -----------------------------------------------------------------------------------
+# --- running operations ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +323,7 @@ class Run:
         self.clock_s = end_s
 
 
-# --- making it of a plan --------------------------------------------------------------------------
+# --- making operations from a plan ----------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -371,7 +371,14 @@ class PlannedStep(ABC):
         return interleaved(FORWARD, self.times.forward_s, events)
 
     def before_use(self, number: int) -> list[Op]:
-        """Returns the operations before the first read of bucket `number`."""
+        """Returns the operations that come in forward right before the first read of a bucket.
+
+        They wait for the bucket's all-gather, which the step before has launched, and decode the
+        bucket. If every rank steps whole buckets, they also step it.
+
+        Args:
+            number: Bucket number.
+        """
         return [
             Wait((ALL_GATHER, number), from_last_step=True),
             *computed(CODEC, self.costs[number].decode_s),

@@ -34,7 +34,8 @@ _MIN_GAIN = 5e-3
 units of this share, rounded down. Of caps with the same rank it prefers the larger."""
 
 _MIN_CAP_RATIO = 2.0
-"""`AutoFusion` measures only caps that differ from each other by this factor or more."""
+"""The caps that `AutoFusion` measures, besides that of the fixed buckets, differ from each other by
+this factor or more."""
 
 _MAX_SINGLE_RATIO = 1.3
 """`AutoFusion` measures the plan of one bucket if its predicted step is at most this many times as

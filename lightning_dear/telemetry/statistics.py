@@ -163,15 +163,25 @@ class StepStatistics:
 
     @property
     def exposed_reduce_scatter_s(self) -> float:
-        """Returns the seconds that the step waited for gradients."""
+        """Returns the seconds in which the step's computation waited for reduced gradients.
+
+        On a CUDA device, blocks until the device has reached the step's last wait.
+        """
         return self._exposed_s("reduce_scatter")
 
     @property
     def exposed_all_gather_s(self) -> float:
-        """Returns the seconds that the step waited for all-gathers of the step before."""
+        """Returns the seconds in which the step's computation waited for all-gathers.
+
+        Most of these were launched by the step before. On a CUDA device, blocks until the device
+        has reached the step's last wait.
+        """
         return self._exposed_s("all_gather")
 
     @property
     def exposed_s(self) -> float:
-        """Returns the seconds of all exposed communication in the step."""
+        """Returns the seconds in which the step's computation waited for both kinds of collectives.
+
+        On a CUDA device, blocks until the device has reached the step's last wait.
+        """
         return self.exposed_reduce_scatter_s + self.exposed_all_gather_s

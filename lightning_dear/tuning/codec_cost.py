@@ -36,7 +36,7 @@ from lightning_dear.tuning.link_cost import slowest
 T = TypeVar("T")
 
 _SMALL_NUMEL, _LARGE_NUMEL = 1 << 16, 1 << 22
-"""Most elements of the two buckets that are measured. For small models both are smaller."""
+"""Most elements of the two buckets that are measured. For small models they are smaller."""
 
 _NUM_REPEATS = 15
 """How often each bucket is measured. The first measurement is dropped; of the others the median
