@@ -163,8 +163,8 @@ class ResidualKeeper:
         """Returns the residuals of one kind in the layout of the bucket, flat.
 
         They are 0 for parameters that have no residual of the kind, and in the padding. Residuals
-        of error feedback were saved as the unsent error times a rate, so they are multiplied by the
-        bucket's rate over that rate.
+        of error feedback were saved as the unsent error times the `rate` of `Memory` in the run
+        that saved, so they are multiplied by the bucket's rate over that rate.
         """
         device = self._parameters[0].device
         flat = torch.zeros(bucket.spec.padded_numel, dtype=torch.float32, device=device)

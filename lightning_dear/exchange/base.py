@@ -382,8 +382,8 @@ class CompressedExchange(Exchange, ABC):
         found, self._found = self._found, {}
         are_small = [torch.stack(ones) <= most for most, ones in found.items()]
         if encoding:
-            # `_look_for_inf` ran on the second stream. The memory of its tensors may be reused from
-            # here on (see `Streams.beside`).
+            # `_look_for_inf` has made its tensors on the second stream. That stream must wait for
+            # the reads above before it reuses their memory (see `Streams.beside`).
             self.collectives.streams.lead_readers()
         return ~torch.cat(are_small).all() if are_small else False
 

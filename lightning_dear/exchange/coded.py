@@ -39,9 +39,9 @@ class CodedExchange(CompressedExchange):
     """Encodes the halves that the codec names: both, or the reduce half only.
 
     A half is encoded when it is launched (in two hops, when the host's sums have arrived), and
-    decoded when it is waited for. It is decoded into the memory of the bucket's gradients, whose
-    content is not needed then: no parameter is read, and so none gets a gradient, before the gather
-    half has arrived.
+    decoded when it is waited for. Gradients in fp32 lend their memory to the decoded values. In the
+    reduce half they are encoded by then. In the gather half there are none yet: no parameter is
+    read before that half has arrived.
 
     Args:
         traffic: The buckets, in which each rank owns a shard, and their collectives.

@@ -108,9 +108,9 @@ class ExchangeOptions(Setting):
 
     @cached_property
     def is_scattered(self) -> bool:
-        """Whether each rank has only the sums of its own region when the reduce half has ended.
+        """Whether a sparse all-reduce sums each region of a bucket at one rank (Ok-Topk, TopkDSA).
 
-        If so, buckets have the role SCATTERED. False without a compressor.
+        If so, buckets have the role SCATTERED. False for codecs, and without a compressor.
         """
         return self.compressor is not None and self.compressor.is_scattered
 

@@ -139,7 +139,8 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     def setup_module(self, module: Module) -> DearModule:  # type: ignore[override]
         """Wraps `module` for inference, with rank 0's weights on all ranks. Collective. Blocks.
 
-        A `backward` after which this module has gradients raises.
+        A `backward` raises if a parameter of this module has a gradient then, unless a trained
+        module has the parameter, too.
         """
         refusals.check_module_states(module)
         _sync(module, self.world_size)

@@ -37,7 +37,7 @@ MAX_RUN_NUMEL_OF_DEVICES = 1 << 23
 """Same as `MAX_RUN_NUMEL`, on accelerators, which step tens of elements in a nanosecond."""
 
 _PROFILED: Any = private_names.PROFILED_STEP.of(Optimizer)(print)
-"""Has the code of the wrapper that torch puts around `step` to profile it and to call hooks."""
+"""torch's wrapper of `step`, which profiles it and calls hooks. `__code__` tells such wrappers."""
 
 _STEP_HOOKS = (private_names.STEP_PRE_HOOKS.name, private_names.STEP_POST_HOOKS.name)
 

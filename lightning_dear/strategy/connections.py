@@ -54,8 +54,8 @@ def append_callbacks(
     """Adds the callbacks that the options need to the trainer, unless it has them.
 
     The environment variable LIGHTNING_DEAR_TIMELINE=FOLDER asks for a `TimelineCallback`. It is
-    ignored, and rank 0 warns, if the trainer has such a callback for another folder. Nothing is
-    added if the trainer does not fit.
+    ignored, and rank 0 warns, if the trainer has such a callback for another folder. Outside of
+    `Trainer.fit` nothing is added.
 
     Args:
         trainer: The trainer. Its list of callbacks is mutated.

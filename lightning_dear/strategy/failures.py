@@ -43,8 +43,8 @@ WATCH_POLL_S = 0.5
 """Seconds between two reads of the board. Each read sends one small message to the store."""
 
 RAISING_S = 1.5
-"""Seconds, beyond the timeout of collectives, after which `FailureWatch` ends a rank. Until then a
-rank that waits in a collective raises by itself, and its error says more."""
+"""Seconds, plus the timeout of collectives, from reading of a failure until `FailureWatch` ends this
+rank. Until then a rank that waits in a collective raises by itself, and its error says more."""
 
 ABORT_S = 2.0
 """Seconds from reading a failure on the board until this rank's collectives are aborted. Until then
@@ -465,7 +465,7 @@ class FailureWatch:
         threading.Thread(target=self._end_in_time, daemon=True, name="failure end").start()
         while client is not None and not self._is_over.wait(WATCH_POLL_S):
             try:
-                # Also read after a failure, to keep its cause, should the store end with rank 0.
+                # Also read after a failure: its cause may be written later than the failure itself.
                 noticed = self.board.notice(client)
                 if not self._has_noticed:
                     self._end_s = time.monotonic() + self._timeout_s + RAISING_S

@@ -52,7 +52,7 @@ GRACE_S = 5.0
 """Seconds from the failure of a rank until other ranks of the host that still run are killed."""
 
 END_S = 60.0
-"""Seconds from the end of rank 0, without a failure, until ranks that still run are killed."""
+"""Seconds for which rank 0, when it has ended without a failure, waits before it kills others."""
 
 BLOCKED_S = 30.0
 """Seconds from a Ctrl-C or SIGTERM to rank 0 until it kills the other ranks, unless it has begun to

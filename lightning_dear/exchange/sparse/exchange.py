@@ -223,7 +223,10 @@ class TreeBucket(SparseBucket):
 
 
 class TreeExchange(WholeSparseExchange):
-    """Sums the selected entries up a tree, and keeps k of the sums of two ranks each (gTopk)."""
+    """Sums the selected entries up a tree of ranks, and sends the result back down (gTopk).
+
+    A rank adds each child's entries to its own, and keeps the k largest sums.
+    """
 
     _failure: BaseException | None = None
     """What the rounds of a bucket have raised. None means that none has failed."""

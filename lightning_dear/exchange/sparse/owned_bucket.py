@@ -66,7 +66,7 @@ class RegionBucket(SparseBucket):
         self._report_words = REPORT_WORDS if self.sparse.is_regional else 0
         self._head_words = 1 + self._report_words + self._most_notes
         super()._make_room()
-        # Earlier shares would be of another k. The next exact step finds those of this k.
+        # A threshold and quotas of another k do not fit. Without them the next step is exact.
         self.shares = Shares.unknown(self._world_size)
         # False until the next selection. Messages of the old k may arrive before this call on one
         # rank and after it on another. If they changed shares, ranks would differ.
@@ -290,7 +290,8 @@ class StaticBucket(SparseBucket):
         edges: [world_size + 1] int64, on the device: begins of all ranks' regions, and the end.
         has_regions: Whether regions follow selections. If not, they are equal.
         summary: Histogram of this rank's selection. The sum over ranks decides on new regions.
-        chosen: [n] int64: places of the sums that this rank, as an owner, has kept.
+        chosen: [n] int64: places of the sums that this rank, as an owner, has kept. If there are
+            fewer than n, the other places have a mean of 0.
     """
 
     summary: Tensor
