@@ -220,7 +220,9 @@ class TwoHopCollectives(PairwiseCollectives):
             await_first()
             outgoing = pass_on()
             if self.reduce_group is None:
-                raise RuntimeError(f"{names[1]} cannot be sent after training. Wait for it before.")
+                raise RuntimeError(
+                    f"{names[1]} cannot be sent after training. Wait before it ends."
+                )
             sends = self._sends(lane, outgoing, tag + _SECOND_HOP)
             # The named rank may itself wait in vain for a rank of its host.
             name = f"{names[1]}, where the named rank may wait for a rank of its host"

@@ -121,7 +121,7 @@ class Compressor(ABC):
     def __post_init__(self) -> None:
         """Checks the options that all compressors have; subclasses call this first."""
         if not isinstance(getattr(self, "name", None), str):
-            raise ValueError(f"{type(self).__name__} has no name: add name: ClassVar[str] = '...'.")
+            raise ValueError(f"{type(self).__name__} has no name. Add name: ClassVar[str] = '...'.")
         for option in fields(self):
             value = getattr(self, option.name)
             # Not isinstance, which is true of bools, too. Without this check, a string from a

@@ -196,5 +196,5 @@ class Natural(Codec):
 def _given(generator: Generator | None, name: str) -> Generator:
     """Refuses a missing generator, for which torch would use the user's random numbers."""
     if generator is None:
-        raise ValueError(f"encode of {name} needs a generator: pass one, as it rounds at random.")
+        raise ValueError(f"{name} rounds at random, so encode needs a generator: pass generator=.")
     return generator

@@ -143,8 +143,7 @@ def bucket_of(ranges: Sequence[Part], world_size: int) -> BucketSpec:
     if len(families) != 1:
         names = ", ".join(tensor.name for tensor, _, _ in ranges[:2])
         raise ValueError(
-            f"The plan puts {names} in one bucket, but here they differ in dtype, device or"
-            " compressor. Make it again."
+            f"The plan puts {names} in one bucket, but they differ in dtype, device or compressor."
         )
     slices, filled = [], 0
     for tensor, start, stop in ranges:
@@ -243,17 +242,16 @@ class BucketPlan:
                 first that differs) or for another number of ranks.
         """
         if not isinstance(data, dict) or data.get("version") != FORMAT_VERSION:
-            raise ValueError(f"This is no plan of format version {FORMAT_VERSION}. Make it again.")
+            raise ValueError(f"This is no plan of format version {FORMAT_VERSION}.")
         if missing := _FIELDS - data.keys():
-            raise ValueError(f"The plan lacks {', '.join(sorted(missing))}. Make it again.")
+            raise ValueError(f"The plan lacks {', '.join(sorted(missing))}.")
         if data["world_size"] != world_size:
             raise ValueError(
                 f"The plan was made for {data['world_size']} ranks, and there are {world_size}."
-                " Make it again."
             )
         matched = _matched(data["tensors"], tensors)
         if unknown := {part[0] for parts in data["buckets"] for part in parts} - matched.keys():
-            raise ValueError(f"A bucket holds the unknown tensor {min(unknown)}. Make it again.")
+            raise ValueError(f"A bucket of the plan holds the unknown tensor {min(unknown)}.")
         # Tensors are matched by name, since indices may have changed since the plan was made.
         buckets = tuple(
             bucket_of([(matched[index], *span) for index, *span in parts], world_size)
@@ -279,13 +277,13 @@ def check_plan(plan: BucketPlan, tensors: Specs) -> None:
     families = {tensor.index: tensor.family for tensor in tensors}
     for bucket in plan.buckets:
         if {families[part.tensor] for part in bucket.slices} != {bucket.family}:
-            raise ValueError("The plan mixes dtypes or compressors in a bucket. Make it again.")
+            raise ValueError("The plan mixes dtypes or compressors in a bucket.")
         for number, part in enumerate(bucket.slices):
             continues = number == 0 and filled_by.get(bucket.family) == part.tensor
             is_next = part.start == reached[part.tensor] < part.stop
             if not is_next or (part.start > 0 and not continues):
                 broken = f"does not hold tensor {part.tensor} once, in order, unbroken"
-                raise ValueError(f"The plan {broken}. Make it again.")
+                raise ValueError(f"The plan {broken}.")
             reached[part.tensor] = part.stop
         last = bucket.slices[-1]
         # Padding at the end of this bucket would separate the parts of a tensor that is cut here.
@@ -293,18 +291,20 @@ def check_plan(plan: BucketPlan, tensors: Specs) -> None:
         filled_by[bucket.family] = last.tensor if is_full else None
     for tensor in tensors:
         if reached[tensor.index] != tensor.numel:
-            raise ValueError(f"The plan does not hold all of {tensor.name}. Make it again.")
+            raise ValueError(f"The plan does not hold all of {tensor.name}.")
     numbers = list(range(len(plan.buckets)))
     if sorted(plan.reduce_order) != numbers:
-        raise ValueError("The plan's reduce_order does not name every bucket once. Make it again.")
+        raise ValueError("The plan's reduce_order does not name every bucket once.")
     if len(set(plan.early)) < len(plan.early) or not set(plan.early) <= set(plan.reduce_order[:-1]):
-        raise ValueError("Early buckets must differ and not be reduced last: correct the plan.")
+        raise ValueError("The plan's early buckets must differ and not be reduced last.")
     for kind in ("all_reduced", "uncompressed"):
         named = getattr(plan, kind)
         if list(named) != sorted(set(named)) or not set(named) <= set(numbers):
             raise ValueError(f"The plan's {kind} must be bucket numbers, once and in order.")
     if not set(plan.all_reduced).isdisjoint(plan.early):
-        raise ValueError("The plan's all-reduced buckets cannot be early. Leave them out of early.")
+        raise ValueError(
+            "A bucket of the plan is in both early and all_reduced. Only one of them may hold it."
+        )
 
 
 def _matched(saved: Sequence[Any], tensors: Specs) -> dict[int, TensorSpec]:
@@ -313,16 +313,16 @@ def _matched(saved: Sequence[Any], tensors: Specs) -> dict[int, TensorSpec]:
     matched = {}
     for index, name, numel, itemsize in saved:
         if name not in names:
-            raise ValueError(f"The plan is for another model: {name} is not here. Make it again.")
+            raise ValueError(f"The plan is for another model: parameter {name} is not here.")
         tensor = names.pop(name)
         if (tensor.numel, tensor.itemsize) != (numel, itemsize):
             raise ValueError(
                 f"The plan is for another model: there {name} has {numel} elements of {itemsize}"
-                f" bytes, here {tensor.numel} of {tensor.itemsize}. Make it again."
+                f" bytes, here {tensor.numel} of {tensor.itemsize}."
             )
         matched[index] = tensor
     if names:
-        raise ValueError(f"The plan lacks {next(iter(names))} of this model. Make it again.")
+        raise ValueError(f"The plan lacks {next(iter(names))} of this model.")
     return matched
 
 
@@ -410,4 +410,8 @@ class FixedPlan:
         try:
             return BucketPlan.from_dict(json.loads(Path(plan).read_text()), tensors, world_size)
         except ValueError as error:
-            raise ValueError(f"{Path(plan)}: {error}") from None
+            raise ValueError(
+                f"{Path(plan)} holds no plan for this training. Train this model on {world_size}"
+                " rank(s) with another fusion, call trainer.strategy.save_plan(path) after the"
+                f" fit's first step, and give FixedPlan that file. {error}"
+            ) from None
