@@ -38,7 +38,7 @@ def check_name(what: str, name: str, names: Iterable[str]) -> str:
     known = list(names)
     if name not in known:
         valid = ", ".join(known)
-        raise ValueError(f"Unknown {what} {name!r}; valid ones: {valid}.{is_meant(name, known)}")
+        raise ValueError(f"Unknown {what} {name!r}; valid names: {valid}.{is_meant(name, known)}")
     return name
 
 

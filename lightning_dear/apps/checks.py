@@ -44,7 +44,7 @@ def check_nodes(trainer: Trainer) -> None:
     raise ValueError(
         f"The job has {num_nodes} nodes, but nothing says that this is one of them. Start it with"
         " torchrun or srun (docs/clusters.md), or set NODE_RANK, MASTER_ADDR and MASTER_PORT on"
-        " each node. cluster=local runs on this machine alone, and dear-plan predicts a cluster."
+        " each node. To use this machine alone, choose cluster=local; to predict, use dear-plan."
     )
 
 

@@ -82,13 +82,16 @@ class Converge:
     seed: int = _whole(0)
     entries: list[Any] = _list("entries, such as [dense,int8]")
     buckets: dict[str, dict[str, Any]] = _takes("overrides by name, as in conf/converge.yaml", bool)
-    seeds: list[int] = _takes("2 or more, such as [1,2]", lambda s: 1 < len(s) == len({*s}))
+    seeds: list[int] = _takes(
+        "two or more different whole numbers, such as [1,2]", lambda s: 1 < len(s) == len({*s})
+    )
     tuning_seeds: list[int] = _takes("a list of whole numbers, such as [101], or []")
     lr_factors: list[float] = _list("numbers above 0, such as [1,0.3]", lambda one: one > 0)
     dense_shares: list[float] = _list("shares, 0 to 1, such as [0,0.1]", lambda one: 0 <= one <= 1)
     reference_lr_factors: list[float] = _list("numbers above 0, such as [3,1]", lambda one: one > 0)
     metric: Metric = _takes(
-        "a test metric, with margins of 0 or more", lambda m: min(m.margin, m.loss_margin) >= 0
+        "a test metric: scale a number, margin and loss_margin 0 or more",
+        lambda m: min(m.margin, m.loss_margin) >= 0,
     )
     loss_steps: int = _whole(1)
     curve_steps: int = _whole(1)
@@ -122,7 +125,9 @@ class Plan:
     step_s: float = _takes("seconds, 0 or more, such as 0.01", lambda s: 0 <= s < math.inf)
     strategies: list[str] | None = _list("names, such as [ddp,dear], or null for all")
     compressors: list[str] | None = _takes("a list of names, such as [bf16,int8], or null")
-    device: Device = _takes("kernel_s and bytes_per_s", lambda d: d.bytes_per_s > 0 <= d.kernel_s)
+    device: Device = _takes(
+        "kernel_s (0 or more) and bytes_per_s (above 0)", lambda d: d.bytes_per_s > 0 <= d.kernel_s
+    )
     algorithm: str = _takes("a name, such as best")
     world_sizes: list[int] | None = _list("numbers of ranks, as [8,64], or null", lambda n: n > 0)
     enough: float = _takes("a share of a step, 0 to 1, such as 0.03", lambda share: 0 <= share < 1)
@@ -211,10 +216,11 @@ def _check_values(cfg: DictConfig, keys: type[Any], known: Mapping[str, Any]) ->
     except OmegaConfBaseException as error:
         wrong = [str(error.full_key)]
     if wrong:
-        # `wrong[0]` is, for example, step_s, device.kernel_s or world_sizes[0].
-        name, got = re.split(r"[.\[]", wrong[0])[0], OmegaConf.select(cfg, wrong[0])
-        got = "null" if got is None else got
-        raise ValueError(f"{wrong[0]}={got} is not valid. {name} must be {known[name]['words']}.")
+        # `path` is, for example, step_s, device.kernel_s or world_sizes[0].
+        path, got = wrong[0], OmegaConf.select(cfg, wrong[0])
+        key, got = re.split(r"[.\[]", path)[0], "null" if got is None else got
+        part = "" if path == key else f" as a part of {key}"
+        raise ValueError(f"{path}={got} is not valid{part}. {key} must be {known[key]['words']}.")
     keys(**{name: own[name] for name in known})
 
 

@@ -63,12 +63,12 @@ class CompressionSchedule(Callback):
         if not all(isinstance(step, int) and step >= 0 for step in steps):
             raise ValueError(
                 f"Steps must be integers of at least 0, got dense_steps={dense_steps!r} and"
-                f" densities={densities!r}."
+                f" densities={densities!r}. Correct dense_steps or the keys of densities."
             )
         self._densities = dict(sorted((densities or {}).items()))
         for density in self._densities.values():
             if not 0 < density <= 1:
-                raise ValueError(f"density must be in (0, 1], got {density}.")
+                raise ValueError(f"Values of densities must be in (0, 1], got {density}.")
         for step, later in pairwise(self._densities):
             if later <= dense_steps:
                 raise ValueError(
@@ -89,7 +89,7 @@ class CompressionSchedule(Callback):
         """
         if codec is None:
             raise ValueError(
-                "compression_schedule changes a compressor, and there is none: set compressor=."
+                "compression_schedule changes a compressor, but there is none. Set compressor=."
             )
         if self._densities and not codec.has_density:
             raise ValueError(

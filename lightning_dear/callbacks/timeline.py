@@ -37,7 +37,7 @@ class TimelineCallback(Callback):
 
     def __init__(self, step: int = 10, dirpath: str | None = None) -> None:
         if step < 0:
-            raise ValueError(f"step must be >= 0, got {step}.")
+            raise ValueError(f"step of TimelineCallback must be >= 0, got {step}.")
         self.step = step
         self.dirpath = dirpath
         self._timeline: Timeline | None = None
@@ -47,7 +47,7 @@ class TimelineCallback(Callback):
     def on_fit_start(self, trainer: Trainer, *_: Any) -> None:
         self._num_seen = 0
         if not hasattr(trainer.strategy, "timeline"):
-            rank_zero_warn("TimelineCallback records nothing: it needs Trainer(strategy='dear').")
+            rank_zero_warn("TimelineCallback records nothing. It needs Trainer(strategy='dear').")
 
     @override
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:

@@ -77,7 +77,8 @@ def check_format(checkpoint: Mapping[str, Any]) -> None:
         advice = "A newer version wrote it: upgrade with `pip install -U lightning-dear`"
     raise ValueError(
         f"The checkpoint has lightning_dear format {number!r}, and this version reads {FORMAT}."
-        f" {advice}, or delete checkpoint['{CHECKPOINT_KEY}'] to load it as a checkpoint of DDP."
+        f" {advice}. Or load it as a checkpoint of DDP, which loses fp32 masters of 16-bit weights:"
+        f" torch.load the file, del checkpoint['{CHECKPOINT_KEY}'], and torch.save it."
     )
 
 
@@ -248,7 +249,7 @@ def check_records(file: IO[bytes], path: str | Path, name: str | None = None) ->
             changed = next(folders, archive.testzip() if has_digests else None)
         if changed is not None:
             raise CheckpointError(
-                f"{path} is damaged: {name or changed} is not what was written. Copy it again, use"
-                " an earlier checkpoint, or load it all the same with check_digests=False."
+                f"{path} is damaged: {name or changed} is not what was written. Copy it again, or"
+                " use another. To load it all the same, set check_digests=False on the strategy."
             )
     file.seek(0)

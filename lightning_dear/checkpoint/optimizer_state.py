@@ -101,7 +101,8 @@ def check_class(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     if saved not in kinds:
         raise ValueError(
             f"This is the state of {saved}, from which {kinds[0]} cannot go on. Train with {saved},"
-            f" or load the weights alone. To load the state all the same, delete its key '{CLASS}'."
+            f" or load the weights alone. To load the state all the same, torch.load the file,"
+            f" delete the key '{CLASS}' of this state, and torch.save it."
         )
 
 

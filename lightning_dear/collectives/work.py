@@ -297,7 +297,9 @@ class Collectives(ABC):
             tag: Tag of the message, equal on all ranks.
             num_notes: Leading elements of each message that the ledger counts as metadata.
         """
-        raise RuntimeError("NCCL cannot send messages of unknown length. Use gloo, on CPUs.")
+        raise RuntimeError(
+            "NCCL needs messages of known length. Use gloo on CPUs, or OkTopk(mode='static')."
+        )
 
     def expect_messages(self, lane: str, incoming: Tensor, tag: int) -> None:
         """Posts receives of all other ranks' rows, or messages; see `expect_reduce_scatter`."""
@@ -332,7 +334,7 @@ class Collectives(ABC):
             The work, and a function that blocks the host (gloo) or the current stream (NCCL) until
             `encode` has run. It raises what the first hop or `encode` raised.
         """
-        raise RuntimeError("Sums of a host need two hops: make the collectives with hops=2.")
+        raise RuntimeError("Sums of a host need two hops. Set hops=2 on the strategy.")
 
     def expect_sums_of_host(self, received: Tensor, incoming: Tensor, tag: int) -> None:
         """Posts the receives of both hops; see `expect_reduce_scatter`."""
@@ -384,7 +386,7 @@ class Collectives(ABC):
     def check(self) -> None:
         """Raises `RuntimeError` after `abort`: data that has arrived since may be incomplete."""
         if self.was_aborted:
-            raise RuntimeError("another rank failed, the communicator was aborted: see its error")
+            raise RuntimeError("Another rank failed. The communicator was aborted: read its error.")
 
     def discard(self) -> None:
         """After a failure: keeps later fits from reusing groups with messages still in flight."""

@@ -18,7 +18,7 @@ from lightning_dear.compression.sparse_all_reduce import (
     TopkDSA,
 )
 from lightning_dear.compression.stochastic import QSGD, Natural, TernGrad
-from lightning_dear.names import is_meant
+from lightning_dear.names import check_name
 
 _NARROW = (Fp32, Fp16, Bf16, Int8, Int4, LoCo)
 _OF_SIGNS = (OneBit, EFSignSGD, SignSGD, Signum)
@@ -88,12 +88,7 @@ def resolve_compressor(compressor: str | Compressor | NoCompression | None) -> C
     if compressor in _COMPRESSORS:
         return _COMPRESSORS[compressor]()
     others = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
-    if compressor not in others:
-        names = (*COMPRESSORS, *others)
-        raise ValueError(
-            f"Unknown compressor {compressor!r}; valid names: {', '.join(names)}."
-            f"{is_meant(compressor, names)}"
-        )
+    check_name("compressor", compressor, (*COMPRESSORS, *others))
     codec = others[compressor].load()()
     if not isinstance(codec, Codec):
         raise TypeError(
@@ -117,13 +112,13 @@ def check_replaces(compressor: Compressor, configured: Compressor | None) -> Non
         ValueError: If `compressor` cannot replace `configured`.
     """
     if configured is None:
-        raise ValueError(f"{compressor.name} cannot be used in mid-run: set compressor= first.")
+        raise ValueError(f"{compressor.name} cannot start mid-run. Set the strategy's compressor=.")
     if compressor.has_density and isinstance(configured, FewOfMany):
         compressor = compressor.at_density(configured.density)
     if type(compressor) is not Fp32 and compressor != configured:
         raise ValueError(
-            f"{compressor!r} cannot replace {configured!r} in mid-run: only fp32 can, and the same"
-            " compressor with another density. Use one of these."
+            f"{compressor!r} cannot replace {configured!r} in mid-run. Use fp32, or the same with"
+            " another density. Set a different compressor= on the strategy before training."
         )
 
 

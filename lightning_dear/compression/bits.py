@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if sys.byteorder != "little":
-    raise ImportError("lightning_dear.compression needs a little-endian machine; this is none.")
+    raise ImportError("This machine is big-endian. Use a little-endian one, such as x86-64.")
 
 # Byte k of a word holds bit b_k, which is bit 8 k of the word. Multiplied by 2^(56 - 7 k) it is bit
 # 56 + k. No two of the 64 products b_j 2^(8 j + 56 - 7 k) are the same bit, so nothing carries.

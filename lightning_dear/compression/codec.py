@@ -143,7 +143,7 @@ class Compressor(ABC):
             ValueError: If one of them is missing or has an invalid value.
         """
         if not isinstance(getattr(self, "name", None), str):
-            raise ValueError(f"{type(self).__name__} has no name: add name: ClassVar[str] = '...'.")
+            raise ValueError(f"{type(self).__name__} has no name. Add name: ClassVar[str] = '...'.")
         for option in fields(self):
             value = getattr(self, option.name)
             # Without this check, a string from a command line would fail later, in a comparison

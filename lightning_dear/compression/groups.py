@@ -31,8 +31,9 @@ def groups_of(compressors: Mapping[str, Compressor | None]) -> Groups:
     for pattern, compressor in compressors.items():
         if compressor is not None and not isinstance(compressor, Codec):
             raise ValueError(
-                f"compressors={{{pattern!r}: {compressor.name}}}: only codecs of rows can be used"
-                f" for some tensors. Use one, or compressor={compressor.name!r} for all tensors."
+                f"{compressor.name} cannot compress only some parameters (compressors= has it for"
+                f" {pattern!r}). Choose another for them, such as int8 or topk, or set"
+                f" compressor={compressor.name!r} on the strategy and leave compressors out."
             )
         groups.append((pattern, compressor or Fp32()))
     return tuple(groups)
@@ -101,9 +102,8 @@ def check_groups(groups: Groups, compressor: Compressor | None) -> None:
         if not isinstance(compressor, Codec):
             name = "none" if compressor is None else compressor.name
             raise ValueError(
-                f"{what} is for some parameters alone, and compressor={name!r} cannot leave any"
-                " out. Leave compressors= out, or use a compressor that encodes row by row, such as"
-                " 'topk' or 'int8'."
+                f"{what} is for some parameters, and compressor={name!r} cannot leave any out."
+                " Leave compressors= out, or set compressor='int8' or 'topk' on the strategy."
             )
         if type(other) is Fp32 and compressor.votes:
             raise ValueError(
@@ -114,8 +114,8 @@ def check_groups(groups: Groups, compressor: Compressor | None) -> None:
             continue
         if other.halves != compressor.halves:
             raise ValueError(
-                f"{what} encodes halves={other.halves!r}, and {compressor.name}"
-                f" {compressor.halves!r}. Set the same in both."
+                f"{what} has halves={other.halves!r}, and {compressor.name} has"
+                f" {compressor.halves!r}. Set the same in both, such as Int8(halves='both')."
             )
         if any(codec.brings_momentum or codec.votes for codec in (other, compressor)):
             raise ValueError(

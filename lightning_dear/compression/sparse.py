@@ -248,7 +248,7 @@ def _draw(rows: Tensor, k: int, generator: Generator | None) -> Tensor:
         ValueError: If `generator` is None.
     """
     if generator is None:
-        raise ValueError("randomk needs a generator: pass encode and decode one of the same seed.")
+        raise ValueError("randomk needs a generator: pass encode and decode equally seeded ones.")
     longest = -(-rows.shape[1] // max(1, k))
     number, turn = divmod(generator.initial_seed(), max(1, longest))
     # Starts are drawn on the CPU, since other devices draw other numbers from the same seed.

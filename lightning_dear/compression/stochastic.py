@@ -210,5 +210,5 @@ def _given(generator: Generator | None, name: str) -> Generator:
     With None, torch would draw from its global generator, and so change the user's random numbers.
     """
     if generator is None:
-        raise ValueError(f"encode of {name} needs a generator: pass one, as it rounds at random.")
+        raise ValueError(f"{name} rounds at random, so encode needs a generator: pass generator=.")
     return generator

@@ -118,9 +118,7 @@ class EmulatedCluster:
         if not 1 <= self.num_hosts <= MAX_HOSTS:
             raise ValueError(f"num_hosts={self.num_hosts} is not valid. Choose 1 to {MAX_HOSTS}.")
         if self.rate_mbit is not None and not self.rate_mbit > 0:
-            raise ValueError(
-                f"rate_mbit={self.rate_mbit} is not valid. Choose a rate above 0, or None."
-            )
+            raise ValueError(f"rate_mbit={self.rate_mbit} is not valid. Set it above 0, or None.")
         if not 576 <= self.mtu <= 65535:
             raise ValueError(f"mtu={self.mtu} is not valid. mtu must be 576 to 65535 bytes.")
         most = self.socket_buffer_bytes
@@ -159,7 +157,7 @@ class EmulatedCluster:
     def end_processes(self) -> None:
         """Kill all processes on the hosts. Blocks until they have ended, for at most 5 s."""
         if left := end_processes_in(self._namespaces):
-            warnings.warn(f"Processes {left} on the cluster do not end. Kill them.", stacklevel=2)
+            warnings.warn(f"Processes {left} on the cluster do not end. Run kill -9.", stacklevel=2)
 
     def describe(self, ranks_per_host: int) -> str:
         """Return one line on hosts, links and sockets, to head figures measured on this cluster.

@@ -230,12 +230,12 @@ class Recording:
         """
         if any(other != plan for other in collectives.all_gather_object(plan)):
             raise ValueError(
-                f"Ranks have different plans: one is '{plan.name}'. Give all ranks the same plan."
+                f"Ranks have different plans: one is '{plan.name}'. Set one fusion= for all ranks."
             )
         if plan.world_size != collectives.world.size:
             raise ValueError(
                 f"The plan '{plan.name}' is for {plan.world_size} ranks, and there are"
-                f" {collectives.world.size}. Make a plan for as many ranks as there are."
+                f" {collectives.world.size}. Give fusion= or replan() a plan for as many ranks."
             )
         if len(plan.buckets) > MAX_BUCKETS:
             raise ValueError(
@@ -246,14 +246,15 @@ class Recording:
             check_plan(plan, self.tensors)
         except (KeyError, ValueError) as error:
             raise ValueError(
-                f"The plan '{plan.name}' is damaged or for another model. Make it anew. ({error})"
+                f"The plan '{plan.name}' is wrong or for another model ({error}). Give fusion= or"
+                " replan() a plan of this model, or use fusion='threshold'."
             ) from None
         for number in plan.uncompressed:
             compressor = self.codecs[plan.buckets[number].slices[0].tensor]
             if compressor is not None and compressor.votes:
                 raise ValueError(
                     f"The plan '{plan.name}' leaves buckets uncompressed, and {compressor.name}"
-                    " sends votes in others. Plan anew, such as with fusion='threshold'. Votes"
+                    " sends votes in others. Use another plan, such as of fusion='threshold'. Votes"
                     " would be stepped with the same learning rate as gradients."
                 )
 

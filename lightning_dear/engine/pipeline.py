@@ -243,7 +243,11 @@ class Pipeline:
         for part in self.parts:
             if part.optimizer is optimizer:
                 return part
-        raise ValueError(f"This {type(optimizer).__name__} is not trained here. Pass one that is.")
+        raise ValueError(
+            f"This {type(optimizer).__name__} is not an optimizer of this fit. Pass one of"
+            " trainer.optimizers. strategy='dear' has gradients only for optimizers that"
+            " configure_optimizers returned, or under Fabric fabric.setup."
+        )
 
     def measure_next_step(self) -> None:
         """Lets the next step be timed for planners; `OptimizerPipeline.timer` has the times then.

@@ -272,9 +272,7 @@ class Exchange:
         Raises:
             ValueError: If this exchange does not compress.
         """
-        raise ValueError(
-            f"There is no compressor that {compressor.name} could replace: set compressor= first."
-        )
+        raise ValueError(f"{compressor.name} cannot start mid-run. Set the strategy's compressor=.")
 
     def check(self) -> None:
         """Raises `RuntimeError` if the compressor has refused the reduced gradients. Local.

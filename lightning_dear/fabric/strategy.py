@@ -401,14 +401,16 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     def pipeline_of(self, optimizer: Optimizer | None = None) -> Pipeline:
         trained = self._trained
         if not trained:
-            raise RuntimeError("Nothing is being trained; call fabric.setup(model, optimizer).")
+            raise RuntimeError("Nothing is being trained. Call fabric.setup(model, optimizer).")
         if optimizer is not None:
             own = unwrapped(optimizer)
             trained = [one for one in trained if one.trains(own)]
             if not trained:
-                raise ValueError(f"{type(own).__name__} was not set up, or has ended. Set it up.")
+                raise ValueError(
+                    f"{type(own).__name__} was not set up, or has ended. Call fabric.setup with it."
+                )
         if len(trained) > 1:
-            raise ValueError("Several models were set up. Pass the optimizer of one of them.")
+            raise ValueError("Several models were set up. Pass optimizer=... of one of them.")
         pipeline: Pipeline = trained[0].pipeline
         return pipeline
 
@@ -447,7 +449,7 @@ class _DearBackwardSyncControl(_BackwardSyncControl):  # type: ignore[misc]
             return nullcontext()
         if not isinstance(module, DearModule):
             raise TypeError(
-                f"no_backward_sync needs what fabric.setup returned, not {type(module).__name__}."
+                f"no_backward_sync got a {type(module).__name__}. Pass what fabric.setup returned."
             )
         return module.no_sync()
 

@@ -7,7 +7,7 @@ They decide by the sizes of tensors, and some of them by measured times. A plann
 
 from typing import Any
 
-from lightning_dear.names import is_meant
+from lightning_dear.names import check_name
 from lightning_dear.planning.fusion import FusionPlanner, NoFusion, SingleFusion, ThresholdFusion
 from lightning_dear.planning.measured import CodecCost, CodecCosts, Linear, LinkCost, ModelTimes
 from lightning_dear.planning.plan import BucketPlan, FixedPlan, TensorSpec, save_plan
@@ -74,11 +74,7 @@ def resolve_fusion(fusion: str | FusionPlanner, bucket_cap_mb: float | None) -> 
         TypeError: If `fusion` is neither a name nor an object with a method `plan`.
     """
     if isinstance(fusion, str):
-        if fusion not in FUSIONS:
-            raise ValueError(
-                f"Unknown fusion {fusion!r}; valid names: {', '.join(FUSIONS)}."
-                f"{is_meant(fusion, FUSIONS)}"
-            )
+        check_name("fusion", fusion, FUSIONS)
         if fusion == "threshold":
             return ThresholdFusion(bucket_cap_mb=bucket_cap_mb)
     elif isinstance(fusion, type) or not callable(getattr(fusion, "plan", None)):

@@ -63,7 +63,7 @@ class ThresholdFusion:
         for option in ("bucket_cap_mb", "first_bucket_cap_mb"):
             value = getattr(self, option)
             if value is not None and not (isinstance(value, Real) and float(value) > 0):
-                raise ValueError(f"{option} must be > 0 MiB, got {value!r}.")
+                raise ValueError(f"fusion={self.name!r}: {option} must be > 0 MiB, got {value!r}.")
 
     def caps_mb(self, world_size: int) -> tuple[float, float]:
         """Returns (cap of the bucket nearest the input, cap of all other buckets), both in MiB.

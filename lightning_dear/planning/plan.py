@@ -266,9 +266,10 @@ class BucketPlan:
             raise ValueError(f"The plan lacks {', '.join(sorted(missing))}.")
         if (ranks := data["world_size"]) != world_size:
             raise ValueError(f"The plan was made for {ranks} ranks, and there are {world_size}.")
+        # Tensors are matched by name, since indices may have changed since the plan was made.
         matched = _matched(data["tensors"], tensors)
         if unknown := {part[0] for parts in data["buckets"] for part in parts} - matched.keys():
-            raise ValueError(f"A bucket holds the unknown tensor {min(unknown)}.")
+            raise ValueError(f"A bucket of the plan holds the unknown tensor {min(unknown)}.")
         buckets = tuple(
             bucket_of([(matched[index], *span) for index, *span in parts], world_size)
             for parts in data["buckets"]
@@ -315,13 +316,15 @@ def check_plan(plan: BucketPlan, tensors: Specs) -> None:
     if sorted(plan.reduce_order) != numbers:
         raise ValueError("The plan's reduce_order does not name every bucket once.")
     if len(set(plan.early)) < len(plan.early) or not set(plan.early) <= set(plan.reduce_order[:-1]):
-        raise ValueError("Early buckets must differ and not be reduced last: correct the plan.")
+        raise ValueError("The plan's early buckets must differ and not be reduced last.")
     for kind in ("all_reduced", "uncompressed"):
         named = getattr(plan, kind)
         if list(named) != sorted(set(named)) or not set(named) <= set(numbers):
             raise ValueError(f"The plan's {kind} must be bucket numbers, once and in order.")
     if not set(plan.all_reduced).isdisjoint(plan.early):
-        raise ValueError("The plan's all-reduced buckets cannot be early. Leave them out of early.")
+        raise ValueError(
+            "A bucket of the plan is in both early and all_reduced. Only one of them may hold it."
+        )
 
 
 def _matched(saved: Sequence[Any], tensors: Specs) -> dict[int, TensorSpec]:
@@ -338,7 +341,7 @@ def _matched(saved: Sequence[Any], tensors: Specs) -> dict[int, TensorSpec]:
     matched = {}
     for index, name, numel, itemsize in saved:
         if name not in names:
-            raise ValueError(f"The plan is for another model: {name} is not here.")
+            raise ValueError(f"The plan is for another model: parameter {name} is not here.")
         tensor = names.pop(name)
         if (tensor.numel, tensor.itemsize) != (numel, itemsize):
             raise ValueError(
@@ -447,4 +450,8 @@ class FixedPlan:
             where = f"{Path(plan)}: "
             return BucketPlan.from_dict(json.loads(Path(plan).read_text()), tensors, world_size)
         except ValueError as error:
-            raise ValueError(f"{where}{error} Make the plan again, with save_plan().") from None
+            raise ValueError(
+                f"{where}{error} Make the plan again: train this model on {world_size} rank(s) with"
+                " another fusion, and call trainer.strategy.save_plan(path) after the fit's first"
+                " step."
+            ) from None

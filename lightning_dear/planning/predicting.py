@@ -146,11 +146,11 @@ class MergeCompHeuristicFusion(PredictingPlanner):
         self, *, max_groups: int = _MAX_GROUPS, min_gain: float = _MIN_GAIN, max_pieces: int = 128
     ) -> None:
         if max_groups < 2:
-            raise ValueError(f"max_groups must be >= 2, got {max_groups}.")
+            raise ValueError(f"fusion={self.name!r}: max_groups must be >= 2, got {max_groups}.")
         if not 0 <= min_gain <= 1:
-            raise ValueError(f"min_gain must be 0..1, got {min_gain}.")
+            raise ValueError(f"fusion={self.name!r}: min_gain must be 0..1, got {min_gain}.")
         if max_pieces < 1:
-            raise ValueError(f"max_pieces must be >= 1, got {max_pieces}.")
+            raise ValueError(f"fusion={self.name!r}: max_pieces must be >= 1, got {max_pieces}.")
         self.max_groups = max_groups
         self.min_gain = min_gain
         self.max_pieces = max_pieces
@@ -246,7 +246,7 @@ class MergeCompFusion(PredictingPlanner):
 
     def __init__(self, *, max_pieces: int = 128) -> None:
         if max_pieces < 1:
-            raise ValueError(f"max_pieces must be >= 1, got {max_pieces}.")
+            raise ValueError(f"fusion={self.name!r}: max_pieces must be >= 1, got {max_pieces}.")
         self.max_pieces = max_pieces
 
     @override

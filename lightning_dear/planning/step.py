@@ -251,7 +251,7 @@ class LinkQueue:
         """
         while (step, key) not in self._ends_s:
             if not self._waiting and not self._coming:
-                raise KeyError(f"{key[0]} {key[1]} of step {step} was never launched.")
+                raise KeyError(f"{key[0]} {key[1]} of step {step} was never launched. Launch it.")
             self._carry_next()
         return self._ends_s[step, key]
 

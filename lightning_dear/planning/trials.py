@@ -89,9 +89,9 @@ class AutoFusion(ThresholdFusion, search.StepModelPlanner):
     ) -> None:
         least = search.STEPS_BEFORE_SEARCH + 4 * search.STEPS_PER_TRIAL
         if num_steps < least:
-            raise ValueError(f"num_steps must be >= {least}, got {num_steps}.")
+            raise ValueError(f"fusion='auto': num_steps must be >= {least}, got {num_steps}.")
         if not 0 <= all_reduced_share <= 1:
-            raise ValueError(f"all_reduced_share must be 0..1, got {all_reduced_share}.")
+            raise ValueError(f"fusion=auto has all_reduced_share={all_reduced_share}. Set 0 to 1.")
         # Plans that a search found are saved under a key that lists the options in the order in
         # which they are assigned here. So this order must not change.
         self.num_steps = num_steps
@@ -236,11 +236,11 @@ class BayesianFusion(ThresholdFusion, search.StepModelPlanner):
         seed: int = 0,
     ) -> None:
         if num_trials < 2:
-            raise ValueError(f"num_trials must be >= 2, got {num_trials}.")
+            raise ValueError(f"fusion={self.name!r}: num_trials must be >= 2, got {num_trials}.")
         need('fusion="bayesian"', "sklearn")
         if not 0 < min_cap_mb < max_cap_mb < math.inf:
             raise ValueError(
-                f"caps must be 0 < min_cap_mb < max_cap_mb, got {min_cap_mb} and {max_cap_mb}."
+                f"fusion=bayesian needs 0 < min_cap_mb < max_cap_mb, got {min_cap_mb}, {max_cap_mb}"
             )
         self.num_trials = num_trials
         self.min_cap_mb = min_cap_mb

@@ -44,10 +44,9 @@ class Link:
     beta_s: float
 
     def __post_init__(self) -> None:
-        if not (0 <= self.alpha_s < math.inf and 0 <= self.beta_s < math.inf):
-            raise ValueError(
-                f"alpha_s={self.alpha_s} and beta_s={self.beta_s} must be finite and not negative."
-            )
+        for name, value in (("alpha_s", self.alpha_s), ("beta_s_per_byte", self.beta_s)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value} of a link is not valid. Set 0 or more, finite.")
 
     def message_s(self, nbytes: float, num_messages: float = 1) -> float:
         """Return the seconds for `num_messages` messages in a row, which have `nbytes` in all."""
@@ -139,7 +138,7 @@ class Network:
                 f" world_size to a multiple of {self.ranks_per_node}."
             )
         if self.ranks_in_node > 1 and self.num_nodes > 1 and self.within is None:
-            raise ValueError("Nodes of several ranks lack a link within one. Add within=Link(...).")
+            raise ValueError("Nodes of several ranks need a link within. Add within=Link(...).")
 
     @property
     def ranks_in_node(self) -> int:

@@ -293,5 +293,5 @@ class PipelineStrategy(ABC):
         if optimizer is not None:
             return pipeline.of(unwrapped(optimizer))
         if len(pipeline.parts) > 1:
-            raise ValueError("There are several optimizers. Pass the one that is meant.")
+            raise ValueError("There are several optimizers. Pass one of them as optimizer=...")
         return pipeline.parts[0]

@@ -480,7 +480,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @override
     def pipeline_of(self, optimizer: Optimizer | None = None) -> Pipeline:
         if self._pipeline is None:
-            raise RuntimeError("Nothing is being trained. Call this during fit only.")
+            raise RuntimeError("Nothing is being trained. Call the strategy's methods in a fit.")
         return self._pipeline
 
     @contextmanager

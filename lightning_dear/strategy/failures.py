@@ -43,8 +43,8 @@ WATCH_POLL_S = 0.5
 """Seconds between two reads of the board. Each read sends one small message to the store."""
 
 RAISING_S = 1.5
-"""Seconds, plus the timeout of collectives, from reading of a failure until this rank is ended. Until
-then a rank that waits in a collective raises by itself, and its error says more."""
+"""Seconds, plus the timeout of collectives, from reading of a failure until this rank is ended.
+Until then a rank that waits in a collective raises by itself, and its error says more."""
 
 ABORT_S = 2.0
 """Seconds from reading a failure on the board until this rank's collectives are aborted. Until then

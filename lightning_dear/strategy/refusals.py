@@ -72,9 +72,7 @@ def checked_options(create: Callable[..., None], given: Mapping[str, Any]) -> di
     own, others = signature(create).parameters, given["ddp_options"]
     if others:
         what = "; ".join(f"{one} ({_INSTEAD.get(one) or _guess(one, own)})" for one in others)
-        raise ValueError(
-            f"strategy='dear' does not take {what}. Leave it out, or use strategy='ddp'."
-        )
+        raise ValueError(f"strategy='dear' does not take {what}. Omit it, or use strategy='ddp'.")
     for option, hint in get_type_hints(create).items():
         takes = get_args(hint) or (hint,)
         # Compressors and planners are looked up by name later, which refuses unknown names.
@@ -127,9 +125,7 @@ def check_optimizers(
         ValueError: In both cases.
     """
     if not optimizers or type(optimizers[0]).__name__ == private_names.MOCK_OPTIMIZER.name:
-        raise ValueError(
-            "strategy='dear' needs an optimizer. Return one from configure_optimizers."
-        )
+        raise ValueError("strategy='dear' needs an optimizer. Return it from configure_optimizers.")
     has_scaler = getattr(precision, "scaler", None) is not None
     for optimizer in optimizers:
         if has_scaler and getattr(optimizer, private_names.AMP_SCALING.name, False):

@@ -192,7 +192,7 @@ def test_what_a_sharded_tensor_takes_grows_where_ranks_share_cores(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"algorithm": "ring"}, "algorithm=ring has no effect on a measured cluster"),
+        ({"algorithm": "ring"}, "A measured cluster ignores algorithm=ring"),
         ({"cluster": {"measured": {"num_nodes": 1}}}, "measured on one node"),
     ],
 )

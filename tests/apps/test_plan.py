@@ -267,13 +267,14 @@ def test_what_a_host_was_measured_to_take_counts(tmp_path) -> None:
     ("override", "words"),
     [
         ("profile=bert_huge", "Unknown profile 'bert_huge'; valid names: bert_base"),
-        ("strategies=[dare]", "Unknown strategy 'dare'; valid ones: single, wfbp, ddp"),
+        ("strategies=[dare]", "Unknown strategy 'dare'; valid names: single, wfbp, ddp"),
         ("cluster=gpu_host", "Set cluster.devices=8"),
         ("cluster.beta_s_per_byte=null", "Set cluster.beta_s_per_byte"),
+        ("cluster=emulated cluster.rate_mbit=0", "cluster.rate_mbit=0 is not valid"),
         ("cluster=single_process", "has one rank, which sends nothing. Set cluster.num_nodes"),
         ("world_sizes=[4,5,7]", "says nothing of them. Leave [5, 7] out of world_sizes."),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path, override, words) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
-        planned(tmp_path, "strategies=[single,ddp]", "world_sizes=[1]", override)
+        planned(tmp_path, "strategies=[single,ddp]", "world_sizes=[1]", *override.split())

@@ -196,7 +196,7 @@ def test_another_cluster_takes_the_place_of_all() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("clusters=[ethernet_11g]", "Unknown cluster 'ethernet_11g'; valid ones: aries"),
+        ("clusters=[ethernet_11g]", "Unknown cluster 'ethernet_11g'; valid names: aries"),
         ("models=[bert_huge]", "Unknown profile 'bert_huge'"),
         ("baselines=[dpp]", "Unknown strategy 'dpp'"),
         ("baselines=ddp", r"baselines=ddp must be a list, such as baselines=\[ddp\]"),

@@ -120,7 +120,7 @@ def test_all_that_is_recorded_comes_out_again() -> None:
     [
         (
             "fusions=[threshold,best]",
-            "Unknown name 'best' in fusions; valid ones: exact, threshold",
+            "Unknown name 'best' in fusions; valid names: exact, threshold",
         ),
         ("fusions=none", "must be a list"),
         ("caps=[0]", "must be > 0"),

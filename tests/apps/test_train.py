@@ -190,7 +190,7 @@ def test_more_gpus_than_there_are_end_the_command_before_training(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("fusion.bucket_cap_mb=0", "ValueError: bucket_cap_mb must be > 0"),
+        ("fusion.bucket_cap_mb=0", "ValueError: fusion='threshold': bucket_cap_mb must be > 0"),
         ("strategy.gather=everything", "ValueError: .*everything"),
         ("optimizer.lr=-1", "ValueError: Invalid learning rate: -1"),
         ("cluster.interface=eth99", "ValueError: cluster.interface='eth99' is not on this machine"),

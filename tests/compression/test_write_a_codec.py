@@ -105,7 +105,7 @@ def test_a_codec_without_a_name_is_told_what_to_write() -> None:
     methods = ("wire_bytes", "encode", "decode")
     own = {one: vars(type(_codec_of_the_page()))[one] for one in methods}
     nameless = type("Nameless", (Codec,), {**own, "kind": "contractive"})
-    with pytest.raises(ValueError, match="Nameless has no name: add name: ClassVar"):
+    with pytest.raises(ValueError, match="Nameless has no name. Add name: ClassVar"):
         nameless()
 
 

@@ -139,10 +139,10 @@ def test_a_change_waits_for_a_step_of_several_rounds() -> None:
 def test_what_cannot_take_over_is_refused() -> None:
     run = Run(ExchangeOptions("gradients", compressor=TopK(density=0.5)))
     for other in (Int8(), TopK(density=0.5, selector="sampled"), RandomK(density=0.5)):
-        with pytest.raises(ValueError, match=r"cannot replace TopK.*only fp32 can"):
+        with pytest.raises(ValueError, match=r"cannot replace TopK.*Use fp32"):
             run.part.use_compressor(other)
     plain = Run(ExchangeOptions("gradients"))
-    with pytest.raises(ValueError, match="set compressor="):
+    with pytest.raises(ValueError, match="cannot start mid-run"):
         plain.part.use_compressor(Int8())
 
 

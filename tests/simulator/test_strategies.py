@@ -156,7 +156,7 @@ def test_dear_as_published_goes_with_any_cap_or_none() -> None:
 
 def test_unknown_names_list_the_valid_ones() -> None:
     assert resolve_strategy("dear").name == "dear"
-    with pytest.raises(ValueError, match=re.escape("'dare'; valid ones: single, wfbp, ddp")):
+    with pytest.raises(ValueError, match=re.escape("'dare'; valid names: single, wfbp, ddp")):
         resolve_strategy("dare")
 
 

@@ -141,7 +141,7 @@ def test_an_unknown_name_lists_the_valid_ones():
 def test_what_is_not_a_profile_is_refused(content, tmp_path):
     path = tmp_path / "bad.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match="is not a profile"):
+    with pytest.raises(ValueError, match="is no profile"):
         load_profile(path)
 
 

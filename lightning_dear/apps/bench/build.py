@@ -166,8 +166,8 @@ def replay_overrides(cfg: DictConfig, world_size: int) -> tuple[str, ...]:
     one_way = one_way_s(cfg, model_bytes, world_size)
     if not cfg.ratio > 0 or not one_way:
         raise ValueError(
-            f"ratio={cfg.ratio:g} must be greater than 0, and needs at least two ranks, on links of"
-            " known rate. Correct it, choose another cluster, or set model.compute_s instead."
+            f"ratio={cfg.ratio:g} must be above 0, and needs two or more ranks and a cluster whose"
+            " links have a known rate (cluster.rate_mbit). Correct them, or set model.compute_s."
         )
     return (as_override("model.compute_s", 2 * one_way / cfg.ratio / batches_per_step(cfg)),)
 

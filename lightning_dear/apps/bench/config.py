@@ -67,7 +67,7 @@ def named(cfg: DictConfig, spelt_out: Callable[[str], Mapping[str, Any]]) -> lis
     entries = [{"name": one, **spelt_out(one)} if isinstance(one, str) else one for one in given]
     for one in entries:
         if "name" not in one:
-            raise ValueError(f"The entry {one} has no name. Add one to it: name: ...")
+            raise ValueError(f"The entry {one} has no name. Give it one with the key name.")
     names = [str(one["name"]) for one in entries]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -79,7 +79,7 @@ def _entry(cfg: DictConfig, one: Mapping[str, Any]) -> Entry:
     settings = {key: value for key, value in one.items() if key not in _OWN_KEYS}
     grid = one.get("grid") or {}
     if len(grid) > 1:
-        raise ValueError(f"The grid of an entry has options {', '.join(grid)}. Keep one of them.")
+        raise ValueError(f"grid of {one['name']} has {', '.join(grid)}. Keep only one option.")
     return Entry(
         name=str(one["name"]),
         overrides=overrides_of(settings),

@@ -110,9 +110,7 @@ def _check_effects(name: str, one: Any, *, is_dense: bool, votes: bool) -> None:
             f"Entry {name} votes and has dense_shares. Leave them out. Votes have no dense steps."
         )
     if {"control", "below"} <= given:
-        raise ValueError(
-            f"Entry {name} has both control and below. Leave one out. A control is compared."
-        )
+        raise ValueError(f"Entry {name} has both control and below. Leave one of these keys out.")
 
 
 def _check_momentum(name: str, codec: Any, cfg: DictConfig) -> None:
@@ -133,7 +131,7 @@ def _reference_of(name: str, wanted: str | None, before: Sequence[Entry]) -> str
     if reference not in dense:
         raise ValueError(
             f"Entry {name} is to be compared with {reference}, but the dense entries before it are"
-            f" {', '.join(dense) or 'none'}. Name one with reference: ..., or begin with dense."
+            f" {', '.join(dense) or 'none'}. Set its key reference to one, or put dense first."
         )
     return str(reference)
 
@@ -154,8 +152,8 @@ def _tries_of(cfg: DictConfig, one: Any, *, goes_dense: bool) -> tuple[Options, 
     if len(options) != len(cfg.reference_lr_factors):
         raise ValueError(
             f"Entry {name} has {len(options)} tries (lr_factors times dense_shares; votes have no"
-            f" shares) and references {len(cfg.reference_lr_factors)} (reference_lr_factors). Give"
-            " all as many. An entry with more tries would have an advantage."
+            f" shares) and references {len(cfg.reference_lr_factors)} (reference_lr_factors). Set"
+            " these keys so that both are equal. An entry with more tries would have an advantage."
         )
     return options
 

@@ -38,8 +38,8 @@ def workload_of(cfg: DictConfig) -> Workload:
         profile = profile.with_compute(float(cfg.compute_s))
     if not profile.forward_s + profile.backward_s:
         raise ValueError(
-            f"The profile {profile.name!r} takes no time. Record it again, or choose another"
-            " profile=... Exchanges are compared with the time of forward and backward."
+            f"The profile {profile.name!r} takes no time. Record it again with record_profile, or"
+            " choose another profile. Exchanges are compared with the time of forward and backward."
         )
     tensors, times = planned(profile)
     return Workload(profile.name, tensors, replace(times, step_s=float(cfg.step_s)))
@@ -109,6 +109,8 @@ def network_of(
             "The cluster's file says nothing of its links. Set cluster.beta_s_per_byte (seconds a"
             " byte: 8.0e-10 at 10 Gb/s) and cluster.alpha_s (seconds a message)."
         )
+    if beta_s is None and not rate_mbit > 0:
+        raise ValueError(f"cluster.rate_mbit={rate_mbit} is not valid. Set it to more than 0.")
     inside, num_nodes = ranks_per_node(cluster), int(cluster.num_nodes)
     if inside * num_nodes < 2:
         raise ValueError(
@@ -119,17 +121,16 @@ def network_of(
     if cluster.get("only_world_size", world_size) != world_size:
         raise ValueError(
             f"The cluster's file says nothing of {world_size} ranks, but of"
-            f" {cluster.only_world_size} alone. Ask for as many, or choose another cluster."
+            f" {cluster.only_world_size} alone. Set cluster.num_nodes and cluster.devices so that"
+            " there are as many, or choose another cluster."
         )
     if (measured := cluster.get("measured")) is not None:
         if algorithm != "best":
-            raise ValueError(
-                f"algorithm={algorithm} has no effect on a measured cluster. Leave it out."
-            )
+            raise ValueError(f"A measured cluster ignores algorithm={algorithm}. Leave it out.")
         if measured.num_nodes == 1 and (num_nodes > 1 or world_size > measured.world_size):
             raise ValueError(
                 "This cluster was measured on one node, which says nothing of links between"
-                " several. Run dear-plan calibrate on two or more, or choose another cluster."
+                " several. Run dear-plan calibrate on two or more nodes, or choose another cluster."
             )
         return measured_network(cluster, world_size)
     between = Link(float(cluster.alpha_s), float(8e-6 / rate_mbit if beta_s is None else beta_s))
@@ -221,7 +222,7 @@ def ranks_per_node(cluster: DictConfig) -> int:
     """
     if not isinstance(cluster.devices, int):
         raise ValueError(
-            f"devices={cluster.devices!r} is no number of ranks. Set cluster.devices=8 or the like."
+            f"cluster.devices={cluster.devices!r} is no number of ranks. Set it to one, such as 8."
         )
     return cluster.devices
 

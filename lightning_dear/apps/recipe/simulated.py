@@ -71,7 +71,10 @@ def fitted(
 
     ends = math.log(low), math.log(high)
     if missing(ends[0]) * missing(ends[1]) > 0:
-        raise ValueError(f"{what} is never {goal:g} from {low:g} to {high:g}. Change the options.")
+        raise ValueError(
+            f"{what} is never {goal:g} from {low:g} to {high:g}, the limits of the fit. Leave out"
+            " options that differ from the set-up of the published figure."
+        )
     return math.exp(brentq(missing, *ends, xtol=tolerance))
 
 

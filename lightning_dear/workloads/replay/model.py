@@ -265,9 +265,7 @@ class ReplayModel(Task):
         """Raise ValueError on a device other than the CPU, which would not wait with the host."""
         device = self.trainer.strategy.root_device
         if device.type != "cpu":
-            raise ValueError(
-                f"A replay waits on the host, not on {device.type}. Set accelerator='cpu'."
-            )
+            raise ValueError(f"A replay runs on CPUs, not on {device.type}. Set accelerator='cpu'.")
 
     @override
     def teardown(self, stage: str) -> None:

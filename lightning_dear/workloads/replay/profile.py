@@ -176,7 +176,7 @@ def load_profile(name_or_path: str | Path) -> ModelProfile:
         layers = tuple(_layer(**entry) for entry in content.pop("layers"))
         return ModelProfile(**content, layers=layers)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a profile: {error}. Use record_profile.") from error
+        raise ValueError(f"{path} is no profile: {error}. Make it with record_profile.") from error
 
 
 def planned(profile: ModelProfile) -> tuple[list[TensorSpec], ModelTimes]:

@@ -48,9 +48,7 @@ def record_profile(
         ValueError: If a count is too small, or a trainable parameter got no gradient.
     """
     if num_steps < 1 or num_warm_up < 0:
-        raise ValueError(
-            f"num_steps={num_steps} must be 1 or more and num_warm_up={num_warm_up} 0 or more."
-        )
+        raise ValueError(f"num_steps={num_steps} must be >= 1 and num_warm_up={num_warm_up} >= 0.")
     run = loss or _default_loss(module, batch)
     was_training = module.training
     module.train()
