@@ -56,9 +56,10 @@ class ShardedState(dict[str, Any]):
 
     Args:
         packed: The state dict.
-        chunks: (stand-in, this rank's chunks of the tensor), for every stand-in in `packed`.
-        parameters: The optimizer's parameters. All ranks hold them, so `folder.save` lets each rank
-            write some of them, instead of rank 0 all.
+        chunks: (stand-in, this rank's chunks of the tensor), for every stand-in in `packed`. Empty
+            on ranks that are not to save it.
+        parameters: The optimizer's parameters, which the checkpoint holds as the module's weights.
+            All ranks hold them, so `folder.save` lets each rank write some, instead of rank 0 all.
     """
 
     def __init__(
@@ -111,9 +112,9 @@ def check_class(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 def spread_state(stepper: SteppedPieces, collectives: Collectives) -> SpreadState:
     """Returns the optimizer state of all ranks, with stand-ins for sharded tensors.
 
-    Collective. Blocks. Ranks send each other dtypes and scalars, but no sharded tensors. This
-    rank's chunks are views of the state that the optimizer steps with, so the next step changes
-    them. Parameters without state have no entry. If an ended plan has left its state in
+    Collective. Blocks. Ranks send each other dtypes, scalars and other values, but no sharded
+    tensors. This rank's chunks are views of the state that the optimizer steps with, so the next
+    step changes them. Parameters without state have no entry. If an ended plan has left its state in
     `stepper.left`, that is returned, and nothing is sent.
     """
     if stepper.left is not None:

@@ -245,7 +245,8 @@ class Compressor(ABC):
         """Returns a new memory for what a rank encodes in the reduce half.
 
         A rank encodes its gradients or, in two hops (first within each host, then between hosts), a
-        part of the sum of its host's gradients. This base class makes the memory of `owner_memory`.
+        part of the sum of its host's gradients. Here it is what `owner_memory`
+        returns; subclasses may differ.
 
         Args:
             numel: Number of elements that the rank encodes.

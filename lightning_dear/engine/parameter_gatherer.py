@@ -285,7 +285,7 @@ class ParameterGatherer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no bucket is pending and no thread steps."""
+        """Whether every launched gather was waited for, and no thread steps."""
         return not self.pending and self._stepping_thread is None
 
     def detach(self) -> None:

@@ -323,7 +323,7 @@ class PlanLifecycle:
         return self._tell_of_masters(self._stepper.adopt_state())
 
     def _tell_of_masters(self, adopted: AdoptedState) -> bool:
-        """Warns (rank 0) if dropped masters differ from weights. Returns if any were adopted."""
+        """Warns on rank 0 if masters were dropped. Returns whether a piece took its master over."""
         if adopted.loses_masters and self._training.world.rank == 0:
             warnings.warn(
                 f"The masters in a checkpoint ('{MASTER_KEY}') are dropped where they differ from"

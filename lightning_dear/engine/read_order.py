@@ -113,7 +113,7 @@ class ForwardRecorder:
             self._running.pop()
 
     def _record_read(self, value: Any) -> None:
-        """Records a read of `value`, if it is one of the parameters."""
+        """Records the first read of `value`, if it is a parameter, and the stream of every read."""
         index = self._index.get(id(value))
         if index is None:
             return

@@ -190,7 +190,7 @@ class OptimizerPipeline:
                 self.progress.enter(StepState.ACCUMULATING)
             return
         if self._backward is _NONE and self.progress.has_means:
-            # It needs another round of all ranks. Perhaps only this rank has such a gradient.
+            # Such a gradient needs another round, and perhaps only this rank has one.
             raise RuntimeError(
                 f"A gradient for '{self.plans.trained.names[index]}' came from no backward of the"
                 " strategy's, after the mean gradient had been read or changed, such as by"

@@ -292,7 +292,8 @@ class Sending:
     """A bucket that has been encoded, or all buckets, ready to be sent.
 
     Attributes:
-        launch: Launches the message. Does not block, except in `SparseExchange.note_used`.
+        launch: Launches the message, if there is one. Later messages are sent by the `wait` of its
+            work. Does not block, except in `SparseExchange.note_used`.
         decode: Decodes what has arrived, and is recorded as device work. None means that nothing is
             to be decoded.
     """
@@ -418,8 +419,8 @@ class CompressedExchange(Exchange, ABC):
     def _look_at_means(self, says: Tensor | None = None) -> Tensor:
         """Finds out whether a mean of any rank has nan or inf, and whether any `says` is true.
 
-        Also does what `hear_found_inf` does with the first answer. Collective, blocks (the host, or
-        on NCCL the stream).
+        If the first answer is yes, all means become nan, see `hear_found_inf`. Collective, blocks
+        (the host, or on NCCL the stream).
 
         Args:
             says: This rank's answer to another question, as a bool tensor. None means no.

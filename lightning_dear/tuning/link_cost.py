@@ -100,8 +100,8 @@ def train_times(
         repeats: How often each train is run.
 
     Returns:
-        (Seconds of each train of reduce-scatters or all-gathers, seconds of each train of
-        all-reduces).
+        (Seconds of each train of reduce-scatters and of each train of all-gathers, seconds of each
+        train of all-reduces).
     """
     clock = clock_of(device)
     # Written with `zero_`, since the operating system provides the memory pages of `torch.zeros`

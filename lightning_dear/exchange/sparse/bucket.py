@@ -52,7 +52,8 @@ def selection_of(
     """Returns the sizes of a bucket's sparse steps.
 
     Args:
-        compressor: The compressor. If it is no `SparseAllReduce`, all elements travel.
+        compressor: The compressor. Under one that is no `SparseAllReduce` all elements travel, and
+            all sizes are 0.
         numel: Number of elements that belong to parameters.
         padded_numel: Length of the bucket, padding included.
         world_size: Number of ranks.
