@@ -113,9 +113,9 @@ def spread_state(stepper: SteppedPieces, collectives: Collectives) -> SpreadStat
     """Returns the optimizer state of all ranks, with stand-ins for sharded tensors.
 
     Collective. Blocks. Ranks send each other dtypes, scalars and other values, but no sharded
-    tensors. This rank's chunks are views of the state that the optimizer steps with, so the next
-    step changes them. Parameters without state have no entry. If an ended plan has left its state in
-    `stepper.left`, that is returned, and nothing is sent.
+    tensors. This rank's chunks are views of the state that the optimizer steps with: the next
+    step changes them. Parameters without state have no entry. If an ended plan has left its state
+    in `stepper.left`, that is returned, and nothing is sent.
     """
     if stepper.left is not None:
         return stepper.left
