@@ -14,7 +14,7 @@ from lightning_dear.registration import register_now_or_later
 from lightning_dear.versions import warn_outside_tested_range
 
 __version__ = "0.1.0"
-"""Version of this package. Apart from CITATION.cff, it is written here alone."""
+"""Version of this package. It is written here and in CITATION.cff, and nowhere else."""
 
 if TYPE_CHECKING:
     from lightning_dear.strategy.dear import DearStrategy
@@ -23,7 +23,11 @@ register_now_or_later()
 
 
 def __getattr__(name: str) -> Any:
-    """Returns `DearStrategy`, which it imports at the first access, with Lightning and torch."""
+    """Returns the class `DearStrategy`; raises an AttributeError for any other `name`.
+
+    Python calls it if the module has no attribute `name`. The first access to `DearStrategy`
+    imports it, and with it Lightning and torch, and warns if an untested version is installed.
+    """
     if name != "DearStrategy":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from lightning_dear.strategy.dear import DearStrategy

@@ -1,8 +1,8 @@
 """Flat buffers, in which the parameters and the gradients of a bucket are contiguous.
 
-There is one flat buffer for each family (dtype, device and compressor). Every parameter becomes a
-view of it, so that an all-gather writes parameters in place. A bucket is a contiguous range of the
-buffer, and a shard is a rank's contiguous 1/world_size of a bucket.
+There is one flat buffer of parameters for each family (dtype, device and compressor). Every
+parameter becomes a view of it, so that an all-gather can write parameters in place. A bucket is a
+contiguous range of the buffer, and a shard is a rank's contiguous 1/world_size of a bucket.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_dear.planning.plan import BucketPlan, BucketSpec
 from lightning_dear.torch_modes import plain_mode, saves_calls
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
-"""dtypes whose parameters are stepped as fp32 masters, as they would round small updates away."""
+"""dtypes whose parameters are stepped as fp32 masters: 16 bits would round small updates away."""
 
 
 class Role(Enum):
@@ -50,10 +50,11 @@ class Role(Enum):
     LAGGING buckets. A REPLICATED bucket is not gathered.
 
     Attributes:
-        has_master: Whether `shard` is a copy that checkpoints save, such as an fp32 master.
+        has_master: Whether `shard` is a copy that checkpoints save, since it is more exact than
+            `replica`: an fp32 master, or the shard of a bucket that lags.
         lags: Whether `replica` differs from `shard` by what encoding has left out so far.
-        is_staged: Whether gathered parameters arrive in `landing` and are copied later.
-        is_all_reduced: Whether every rank gets the whole mean gradient in backward.
+        is_staged: Whether gathered parameters arrive in `landing`, from which `land` copies them.
+        is_all_reduced: Whether the reduce half gives every rank the mean of the whole bucket.
         is_whole: Whether every rank steps all of the bucket.
     """
 
@@ -62,6 +63,8 @@ class Role(Enum):
     EARLY = ("is_staged",)
     EARLY_MASTERS = ("is_staged", "has_master")
     LAGGING = ("lags", "has_master")
+    # `__init__` does not read "has_16_bits". Without it this value would equal that of LAGGING, and
+    # Enum would make this member an alias of LAGGING.
     LAGGING_MASTERS = ("lags", "has_master", "has_16_bits")
     REPLICATED = ("is_all_reduced", "is_whole")
     REPLICATED_MASTERS = ("is_all_reduced", "is_whole", "has_master")
@@ -84,12 +87,13 @@ class Bucket:
         parameters: [spec.padded_numel], flat; the user's parameters are views of it.
         gradients: [spec.padded_numel], flat. Empty if gradients need not be sent or converted
             (world size 1, 32 or 64 bits, no codec): the optimizer then reads `parameter.grad`.
-        received: Scratch buffer for the gradients that other ranks send to this shard's owner.
+        received: Scratch for the gradients that other ranks send for this rank's shard. Empty if
+            the backend needs none, or if the role is whole.
         replica: Range of `parameters` that this rank steps, its shard or the whole bucket, with the
             values that all ranks have; a view.
-        shard: Values of that range that the optimizer steps.
-        published: Copy of `replica` from the last time that differences arrived.
-        mean: Mean gradient of `shard`.
+        shard: Values of the range of `replica`, which the optimizer steps.
+        published: Copy of `replica` with the values that all ranks had last. Empty unless it lags.
+        mean: Mean gradient of `shard`, once the reduce half was waited for.
         landing: Buffer in which gathered parameters arrive.
     """
 
@@ -117,14 +121,14 @@ class Bucket:
         return self.replica.numel() == self.parameters.numel()
 
     def publish(self) -> None:
-        """Copies the stepped `shard` to the buffer that is gathered, if they are not the same."""
+        """Copies the stepped `shard` to the buffer that is gathered, unless it is part of it."""
         if self.role.is_staged:
             self.landing[self.own].copy_(self.shard)
         elif self.role.has_master:
             self.replica.copy_(self.shard)
 
     def lag(self, out: Tensor) -> Tensor:
-        """Writes `shard` - `replica` into `out`, and returns it."""
+        """Writes the difference that is to be sent, `shard` - `replica`, to `out`; returns it."""
         return torch.sub(self.shard, self.replica, out=out)
 
     def follow(self, differences: Tensor) -> None:
@@ -137,22 +141,22 @@ class Bucket:
         self.note_published()
 
     def note_published(self) -> None:
-        """Notes the values that all ranks now have of this rank's shard."""
+        """Copies `replica`, whose values all ranks now have, to `published`, if the bucket lags."""
         if self.role.lags:
             self.published.copy_(self.replica)
 
     def land(self) -> None:
-        """Copies gathered parameters from `landing`; may be called in any context of forward."""
+        """Copies gathered parameters from `landing`, if staged. May be called under autocast."""
         if self.role.is_staged:
             with plain_mode(self.parameters.device.type):
                 self.parameters.copy_(self.landing)
 
     def adopt_writes(self) -> None:
-        """Copies values that the user has written to the parameters into `shard`, by element.
+        """Copies the elements of `replica` that the user has written to into `shard`.
 
-        An element was written if it is not the rounded element of the master. Version counters do
-        not tell, since they miss writes through `.data`. In a bucket that lags, the change of each
-        element is added to the master.
+        Does nothing if both are one tensor. With a master, an element was written if it is not the
+        rounded master. (Version counters miss writes through `.data`.) In a bucket that lags,
+        changes since the last gather are added to `shard` instead; see `follow_weights`.
         """
         if self.role.lags:
             # Usually nothing was written. A CPU finds out in one pass over memory. On an
@@ -168,7 +172,7 @@ class Bucket:
             self.shard.copy_(self.replica)
 
     def adopt_gradients(self) -> None:
-        """Copies elements of `gradients` that the user has changed into the fp32 `mean`."""
+        """Copies elements of `gradients` that the user has changed into an fp32 master's `mean`."""
         if self.role.has_master:
             own = self.gradients[self.own]
             was_changed = own != self.mean.to(own.dtype)
@@ -176,11 +180,11 @@ class Bucket:
 
 
 def follow_weights(master: Tensor, before: Tensor, weights: Tensor) -> None:
-    """Adds `weights` - `before` to `master`, in place.
+    """Adds `weights` - `before` to `master`, in place; unchanged elements keep their bits.
 
-    Elements that did not change keep their bits. There is one exception: if the weights changed by
-    more than twice their new norm, or were not finite, `master` becomes equal to `weights`. That
-    happens if the user restores weights after a divergence: the old lag would be far too large.
+    There is one exception: if the norm of the change is more than twice that of `weights`, or if
+    `before` is not finite, `master` becomes equal to `weights`. That happens if the user restores
+    weights after a divergence: what `master` had been ahead would be far too much.
     """
     dtype, norm = master.dtype, torch.linalg.vector_norm
     weights, before = weights.to(dtype), before.to(dtype)
@@ -193,11 +197,11 @@ def follow_weights(master: Tensor, before: Tensor, weights: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Describes where one parameter lies in the flat buffers, in the order of its storage.
+    """Describes where one parameter lies in the flat buffers.
 
     Attributes:
         parameter: The user's parameter; its `data` is a view of the flat buffer.
-        view: That view of the flat buffer.
+        view: That view of the flat buffer, also after the user has replaced `parameter.data`.
         gradient: View of the gradient buffer with the parameter's shape and strides. None means
             that there is no such buffer, and that the optimizer reads `parameter.grad`.
         buckets: Numbers of the buckets that hold the parameter.
@@ -227,7 +231,7 @@ def storage_shape(tensor: Tensor) -> torch.Size:
 
 
 def as_flat(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Returns `tensor` as 1-D in the order of `strides`: a view if it has them, or a copy."""
+    """Returns `tensor` as 1-D in the order of `strides`: a view if these are its own, or a copy."""
     if tensor.stride() != strides:
         tensor = torch.empty_strided(
             tensor.size(), strides, dtype=tensor.dtype, device=tensor.device
@@ -262,12 +266,12 @@ class FlatBuffers:
 
     @torch.no_grad()
     def adopt_writes(self, but: Collection[int] = ()) -> bool:
-        """Takes over values that the user wrote to parameters, or set as new `data` of them.
+        """Takes over values that the user wrote to parameters, or set as new `data` of them. Local.
 
         `parameter.data` becomes a view of the flat buffer again.
 
         Args:
-            but: Numbers of buckets that have been stepped since, which have no such writes.
+            but: Numbers of stepped buckets, whose `shard` is newer than what the user has written.
 
         Returns:
             Whether the `data` of a parameter was replaced.
@@ -302,6 +306,7 @@ def allocate(
         rank: Rank whose shards are made.
         scratch_numel: Elements of a bucket -> elements of `Bucket.received`.
         keeps_gradients: Whether 32-bit and 64-bit gradients get a buffer, as 16-bit ones always do.
+            The optimizer reads `parameter.grad` otherwise.
     """
     by_family, homes = _by_family_and_tensor(plan)
     buckets: dict[int, Bucket] = {}
@@ -313,7 +318,7 @@ def allocate(
         sizes = (plan.buckets[number].padded_numel for number in numbers)
         begins = dict(zip(numbers, accumulate(sizes, initial=0), strict=False))
         starts = _move_data(plan, begins, parameters, flat)
-        # After `_move_data`, which frees as much memory as is allocated here.
+        # After `_move_data`, which frees the parameters' old memory: as much as is allocated here.
         has_gradients = keeps_gradients or flat.dtype in LOW_PRECISION
         gradients = torch.zeros_like(flat) if has_gradients else flat.new_empty(0)
         for tensor, start in starts.items():
@@ -376,9 +381,9 @@ def _bucket(
 def _move_data(
     plan: BucketPlan, begins: Mapping[int, int], parameters: Sequence[Parameter], flat: Tensor
 ) -> dict[int, int]:
-    """Moves parameters into `flat`, and returns tensor index -> its first element there.
+    """Moves parameters into `flat`, where bucket b begins at element `begins[b]`.
 
-    `begins` maps bucket numbers to the first element of each bucket.
+    Returns tensor index -> the tensor's first element in `flat`.
     """
     starts = {
         part.tensor: begin + part.offset
@@ -407,7 +412,7 @@ class Chunk:
 
     Attributes:
         start: Index of the first element in the tensor.
-        values: Values of the elements; of any shape, without gaps.
+        values: Values of the elements; of any shape, contiguous in memory.
     """
 
     start: int
@@ -416,7 +421,7 @@ class Chunk:
 
 @dataclass
 class Piece:
-    """Describes the part of one parameter that lies in this rank's shard of one bucket.
+    """Describes the part of one parameter that this rank steps in one bucket.
 
     Attributes:
         tensor_index: Index of the parameter in the engine's list.
@@ -429,7 +434,7 @@ class Piece:
         role: Role of the bucket; SHARDED for a whole parameter that is in no bucket.
         is_plain: Whether the piece is a whole, contiguous parameter, whose gradient can be read as
             it is.
-        was_stepped: Whether a step has changed `parameter`.
+        was_stepped: Whether `parameter`, if it is a master, was stepped or loaded.
     """
 
     tensor_index: int
@@ -445,7 +450,7 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Returns the number of elements."""
+        """Returns the number of elements of the piece."""
         return self.stop - self.start
 
 
@@ -456,10 +461,8 @@ def shard_pieces(bucket: Bucket) -> list[Piece]:
         lower, upper = max(part.offset, own.start), min(part.offset + part.numel, own.stop)
         if lower >= upper:
             continue
-        start, inside = (
-            part.start + lower - part.offset,
-            slice(lower - own.start, upper - own.start),
-        )
+        start = part.start + lower - part.offset
+        inside = slice(lower - own.start, upper - own.start)
         piece = Piece(
             tensor_index=part.tensor,
             start=start,
@@ -479,7 +482,8 @@ def cut_state(key: str, value: Any, parameter: Parameter, piece: Piece) -> Any:
 
     Args:
         key: Key of the state.
-        value: State of the whole `parameter`. A value of another shape is copied as a whole.
+        value: State of the whole `parameter`. A tensor of another shape, or with the key "step", is
+            copied whole. What is no tensor is returned itself.
         parameter: Parameter to which the state belongs.
         piece: Piece of the parameter.
     """

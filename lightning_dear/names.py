@@ -7,11 +7,12 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 
 APPS = ("sklearn", "scipy", "matplotlib")
-"""Modules that the extra `apps` installs. All programs except dear-train need it."""
+"""Top-level modules that the extra `apps` installs. All programs of this package except dear-train
+need that extra."""
 
 
 def is_meant(name: str, names: Iterable[str]) -> str:
-    """Returns " Is '...' meant?" with the most similar of `names`; empty if none is similar.
+    """Returns " Is '...' meant?" with the most similar of `names`; "" if none is similar.
 
     Args:
         name: Unknown name.
@@ -27,7 +28,7 @@ def check_name(what: str, name: str, names: Iterable[str]) -> str:
     """Returns `name`, after checking that it is one of `names`.
 
     Args:
-        what: What the names are names of, for the message.
+        what: Kind of thing that has the names, such as "fusion", for the message.
         name: Name to check.
         names: Valid names.
 
@@ -44,15 +45,16 @@ def check_name(what: str, name: str, names: Iterable[str]) -> str:
 def need(
     what: str, *modules: str, extra: str = "apps", error: type[BaseException] = ModuleNotFoundError
 ) -> None:
-    """Raises `error` if one of `modules` is not installed. Imports none of them.
+    """Raises `error` if one of `modules` is not installed. Does not import them.
 
-    The message tells how to install them.
+    The message says how to install them.
 
     Args:
         what: Option or program that needs the modules, for the message.
         *modules: Top-level names of the modules.
-        extra: Extra of this package that installs them.
-        error: Class of the exception. `SystemExit` ends a program with the message alone.
+        extra: Extra of this package that installs the modules.
+        error: Class of the exception. With `SystemExit`, a program ends with the message and
+            without a traceback.
     """
     if missing := [name for name in modules if find_spec(name) is None]:
         raise error(f'{what} needs {", ".join(missing)}: pip install "lightning-dear[{extra}]"')

@@ -1,9 +1,9 @@
 """Lists every private name of torch and Lightning that this package reads, replaces or imports.
 
 A new version of torch or Lightning may rename a private name without notice. So each name stands
-here once, with the reason for which it is needed. `PrivateName.of` and `replace_in` check a name
-when it is used. A test looks up all names in the installed versions, and checks that Lightning
-still calls what this package replaces.
+here once, with the reason for which it is needed. `PrivateName.of` raises, and `replace_in` warns,
+if the name is missing when it is used. A test looks up all names in the installed versions, and
+checks that Lightning still calls what this package replaces.
 
 Private operators such as `torch._foreach_copy_` are not listed, since a call of a missing operator
 raises at once.
@@ -24,7 +24,8 @@ class PrivateName:
     """Describes one private name.
 
     Attributes:
-        owner: Module that has the name, or "module:Class" if objects of a class have it.
+        owner: Module that has an attribute of this name, or "module:Class" if the class or its
+            objects have it.
         name: The private name itself.
     """
 
@@ -32,10 +33,10 @@ class PrivateName:
     name: str
 
     def of(self, holder: Any) -> Any:
-        """Returns the attribute of this name.
+        """Returns the attribute of this name of `holder`.
 
         Args:
-            holder: Module, class or object that has it.
+            holder: Module, class or object that has the attribute.
 
         Raises:
             RuntimeError: If `holder` has no such attribute.
@@ -53,19 +54,28 @@ class PrivateName:
         return self.of(import_module(self.owner))
 
     def replace_in(self, holder: Any, value: Any) -> None:
-        """Sets this attribute of one object to `value`, until `restore_in`.
+        """Sets the attribute of this name of one object to `value`, until `restore_in`.
 
-        Warns if the object had no such attribute, since then nothing uses it.
+        Other objects of the class keep their attribute. If the object had no such attribute, warns:
+        then the name has changed, and the replacement has no effect.
+
+        Args:
+            holder: Object whose attribute is set; mutated.
+            value: New value of the attribute.
         """
         if not hasattr(holder, self.name):
             warnings.warn(self._complaint(), stacklevel=3)
         vars(holder)[self.name] = value
 
     def restore_in(self, holder: Any) -> None:
-        """Undoes `replace_in`: the object has the attribute of its class again."""
+        """Undoes `replace_in`, so that `holder` has the attribute of its class again.
+
+        Does nothing if the attribute of the object was not replaced.
+        """
         vars(holder).pop(self.name, None)
 
     def _complaint(self) -> str:
+        """Returns the message about a missing name."""
         package = self.owner.partition(".")[0]
         return (
             f"lightning-dear needs '{self.name}' of {self.owner}, and the installed version of"
@@ -83,19 +93,23 @@ PARAMETERS = PrivateName(_MODULE, "_parameters")
 FORWARD_PRE_HOOKS = PrivateName(_MODULE, "_forward_pre_hooks")
 # Read, to notice replaced modules, and to broadcast buffers.
 MODULES, BUFFERS = PrivateName(_MODULE, "_modules"), PrivateName(_MODULE, "_buffers")
-# Read, to find compiled modules, in which reads of parameters cannot be noticed.
+# Read, to find compiled modules. If there is one, all parameters are waited for before forward,
+# since reads of parameters in compiled code cannot be noticed.
 COMPILED_CALL = PrivateName(_MODULE, "_compiled_call_impl")
-# Read, to refuse hooks that would get another gradient than under DDP.
+# Read, to refuse a second backward of a step if a parameter has such a hook: the hook would get
+# another sum of gradients than under DDP.
 POST_ACCUMULATE_GRAD_HOOKS = PrivateName("torch:Tensor", "_post_accumulate_grad_hooks")
 # Called, to move a hook before or behind the hooks that other code has registered.
 HOOKS_OF_HANDLE = PrivateName("torch.utils.hooks:RemovableHandle", "hooks_dict_ref")
-# Left out, or replaced, while buckets are stepped one by one, so that hooks run once in a step.
+# Bypassed, or replaced, while buckets are stepped one by one: one optimizer step then consists of
+# several calls of the optimizer's `step`, and its hooks must run only once.
 PROFILED_STEP = PrivateName(_OPTIMIZER, "profile_hook_step")
 STEP_PRE_HOOKS = PrivateName(_OPTIMIZER, "_optimizer_step_pre_hooks")
 STEP_POST_HOOKS = PrivateName(_OPTIMIZER, "_optimizer_step_post_hooks")
 # Read, to show waits in torch's profiler.
 IS_PROFILING = PrivateName("torch.autograd.profiler", "_is_profiler_enabled")
-# Entered, to update parameters that are read within contexts such as `torch.func` transforms.
+# Entered, to update parameters while user code is inside contexts such as `torch.func` transforms,
+# which would change the result of the update.
 CLEARED_TRANSFORMS = PrivateName(
     "torch._functorch.pyfunctorch", "temporarily_clear_interpreter_stack"
 )
@@ -107,7 +121,8 @@ GET_BACKEND = PrivateName("torch.distributed:ProcessGroup", "_get_backend")
 
 # --- Lightning ------------------------------------------------------------------------------------
 
-# Replaced: a broadcast before every batch, which would wait behind all-gathers.
+# Replaced: with it Lightning asks before every batch, by a broadcast, whether a rank got SIGTERM.
+# The broadcast would wait behind the all-gathers that are under way.
 STOP_QUESTION = PrivateName(
     "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop", "_broadcast_sigterm_tensor"
 )
@@ -124,14 +139,15 @@ LAUNCHER = PrivateName(_DDP, "_launcher")
 LAUNCHED_STRATEGY = PrivateName(f"{_LAUNCHERS}:_MultiProcessingLauncher", "_strategy")
 START_METHOD = PrivateName(f"{_LAUNCHERS}:_MultiProcessingLauncher", "_start_method")
 FABRIC_LAUNCHER = PrivateName(_FABRIC_DDP, "_launcher")
-# Replaced, so that checkpoints are written atomically, and that micro-batches of gradient
-# accumulation are not exchanged.
+# Replaced, so that checkpoints are written atomically, and that gradients are sent only after the
+# last micro-batch of gradient accumulation.
 CHECKPOINT_IO = PrivateName(_DDP, "_checkpoint_io")
 FABRIC_CHECKPOINT_IO = PrivateName(_FABRIC_DDP, "_checkpoint_io")
 FABRIC_BACKWARD_SYNC = PrivateName(_FABRIC_DDP, "_backward_sync_control")
 # Read, to find out whether a Trainer runs.
 MODULE_TRAINER = PrivateName("lightning.pytorch:LightningModule", "_trainer")
-# Inherited by classes of this package and read from `self`; a missing one raises at once.
+# Attributes and methods that classes of this package inherit and read from `self`. If one is
+# missing, that raises an AttributeError at once.
 INHERITED = (
     *(PrivateName(strategy, "_timeout") for strategy in (_DDP, _FABRIC_DDP)),
     *(PrivateName(strategy, "_get_process_group_backend") for strategy in (_DDP, _FABRIC_DDP)),
@@ -139,11 +155,13 @@ INHERITED = (
     PrivateName(_FABRIC_DDP, "_start_method"),
     PrivateName(f"{_LAUNCHERS}:_SubprocessScriptLauncher", "_check_can_spawn_children"),
 )
-# Overridden by the strategies of this package, to start ranks and to join restarts.
+# Overridden by the strategies of this package, to start ranks, and to let a restarted rank join the
+# other ranks.
 CONFIGURE_LAUNCHER = PrivateName(_DDP, "_configure_launcher")
 FABRIC_CONFIGURE_LAUNCHER = PrivateName(_FABRIC_DDP, "_configure_launcher")
 FABRIC_SETUP_DISTRIBUTED = PrivateName(_FABRIC_DDP, "_setup_distributed")
-# Called, to give all ranks rank 0's weights, to join restarts, and to share cores.
+# Called, in this order: to give all ranks rank 0's weights, to let restarted ranks join, and to
+# divide the cores of a host among its ranks.
 _DISTRIBUTED = "lightning.fabric.utilities.distributed"
 SYNC_MODULE_STATES = PrivateName("lightning.pytorch.overrides.distributed", "_sync_module_states")
 INIT_DIST_CONNECTION = PrivateName(_DISTRIBUTED, "_init_dist_connection")
@@ -160,7 +178,9 @@ FABRIC_OPTIMIZER = PrivateName("lightning.fabric.wrappers", "_FabricOptimizer")
 MOCK_OPTIMIZER = PrivateName("lightning.pytorch.core.optimizer", "_MockOptimizer")
 TUNER_EXIT = PrivateName("lightning.pytorch.utilities.exceptions", "_TunerExitException")
 
-# --- attributes that only some objects have, so that only the test notices a rename ---------------
+# --- attributes that only some objects have ------------------------------------------------------
+
+# They are looked up with a default. So if one is renamed, only the test notices that.
 
 ORIGINAL_MODULE = PrivateName("torch._dynamo.eval_frame:OptimizedModule", "_orig_mod")
 COMPILER_CONTEXT = PrivateName("lightning.pytorch:LightningModule", "_compiler_ctx")

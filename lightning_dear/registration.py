@@ -1,18 +1,19 @@
 """Registers this package's strategies with Lightning, and makes the mirror for `pytorch_lightning`.
 
-Registration: after `import lightning_dear`, Lightning knows `strategy="dear"`, whether it is
-imported before or after this package. Neither Lightning nor torch is imported here. The names are
-registered as soon as a Lightning package is imported, and the strategy is imported when a Trainer
-asks for it.
+Registration: after `import lightning_dear`, Lightning knows `strategy="dear"`, whether Lightning is
+imported before or after this package. Neither Lightning nor torch is imported here. The names in
+`START_METHODS` are registered as soon as a Lightning package is imported, and the module of the
+strategy is imported when a Trainer or Fabric makes a strategy of such a name.
 
-The mirror: a second copy of this package's classes, for `pytorch_lightning`, made from the same
-source files. `lightning.pytorch` and `pytorch_lightning` are two copies of one source, with
-different classes, so that a Trainer of one does not accept a strategy that is derived from the
-other. Lightning makes its second copy by rewriting imports before a release. This package does the
-same while a module is imported: `lightning_dear.pytorch_lightning.strategy` is `strategy/` with
-`lightning.pytorch` read as `pytorch_lightning`, and so on for every folder in `MIRRORED`. All
-other folders import only torch, and exist once. Tracebacks show the original files and lines.
-Mirrored classes can be pickled, since their modules can be imported by name.
+The mirror: a second copy of this package's classes that depend on Lightning, for
+`pytorch_lightning`, made from the same source files. `lightning.pytorch` and `pytorch_lightning`
+are two copies of one source, with different classes. So a Trainer of one package does not accept a
+strategy that is derived from a class of the other. Lightning makes its second copy by rewriting
+imports before a release. This package does the same while a module is imported:
+`lightning_dear.pytorch_lightning.strategy` is `strategy/` with `lightning.pytorch` read as
+`pytorch_lightning`, and so on for every folder in `MIRRORED`. Other folders exist once. Tracebacks
+show the original files and lines. Mirrored classes can be pickled, since their modules can be
+imported by name.
 
 If `pytorch_lightning` is installed and `lightning` is not, `lightning_dear.strategy` and the other
 folders in `MIRRORED` are the mirrored modules themselves. The applications in `lightning_dear.apps`
@@ -41,7 +42,8 @@ START_METHODS = {
     "dear_fork": "fork",
     "dear_notebook": "fork",
 }
-"""Name of a strategy -> its `start_method`, which tells how further ranks are started."""
+"""Name of a strategy -> its option `start_method`, which says how the ranks besides the first one
+are started."""
 
 REGISTRIES = {
     "lightning.pytorch.strategies": "lightning_dear:DearStrategy",
@@ -49,14 +51,16 @@ REGISTRIES = {
     "lightning.fabric.strategies": "lightning_dear.fabric:DearFabricStrategy",
     "lightning_fabric.strategies": "lightning_dear.pytorch_lightning.fabric:DearFabricStrategy",
 }
-"""Lightning module that has a registry of strategies -> "module:class" of the strategy for it."""
+"""Name of a Lightning module that has a registry of strategies -> "module:class" of this package's
+strategy for this registry."""
 
 
 def register_now_or_later() -> None:
     """Registers the strategies with all Lightning packages, now or once a package is imported.
 
-    Also makes the mirrored modules importable. Adds a finder to `sys.meta_path`, once even if it is
-    called again.
+    Registers at once with packages that are imported already. Adds a finder to `sys.meta_path`,
+    unless an earlier call has done so. The finder registers with packages that are imported later,
+    and makes the mirrored modules importable.
     """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
@@ -69,8 +73,9 @@ def register(registry: Any, create: Callable[..., Any]) -> None:
     """Adds the names in `START_METHODS` to one of Lightning's registries.
 
     Args:
-        registry: Registry of strategies; mutated.
-        create: Called with the strategy's options; returns the strategy.
+        registry: Registry of strategies; mutated. Existing entries of these names are replaced.
+        create: Function that Lightning calls with the strategy's options as keywords; it returns
+            the strategy.
     """
     for name, start_method in START_METHODS.items():
         registry.register(
@@ -83,21 +88,26 @@ def register(registry: Any, create: Callable[..., Any]) -> None:
 
 
 def _register_in(module: ModuleType) -> None:
-    names = ("StrategyRegistry", "STRATEGY_REGISTRY")  # Of a Trainer, of Fabric.
+    """Registers the strategies in a Lightning module whose name is a key of `REGISTRIES`."""
+    names = ("StrategyRegistry", "STRATEGY_REGISTRY")  # In modules of a Trainer, of Fabric.
     registry = next(getattr(module, name) for name in names if hasattr(module, name))
     register(registry, partial(_create, REGISTRIES[module.__name__]))
 
 
 def _create(strategy: str, **options: Any) -> Any:
+    """Imports the class `strategy`, "module:class", and makes a strategy with `options`."""
     return resolve_name(strategy)(**options)
 
 
 def _register_after(loader: Loader) -> None:
-    """Replaces `loader.exec_module` once, so that strategies are registered after the import."""
+    """Makes `loader` register the strategies in the module that it executes next.
+
+    Replaces `loader.exec_module` until its next call.
+    """
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
-        # The loader must be its old self again, since the module keeps it (as `__loader__`).
+        # The module keeps the loader, as `__loader__`. So the replacement is removed first.
         del vars(loader)["exec_module"]
         execute(module)
         _register_in(module)
@@ -109,7 +119,8 @@ def _register_after(loader: Loader) -> None:
 
 
 MIRRORED = ("callbacks", "fabric", "strategy")
-"""Folders of this package that import Lightning, directly or through each other."""
+"""Folders of this package that are mirrored: those whose classes depend on Lightning's classes,
+directly or through each other."""
 
 _PACKAGE = "lightning_dear"
 _MIRROR = "lightning_dear.pytorch_lightning"
@@ -121,9 +132,10 @@ _RENAMED = {
 
 
 def mirrored_name(name: str) -> str:
-    """Returns the name that stands for the module `name` in mirrored modules.
+    """Returns the name by which mirrored modules import what original modules import as `name`.
 
-    Returns `name` itself for modules that are not mirrored.
+    That is another name for modules of Lightning and of the folders in `MIRRORED`. For all other
+    modules it is `name` itself.
     """
     for original, mirrored in _RENAMED.items():
         if name == original or name.startswith(f"{original}."):
@@ -134,9 +146,9 @@ def mirrored_name(name: str) -> str:
 def mirror_imports(tree: ast.Module) -> None:
     """Renames the modules that `tree` imports to their mirrored names, in place.
 
-    It suffices to rename imports because this package imports in two forms only:
-    `from package.module import name` and `import package.module as name`. `unclear_imports` in
-    tests/test_mirror.py checks that.
+    See `mirrored_name`. Nothing else has to be renamed, because this package imports in two forms
+    only: `from package.module import name` and `import package.module as name`. `unclear_imports`
+    in tests/test_mirror.py checks that.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -147,7 +159,7 @@ def mirror_imports(tree: ast.Module) -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Tells whether a top-level package of this name is installed. Imports nothing."""
+    """Tells whether a top-level package of this name is installed. Does not import it."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
@@ -157,7 +169,17 @@ def is_installed(package: str) -> bool:
 
 
 def _mirrored_spec(fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """Returns the spec of a mirrored module. None means that `fullname` is not in the mirror."""
+    """Returns the import spec of the mirrored module `fullname`.
+
+    The spec's loader is a `_MirrorLoader` for the original file.
+
+    Args:
+        fullname: Name of a module in `lightning_dear.pytorch_lightning`.
+        path: Folders in which the module's package is searched.
+
+    Returns:
+        The spec. None means that there is no such mirrored module.
+    """
     original = _PACKAGE + fullname.removeprefix(_MIRROR)
     if mirrored_name(original) != fullname:
         return None
@@ -179,16 +201,16 @@ class _AliasLoader(Loader):
 
     @override
     def exec_module(self, module: ModuleType) -> None:
-        # The import returns what is in sys.modules after this call.
+        # The import statement gets what is in sys.modules after this call, not `module`.
         sys.modules[module.__name__] = importlib.import_module(mirrored_name(module.__name__))
 
 
 class _MirrorLoader(SourceFileLoader):
-    """Loader that compiles the source of a module with renamed imports."""
+    """Loader that compiles the source of an original module with renamed imports."""
 
     @override
     def get_code(self, fullname: str) -> CodeType:
-        # Not from cached bytecode, which is that of the original: both have the same file.
+        # Compiled anew at each import: cached bytecode of the file is that of the original module.
         file = self.get_filename(fullname)
         tree = ast.parse(self.get_data(file), file)
         mirror_imports(tree)
@@ -196,7 +218,12 @@ class _MirrorLoader(SourceFileLoader):
 
 
 class _Finder(MetaPathFinder):
-    """Finder of mirrored modules, which also registers strategies after Lightning's imports."""
+    """Finder in `sys.meta_path` that finds mirrored modules.
+
+    It also makes Lightning's modules with a registry (see `REGISTRIES`) register this package's
+    strategies once they are imported. It returns None for all other modules, so that the other
+    finders find these.
+    """
 
     @override
     def find_spec(

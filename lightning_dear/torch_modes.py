@@ -1,4 +1,4 @@
-"""Contexts for computations that must not depend on the contexts and settings around the caller."""
+"""Contexts in which the caller's contexts and settings, such as autocast, do not change results."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ _without_modes = private_names.WITHOUT_MODES.imported()
 _without_torch_function = private_names.WITHOUT_TORCH_FUNCTION.imported()
 
 HOST_DEVICES: tuple[str, ...] = ("cpu",)
-"""Types of devices on which an operator's pass over memory costs more than the call itself."""
+"""Types of devices on which the call of an operator on a large tensor costs less than its pass over
+memory."""
 
 
 def saves_calls(device: torch.device) -> bool:
-    """Tells whether fewer operators are faster even if they read more memory, as on accelerators.
+    """Tells whether code for `device` should call few operators, even if these read more memory.
 
-    Each operator is a kernel launch on an accelerator.
+    True on accelerators, where each operator is a kernel launch. False on a CPU.
     """
     return device.type not in HOST_DEVICES
 
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Multiplies fp32 matrices in fp32 within it, also after `set_float32_matmul_precision`."""
+    """Context in which fp32 matrices are multiplied in fp32, not in TF32 or bfloat16.
+
+    It overrides `torch.set_float32_matmul_precision`, and restores the settings at its end. The
+    settings are global, so that other threads are affected, too.
+    """
     backends: Any = torch.backends
     if not hasattr(backends.mkldnn, "matmul"):
         # Before torch 2.9 there is only one setting, for all devices.
@@ -51,18 +56,22 @@ def exact_products() -> Iterator[None]:
 
 
 class Onlooker:
-    """Mixin of dispatch modes that observe and change no result; `plain_mode` keeps these on."""
+    """Mixin for torch dispatch modes that only observe operators and change no result.
+
+    `plain_mode` keeps such modes on, and turns all other dispatch modes off.
+    """
 
 
 @contextmanager
 def plain_mode(device_type: str, default_dtype: torch.dtype = torch.float32) -> Iterator[None]:
-    """Turns off gradients and all contexts around the caller that would change results.
+    """Context without gradients, in which contexts around the caller do not change results.
 
-    A read of a parameter in forward may have to update it first, wherever that read is: under
-    autocast, which would round; under inference mode, whose new tensors cannot be updated later;
-    inside `torch.func` transforms; while a mode records operations, as for selective checkpointing;
-    or under another default dtype, which optimizers use for their state. Each rank may do so at
-    another place, and all must get the same result.
+    If forward reads a parameter, the parameter may have to be updated first, wherever the read is:
+    under autocast, which would round; under inference mode, whose new tensors cannot be updated
+    later; inside `torch.func` transforms; inside a torch mode that records operations, such as for
+    selective checkpointing; or under another default dtype, which optimizers would use for their
+    state. The update may be at different places on different ranks, and all must get the same
+    result. Modes that are an `Onlooker` stay on.
 
     Args:
         device_type: Type of the device, such as "cpu", for which autocast is turned off.

@@ -10,24 +10,27 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 Ranges = Mapping[str, tuple[str, str]]
-"""Distribution, or "python" -> (first version inside the range, first version behind it)."""
+"""Name of a distribution, or "python" -> (first version inside the range, first version after the
+range)."""
 
 TESTED_RANGES = {"python": ("3.10", "3.14"), "torch": ("2.6", "2.16"), "lightning": ("2.5", "2.7")}
-"""Versions with which the test suite was run."""
+"""Ranges of versions with which the test suite was run; see `Ranges`."""
 
 MIRROR_RANGES = {
     name.replace("lightning", "pytorch-lightning"): ends for name, ends in TESTED_RANGES.items()
 }
-"""The same for `pytorch_lightning`, which has the version numbers of `lightning`."""
+"""Same as `TESTED_RANGES`, with `pytorch-lightning` in place of `lightning`. Both have the same
+version numbers."""
 
 _named: set[str] = set()
-"""Versions that this process has already warned about."""
+"""Lines of `_outside` that this process has already warned about."""
 
 
 def warn_outside_tested_range(ranges: Ranges = TESTED_RANGES) -> None:
-    """Warns once about every installed version that lies outside `ranges`.
+    """Warns about all installed versions that lie outside `ranges`, in one warning.
 
-    A version that an earlier warning of this process has named is not named again.
+    A version that an earlier warning of this process has named is not named again. Does nothing if
+    no version is left. Distributions that are not installed are not named.
     """
     outside = [problem for problem in _outside(ranges) if problem not in _named]
     if outside:
@@ -41,8 +44,9 @@ def warn_outside_tested_range(ranges: Ranges = TESTED_RANGES) -> None:
 
 
 def _outside(ranges: Ranges) -> Iterator[str]:
+    """Yields, for each installed version outside its range, what to say about it."""
     for name, (minimum, below) in ranges.items():
-        # A missing distribution is no matter here: the import that needs it fails with a better
+        # A missing distribution is ignored here, since the import that needs it fails with a better
         # message.
         with suppress(PackageNotFoundError):
             installed = platform.python_version() if name == "python" else version(name)
@@ -51,10 +55,14 @@ def _outside(ranges: Ranges) -> Iterator[str]:
 
 
 def is_inside(installed: str, minimum: str, below: str) -> bool:
-    """Tells whether `minimum` <= `installed` < `below`; suffixes such as "+cu121" do not count."""
+    """Tells whether `minimum` <= `installed` < `below`.
+
+    Only the leading numbers of a version count, not suffixes such as "+cu121" or "rc1".
+    """
     return _release(minimum) <= _release(installed) < _release(below)
 
 
 def _release(text: str) -> tuple[int, ...]:
+    """Returns the leading numbers of a version. Empty means that it begins with none."""
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in match.group().split(".")) if match else ()

@@ -21,11 +21,11 @@ class CompressionSchedule(Callback):
     Pass it as `DearStrategy(compressor=..., compression_schedule=...)`, which adds it to the
     trainer's callbacks. Steps are counted by the trainer's `global_step`, which is saved in
     checkpoints and counts the steps of all optimizers. In a dense step nothing is encoded: the
-    gradients are sent together with the residuals of earlier steps. With `gather="parameters"`
-    whole parameters are gathered then.
+    gradients are sent together with the residuals of earlier steps. With `gather="parameters"` a
+    dense step gathers parameters, and not encoded differences.
 
     Args:
-        dense_steps: Number of optimizer steps at the beginning that are dense.
+        dense_steps: Number of optimizer steps at the beginning that are dense. 0 means none.
         densities: Step number -> density of a sparse compressor from that step on. Before the first
             of these steps the compressor's own density is used. None means that it is always used.
         compressors: Pattern -> compressor of the parameters whose names match it, instead of the
@@ -38,8 +38,9 @@ class CompressionSchedule(Callback):
         groups: (pattern, compressor) for each entry of `compressors`, for `ExchangeOptions`.
 
     Raises:
-        ValueError: If a step is negative or no integer, a density is not in (0, 1] or would never
-            be used, or a compressor is unknown.
+        ValueError: If a step is negative or no integer. If a density is not in (0, 1], or would
+            never be used because another one replaces it before the dense steps end. If a
+            compressor is unknown, or one of `compressors` does not encode row by row.
         TypeError: If `densities` or `compressors` is no mapping.
     """
 
@@ -105,7 +106,8 @@ class CompressionSchedule(Callback):
         """Refuses a planner that measures the first steps, if the schedule makes them different.
 
         Raises:
-            ValueError: If `planner` would measure steps that send other bytes than later steps.
+            ValueError: If `planner` is `BayesianFusion`, and dense steps or densities are given:
+                the steps that it measures would send other bytes than later steps.
         """
         if isinstance(planner, BayesianFusion) and (self._dense_steps or self._densities):
             raise ValueError(
@@ -115,7 +117,11 @@ class CompressionSchedule(Callback):
             )
 
     def codec_at(self, codec: Compressor, step: int) -> Compressor:
-        """Returns the compressor of optimizer step `step`, counted from 0."""
+        """Returns the compressor of optimizer step `step`, counted from 0.
+
+        That is `Fp32` in a dense step. Otherwise it is `codec`, with the density of that step if
+        one is given.
+        """
         if step < self._dense_steps:
             return Fp32()
         place = bisect_right(list(self._densities), step)
@@ -125,8 +131,10 @@ class CompressionSchedule(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuses a fit whose strategy was made without this schedule.
 
+        Does nothing in other stages, such as validation.
+
         Raises:
-            ValueError: In that case.
+            ValueError: If the strategy has another schedule or none.
         """
         if stage == "fit" and getattr(trainer.strategy, "compression_schedule", None) is not self:
             raise ValueError(

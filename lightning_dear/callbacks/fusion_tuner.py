@@ -16,13 +16,17 @@ from lightning_dear.tuning.tuner import Tuning
 class FusionTuner(Callback):
     """Lets a planner try plans on the first optimizer steps of a fit, and keeps the best plan.
 
-    Training goes on meanwhile, since the plan does not change the weights, with three exceptions.
-    With three or more ranks all-reduced buckets are summed in another order. The norm for clipping
-    is, too. And the error of a compressor depends on the bucket.
+    Training goes on meanwhile, since the weights do not depend on the plan, with three exceptions.
+    With three or more ranks the plan changes the order in which all-reduced buckets are summed. It
+    changes the order of summation in the norm for clipping. And the error of a compressor depends
+    on which elements share a bucket.
 
-    At the end rank 0 prints in one line which plan was chosen and why. The plan is saved in
-    checkpoints. A resumed fit uses it at once if it has the same number of ranks, the same planner
-    with the same options and the same compressor.
+    At the end of the search rank 0 prints in one line which plan was chosen and why. The plan is
+    saved in checkpoints. A resumed fit uses it at once if it has the same parameters, the same
+    number of ranks, the same planner with the same options and the same compressor.
+
+    With one rank nothing is tried. Under manual optimisation rank 0 warns, and nothing is tried.
+    With several optimizers the start of the fit raises ValueError.
 
     Args:
         planner: Planner that searches.
@@ -38,17 +42,17 @@ class FusionTuner(Callback):
 
     @property
     def plan(self) -> BucketPlan | None:
-        """The plan that was found in this fit. None means that none was found yet."""
+        """The plan that this fit has found or taken from a checkpoint. None means none yet."""
         return None if self._tuning is None else self._tuning.plan
 
     @property
     def reason(self) -> str:
-        """The planner's reason for that plan. Empty means that none was found yet."""
+        """The planner's reason for `plan`. Empty unless a search of this fit has ended."""
         return "" if self._tuning is None else self._tuning.reason
 
     @property
     def is_searching(self) -> bool:
-        """Whether the search has begun and not ended."""
+        """Whether the search has begun and not ended. It begins after the first step."""
         return self._tuning is not None and self._tuning.is_searching
 
     @override
@@ -112,7 +116,12 @@ def option_of(planner: FusionPlanner) -> str:
 
 
 def description_of(planner: SearchingPlanner, codec: Compressor | None = None) -> str:
-    """Returns the planner with its options, such as "AutoFusion(num_steps=60) for Int8()"."""
+    """Returns the planner with its options, such as "AutoFusion(num_steps=60) for Int8()".
+
+    Args:
+        planner: The planner. Its attributes that are numbers, strings or None are named.
+        codec: Compressor that it plans for. None means that none is named.
+    """
     kinds = (bool, int, float, str, type(None))
     options = {name: value for name, value in vars(planner).items() if isinstance(value, kinds)}
     planned = f"{type(planner).__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())})"

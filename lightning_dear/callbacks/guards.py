@@ -30,18 +30,18 @@ _NON_READERS: set[type[Callback]] = {
     lightning_callbacks.ThroughputMonitor,
     lightning_callbacks.Timer,
 }
-"""Callbacks whose batch hooks read weights only through `state_dict()`, which waits by itself, or
-not at all. Waiting before these hooks, too, would undo the overlap, since progress bars have them.
-"""
+"""Callbacks before whose batch hooks `CompletionGuard` does not wait. The hooks read no weights, or
+read them only through `state_dict()`, which waits by itself. Most trainers have such a callback,
+for instance a progress bar, so that waiting would undo the overlap. Subclasses do not count."""
 
 
 def _completing(hook: str, *, for_readers: bool = False) -> Callable[..., None]:
-    """Makes a hook of `CompletionGuard`, which waits for the parameters of the last step.
+    """Returns a hook of `CompletionGuard` that blocks until all parameters have their new values.
 
     Args:
         hook: Name of the hook.
-        for_readers: Whether to wait only if another callback or the module has this hook and may
-            read weights in it. If not, the hook always waits.
+        for_readers: Whether to wait only if the module, or a callback that is not in
+            `_NON_READERS`, has overridden this hook. If False, the hook always waits.
     """
 
     def complete(guard: CompletionGuard, trainer: Any, module: LightningModule, *_: Any) -> None:
@@ -58,13 +58,14 @@ class CompletionGuard(Callback):
 
     It must be the first of the trainer's callbacks, so that its hooks run before all others.
 
-    Its batch hooks wait for the parameters of the last step only if the module, or a callback that
-    is not known to leave weights alone, has the same hook. Its hooks of epochs, of validation, of
-    the end of training and of checkpoints always wait.
+    Its hooks block until all parameters have the values of the last step. Hooks of epochs, of the
+    start of validation, of the end of training and of checkpoints always do. The hooks of batches
+    do only if the module, or a callback that is not in `_NON_READERS`, has overridden the same
+    hook.
 
     Between backward and step a rank has only its shard of the mean gradient, whereas under DDP
-    `.grad` holds all of it. If the user has overridden a hook there, the mean gradient is gathered
-    into `.grad` before. The step uses it as the hook leaves it.
+    `.grad` holds all of it. If `gradient_hooks` names a hook that runs there, the mean gradient is
+    gathered into `.grad` before that hook runs. The step uses `.grad` as the hook leaves it.
 
     Args:
         complete: Function that blocks until parameters are complete. Its argument is the name of
@@ -73,6 +74,7 @@ class CompletionGuard(Callback):
             callbacks see the exception, because some of them write checkpoints and so wait for the
             other ranks. None means that nothing is reported.
         gradient_hooks: Names of overridden hooks that may read `.grad`, see `gradient_readers`.
+            Empty means that no gradient is gathered into `.grad`.
         expose: Function that gathers the mean gradient into `.grad` of an optimizer's parameters.
             None as its argument means all optimizers. Collective. Blocks.
     """
@@ -93,7 +95,8 @@ class CompletionGuard(Callback):
     ) -> str | None:
         """Returns the class name of the first callback or module that may read weights in `hook`.
 
-        None means that there is none.
+        That is the first that has overridden `hook` and whose class is not in `_NON_READERS`. None
+        means that there is none.
         """
         # Cached by the list of callbacks, because callbacks may be added during a fit.
         key = hook, tuple(id(callback) for callback in callbacks)
@@ -130,7 +133,13 @@ class CompletionGuard(Callback):
 
 
 def gradient_readers(owners: Iterable[Callback | LightningModule]) -> dict[str, list[str]]:
-    """Returns hook -> names of classes that override it, for hooks between backward and step."""
+    """Returns hook -> names of classes that override it, for hooks between backward and step.
+
+    Hooks that no class overrides have no entry.
+
+    Args:
+        owners: The trainer's callbacks and the module.
+    """
     readers: dict[str, list[str]] = {}
     for owner in owners:
         # `CompletionGuard` has these hooks itself, and reads no gradient.

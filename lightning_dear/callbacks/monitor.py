@@ -1,4 +1,7 @@
-"""Logs each step's exposed communication and sent bytes, and the compressor's figures."""
+"""Logs each step's exposed communication and sent bytes, and the compressor's figures.
+
+Exposed communication is the time in which computation waited for communication.
+"""
 
 import time
 from statistics import median
@@ -13,25 +16,27 @@ _FIGURES = ("exposed_s", "exposed_reduce_scatter_s", "exposed_all_gather_s", "wi
 
 
 class DearMonitor(Callback):
-    """Logs figures of every step to the trainer's logger, and returns their medians.
+    """Logs figures of every step with `log_dict`, and returns their medians from `summary`.
 
-    Under `strategy="dear"` it logs:
+    Lightning writes every `log_every_n_steps`-th of them to the logger. Under `strategy="dear"`
+    this callback logs:
 
-    - `dear/exposed_s`: seconds that the step waited for communication. Its parts are
+    - `dear/exposed_s`: seconds that computation waited for communication. It is the sum of
       `dear/exposed_reduce_scatter_s` and `dear/exposed_all_gather_s`.
-    - `dear/wire_bytes`: payload that this rank sent.
-    - `dear/bucket_fill`: share of the buckets that is not padding.
+    - `dear/wire_bytes`: bytes of payload that this rank sent.
+    - `dear/bucket_fill`: share of the buckets' elements that is not padding.
     - With a compressor, at the steps that Lightning logs: `dear/compression_ratio`,
       `dear/residual_norm`, `dear/lag`, and the figures of sparse all-reduces (see
       `ActivePlan.encoding_figures`). Not under manual optimisation, where Lightning does not call
       the hook in which they are read.
-    - The plan's name, as a hyper-parameter.
+    - The plan's name, as a hyper-parameter, whenever another plan is used.
 
     Seconds and bytes are those of the step before, so that the host need not wait for the GPU.
     Under other strategies nothing is logged, and `summary` has only the step time.
 
-    A step lasts from the beginning of its first batch to the beginning of the next step's, with
-    all waits in between. The last step before a validation or the end of an epoch is left out.
+    The step time ("step_s") is only in `summary`. A step lasts from the beginning of its first
+    batch to the beginning of the next step's first batch, with all waits in between. The last step
+    before a validation or the end of an epoch is not timed.
     """
 
     def __init__(self) -> None:
@@ -47,7 +52,8 @@ class DearMonitor(Callback):
 
     @override
     def on_before_zero_grad(self, trainer: Trainer, *_: Any) -> None:
-        # Read in this hook: forward has waited for the parameters, and no new gradient is there.
+        # The compressor's figures are read in this hook, since forward has waited for the
+        # parameters by now, and backward has not encoded new gradients yet.
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         is_logged = interval > 0 and (trainer.global_step + 1) % interval == 0
         figures = getattr(trainer.strategy, "encoding_figures", None)
@@ -59,7 +65,7 @@ class DearMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        # Read once now: on a GPU waits are timed only after the first read.
+        # Read once now, because on a GPU waits are timed only after `statistics` was first read.
         self._latest = getattr(trainer.strategy, "statistics", None)
 
     @override
@@ -79,7 +85,7 @@ class DearMonitor(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_step == self._began_at:
-            # This batch has made no step: gradients accumulate.
+            # No step was made after this batch, since gradients accumulate.
             return
         statistics, self._latest = self._latest, getattr(trainer.strategy, "statistics", None)
         plan = getattr(trainer.strategy, "plan", None)
@@ -100,6 +106,9 @@ class DearMonitor(Callback):
             self._steps.setdefault(name, []).append(value)
 
     def summary(self) -> dict[str, float]:
-        """Returns figure -> median over all steps but the first three, such as "step_s"."""
+        """Returns figure, such as "step_s" -> median over all steps of the fit but the first three.
+
+        If there are at most three steps, all of them count.
+        """
         steps = self._steps.items()
         return {name: median(values[_NUM_WARM_UP_STEPS:] or values) for name, values in steps}

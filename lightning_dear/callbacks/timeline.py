@@ -1,4 +1,4 @@
-"""Records two steps of a fit, and draws when compute and communication ran."""
+"""Records two batches of a fit, and draws when compute and communication ran."""
 
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,16 @@ class TimelineCallback(Callback):
     The picture needs matplotlib, which the extra `apps` installs. Without it only the JSON file is
     written, with a warning.
 
-    Two steps in a row are recorded, since the all-gathers of the first step overlap with the
-    forward of the second one. Recording makes these two steps slower. The environment variable
-    LIGHTNING_DEAR_TIMELINE=FOLDER adds this callback to each fit under `strategy="dear"`, with
-    FOLDER as `dirpath`.
+    Two batches in a row are recorded, since the all-gathers of the first step overlap with the
+    forward of the second one. Recording makes these two steps slower. The files are written before
+    the batch after them, or at the end of training. Under other strategies nothing is recorded, and
+    rank 0 warns. The environment variable LIGHTNING_DEAR_TIMELINE=FOLDER adds this callback, with
+    FOLDER as `dirpath`, to each fit under `strategy="dear"` whose trainer has no such callback.
 
     Args:
-        step: Index of the first recorded batch. Batch 0 overlaps nothing, since the plan does not
-            exist yet. If gradients accumulate, name a batch that ends in an optimizer step.
+        step: Index of the first recorded batch, counted from 0 through all epochs of the fit. Batch
+            0 overlaps nothing, since the plan does not exist yet. If gradients accumulate, name a
+            batch that ends in an optimizer step.
         dirpath: Folder of the files. None means the trainer's `default_root_dir`.
 
     Raises:

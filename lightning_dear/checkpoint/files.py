@@ -1,7 +1,7 @@
 """Writes checkpoint files atomically, and checks that a file holds the bytes that were written.
 
-Every checkpoint of this package has a format number, so that an older version of the package can
-refuse a checkpoint that it would read wrongly.
+The strategies write a format number into their checkpoints (`stamp`), so that an older version of
+the package can refuse a checkpoint that it would read wrongly.
 
 torch.save writes a zip archive that states the CRC-32 of each of its records. torch.load does not
 compare these digests with the data, so `check_records` does.
@@ -24,23 +24,24 @@ import torch
 from lightning_dear.optimizers.masters import MASTER_KEY
 
 CHECKPOINT_KEY = "lightning_dear"
-"""Key of a checkpoint under which the data stands that only this package reads."""
+"""Key of a checkpoint dict. Its value is a dict that only this package reads, with the format
+number under "format"."""
 
 FORMAT = 1
 """Format number of the checkpoints that this version writes. It is raised whenever older versions
 would read a new checkpoint wrongly."""
 
 METADATA_FILE = ".metadata"
-"""File that torch.distributed.checkpoint writes last. A folder without it is not a complete
-checkpoint."""
+"""Name of the file that torch.distributed.checkpoint writes after all tensors. `folder.load`
+refuses a folder without it as incomplete."""
 
 
 class CheckpointError(ValueError):
     """Raised for a checkpoint that cannot be loaded. Its message is one line for the user.
 
     Args:
-        message: What is wrong. Characters that cannot be printed are escaped, since parts of the
-            message may come from a damaged file.
+        message: What is wrong. Characters that cannot be printed, such as line breaks, are escaped,
+            since parts of the message may come from a damaged file.
     """
 
     def __init__(self, message: str) -> None:
@@ -51,18 +52,21 @@ class CheckpointError(ValueError):
 
 
 def stamp(checkpoint: dict[str, Any]) -> None:
-    """Writes the format number into `checkpoint`, under `CHECKPOINT_KEY`."""
+    """Writes the format number into `checkpoint`, under `CHECKPOINT_KEY`. Mutates `checkpoint`.
+
+    Other entries of the dict under that key are kept.
+    """
     checkpoint[CHECKPOINT_KEY] = {**checkpoint.get(CHECKPOINT_KEY, {}), "format": FORMAT}
 
 
 def check_format(checkpoint: Mapping[str, Any]) -> None:
-    """Raises if this version cannot read `checkpoint`.
+    """Raises if `checkpoint` has another format number than `FORMAT`.
 
-    A checkpoint without `CHECKPOINT_KEY` was written by another strategy, such as DDP, and can be
-    read.
+    A checkpoint without `CHECKPOINT_KEY` passes: another strategy, such as DDP, wrote it.
 
     Raises:
-        ValueError: If the format number is another one. The message names it and says what to do.
+        ValueError: If the format number is another one, or is missing under `CHECKPOINT_KEY`. The
+            message names it and says what to do.
     """
     own = checkpoint.get(CHECKPOINT_KEY, {"format": FORMAT})
     number = own.get("format") if isinstance(own, Mapping) else None
@@ -83,7 +87,11 @@ def forget_masters(checkpoint: Mapping[str, Any]) -> None:
 
     For a checkpoint that another strategy wrote after it had loaded one of this package. That
     strategy stepped the weights. It saved the masters unchanged, as it saves all optimizer state
-    that it does not know, so that they are older than the weights.
+    that it does not know, so that the masters are older than the weights.
+
+    Args:
+        checkpoint: Checkpoint dict. Every value, and every item of a value that is a list, is taken
+            for an optimizer state if it has the keys "state" and "param_groups".
     """
     for value in checkpoint.values():
         for state in value if isinstance(value, list) else [value]:
@@ -97,10 +105,11 @@ def forget_masters(checkpoint: Mapping[str, Any]) -> None:
 
 
 def write(value: object, target: Path) -> None:
-    """Writes `value` with torch.save, to a temporary file that is then renamed. Blocks.
+    """Writes `value` with torch.save, to a temporary file that is then renamed. Local. Blocks.
 
-    `target` gets its name only when all data is on the disk. A temporary file that a killed call
-    for the same path has left behind is overwritten and removed.
+    The file gets the name `target` only when all data is on the disk. Until then a file that had
+    this name before is still there. A temporary file that a killed call for the same path has left
+    behind is overwritten and removed. Missing parent folders are made.
 
     Raises:
         OSError: If writing fails, for instance since the disk is full. The error has the system's
@@ -124,18 +133,18 @@ def write(value: object, target: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Generator[None, None, None]:
-    """Makes a write that fails in the block raise the system's reason and the name of `path`.
+    """A context in which a failed write raises an OSError with the system's reason and `path`.
 
     torch's own error has neither.
 
     Raises:
-        OSError: Instead of an OSError that the block raised, or of the RuntimeError that torch
-            raised after an OSError. Other exceptions pass unchanged.
+        OSError: Instead of an OSError that the block raised, or of torch's RuntimeError "enforce
+            fail" that followed an OSError. Other exceptions pass unchanged.
     """
     try:
         yield
     except Exception as error:
-        # The context counts only for torch's "enforce fail" error: for any other exception it may
+        # `__context__` is read only of torch's "enforce fail" error: in any other exception it may
         # be an earlier failure, unrelated to this write.
         errors = (error, error.__context__ if "enforce fail" in str(error) else None)
         cause = next((one for one in errors if isinstance(one, OSError)), None)
@@ -147,8 +156,9 @@ def naming(path: Path) -> Generator[None, None, None]:
 def beside(path: str | Path, what: str) -> Path:
     """Returns the path of a hidden temporary file or folder in the folder of `path`.
 
-    The name holds a hash of the file name instead of the file name: Lightning takes every file
-    with "last" in its name for a last checkpoint.
+    Creates nothing. The result depends only on the arguments, so that a later save to `path` finds
+    what a killed one has left. The name holds a hash of the file name instead of the file name:
+    Lightning takes every file with "last" in its name for a last checkpoint.
 
     Args:
         path: The checkpoint that the temporary file or folder belongs to.
@@ -159,7 +169,10 @@ def beside(path: str | Path, what: str) -> Path:
 
 
 def delete(path: Path) -> None:
-    """Removes a file, a folder and its content, or a link. Does nothing if `path` is not there."""
+    """Removes a file, a folder with its content, or a link. Does nothing if `path` is not there.
+
+    What a link points to is kept.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -170,18 +183,22 @@ def delete(path: Path) -> None:
 
 
 def read(path: str | Path, load: Callable[[], Any], *, check_digests: bool) -> dict[str, Any]:
-    """Returns the checkpoint dict that `load` reads from the file or folder `path`.
+    """Returns the checkpoint dict that `load` reads from `path`, and checks its format number.
+
+    Local.
 
     Args:
-        path: File or folder, named in every error message.
+        path: File or folder, for error messages and for `check_digests`.
         load: Reads the checkpoint, for instance with torch.load.
         check_digests: Whether to run `check_records` first, if `path` is a file on this machine.
-            That reads the file once more.
+            That reads the file once more. Without it a changed byte may go unnoticed.
 
     Raises:
         ValueError: If the checkpoint is empty, cut off, damaged, not a checkpoint at all, or of an
-            unknown format.
-        UnpicklingError: If the file is intact, but `load` refuses to run code that the file names.
+            unknown format. This includes every other exception of `load`.
+        UnpicklingError: If `load` refuses to run code that the file names. The file is a zip
+            archive, as torch.save writes it, so that it is probably not damaged.
+        FileNotFoundError, PermissionError, MemoryError: As `load` has raised them.
     """
     try:
         if check_digests and Path(path).is_file():
@@ -195,7 +212,8 @@ def read(path: str | Path, load: Callable[[], Any], *, check_digests: bool) -> d
     except Exception as error:
         if isinstance(error, UnpicklingError) and zipfile.is_zipfile(path):
             raise UnpicklingError(f"{path}: {error}") from error
-        # torch advises weights_only=False here, which would not help with a damaged file.
+        # Cuts off torch's advice to set weights_only=False, which would not help with a damaged
+        # file.
         cause = f"{type(error).__name__}: {error}".splitlines()[0].partition(" In PyTorch ")[0]
         raise CheckpointError(
             f"{path} cannot be loaded ({cause}). Copy it again, or use another checkpoint: it is"
@@ -208,17 +226,19 @@ def read(path: str | Path, load: Callable[[], Any], *, check_digests: bool) -> d
 def check_records(file: IO[bytes], path: str | Path, name: str | None = None) -> None:
     """Compares the bytes of a torch.save archive with the CRC-32 digests in the archive.
 
-    Nothing is compared if the archive has no digests, that is, if
-    `torch.serialization.set_crc32_options(False)` was in effect or torch older than 1.6 wrote it.
+    Nothing is checked if `file` is no zip archive, as with torch older than 1.6. If the archive has
+    no digests (`torch.serialization.set_crc32_options(False)` was in effect), its data is not
+    compared. Only a record with the flag of a folder is found then.
 
     Args:
-        file: Binary stream of the archive. It is read, and left at its start.
+        file: Binary stream of the archive. It is read, and left at its start unless this raises.
         path: Path of the file, for the error message.
         name: Name of the tensor in the archive, for the error message. None means that the message
             names the record of the archive.
 
     Raises:
-        ValueError: If a record differs. The message names the file and the first such record.
+        ValueError: If a record differs or has the flag of a folder. The message names the file, and
+            `name` or the first such record.
     """
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:

@@ -8,8 +8,8 @@ converts a folder to an ordinary checkpoint file, for DDP, a single device or `t
 
 A folder holds the tensors, in the file format of torch.distributed.checkpoint, and
 `checkpoint.pt`. The latter holds the rest of the checkpoint, with a name in place of each tensor,
-and says in which files the tensors are. torch's own `.metadata` is written for other readers.
-It is never read here, since it is a pickle that may run code.
+and says in which files the tensors are. torch's own `.metadata` is written for other readers. Here
+only its presence is checked. It is never read, since it is a pickle that may run code.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ import torch
 from lightning_dear.checkpoint import files
 
 SKELETON_FILE = "checkpoint.pt"
-"""File of the checkpoint without its large tensors. Rank 0 writes it."""
+"""Name of the file that holds the checkpoint without its large tensors. Rank 0 writes it when all
+ranks have written their tensors."""
 
 
 def save(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
     """Writes `checkpoint` to the folder `path`, each rank a part of it. Collective. Blocks.
 
-    Each rank writes its own chunks of every `ShardedState`. Writing the optimizers' parameters,
-    which all ranks hold, is divided among the ranks. Rank 0 writes the rest. No rank needs more
-    memory than its own state and one chunk.
+    Each rank writes its own chunks of every `ShardedState`. All ranks hold the optimizers'
+    parameters, and each rank writes some of them. Rank 0 writes the rest. Beside its own state a
+    rank needs memory for one chunk.
 
-    The folder is written under a temporary name and renamed when it is complete. Only then is a
-    file or folder that had the name `path` replaced. Runs on the default process group, with its
-    timeout.
+    The folder is written under a temporary name, and rank 0 renames it when it is complete. Only
+    then is a file or folder that had the name `path` replaced. Runs on the default process group
+    with its timeout, or without a group in a training of one rank.
 
     Args:
         path: Path of the folder, equal on all ranks, on storage that all ranks share.
@@ -48,7 +49,8 @@ def save(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
             `ShardedState`.
 
     Raises:
-        ValueError: If `path` is not a local path.
+        ValueError: If `path` is a URL, or if a tensor is on the meta device and is not a stand-in
+            of a `ShardedState`.
         CheckpointException: On all ranks, if writing failed on any rank. It names the cause and
             `path`. What was written so far has been removed.
     """
@@ -76,13 +78,15 @@ def load(
     """Returns the checkpoint dict of a folder, with whole tensors on the CPU. Local.
 
     Works in any process, with or without a process group. Needs memory for the result and two
-    chunks.
+    chunks. If a save was killed while it replaced the folder, this warns and loads the checkpoint
+    that the save was to replace.
 
     Args:
         path: Folder that `save` has written.
         weights_only: Same as the argument of `torch.load`. None means True, unless an environment
             variable of torch says otherwise. False lets the checkpoint run code of its own.
-        check_digests: Whether to compare all bytes with the digests that were written.
+        check_digests: Whether to compare all bytes with the digests that were written. Without it a
+            changed byte may go unnoticed.
 
     Raises:
         FileNotFoundError: If the folder does not exist.
@@ -111,20 +115,20 @@ def load(
 
 
 def is_folder(path: str | Path) -> bool:
-    """Tells whether `load` can read `path`.
+    """Tells whether `path` names a checkpoint folder, not a file. Does not look into the folder.
 
-    True if `path` is a folder, or if a save that was replacing that folder was killed: then `load`
-    reads the folder before it, which has a temporary name.
+    True if `path` is a folder. Also true if nothing is there, but a save that was replacing a
+    folder `path` was killed: `load` then reads the replaced folder, which has a temporary name.
     """
     path = Path(path)
     return path.is_dir() or (not path.exists() and files.beside(path, "replaced").is_dir())
 
 
 def remove(path: str | Path) -> None:
-    """Removes a checkpoint folder. If the process is killed meanwhile, the rest is incomplete.
+    """Removes a checkpoint folder, and a replaced one that a killed save has left beside it. Local.
 
-    The metadata file goes first, so that `load` refuses what a kill leaves behind. Of a symbolic
-    link only the link is removed.
+    The metadata file is removed first: if the process is killed meanwhile, `load` refuses what is
+    left of the folder. If `path` is a symbolic link, only the link is removed.
     """
     folder = Path(path)
     # The folder that a link points to is another checkpoint and must stay complete.
@@ -147,6 +151,7 @@ def convert(folder: str | Path, file: str | Path, *, weights_only: bool | None =
 
     Raises:
         FileExistsError: If `file` exists.
+        Exception: All that `load` and `files.write` raise.
     """
     target = _local(file)
     if target.exists():
@@ -155,13 +160,16 @@ def convert(folder: str | Path, file: str | Path, *, weights_only: bool | None =
 
 
 def _publish(folder: Path, target: Path) -> None:
-    """Renames the complete `folder` to `target`, and removes the checkpoint that was there."""
+    """Renames the complete `folder` to `target`, and removes the checkpoint that was there.
+
+    Runs on rank 0.
+    """
     replaced = files.beside(target, "replaced")
     # The old checkpoint is renamed first and removed last, so that a kill at any moment leaves
     # either the old or the new checkpoint complete.
     if os.path.lexists(target):
-        # Not deleted if `target` is missing: then a save was killed between the two renames, and
-        # `replaced` is the last complete checkpoint.
+        # If `target` is missing, a save was killed between the two renames. Then `replaced` is the
+        # last complete checkpoint, and must stay until the new one has its name.
         files.delete(replaced)
         target.rename(replaced)
     folder.rename(target)
@@ -194,6 +202,8 @@ def _local(path: str | Path) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command of this module, which converts a checkpoint folder to a checkpoint file.
+
+    If that fails, the process exits with code 1 and prints the message of the error.
 
     Args:
         arguments: Command-line arguments. None means those of this process.

@@ -21,11 +21,12 @@ from lightning_dear.bucket import Chunk, as_flat
 from lightning_dear.collectives.work import STATE_TAGS, Collectives
 
 BATCH_BYTES = 1 << 22
-"""Largest number of bytes that a rank sends in one batch, and that it receives in one batch."""
+"""Largest number of bytes that a rank sends in one batch, and that it receives in one batch. Bytes
+that a rank copies from its own memory count, too."""
 
 Extents = list[tuple[int, list[tuple[int, int]], list[tuple[int, int]]]]
-"""For each item: bytes of an element, (start, stop) of each chunk that a rank has, and (start,
-stop) of each range that it wants."""
+"""What one rank tells the others, for each item: bytes of an element, (start, stop) of each chunk
+that the rank has, and (start, stop) of each range that it wants. Both are indices of elements."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Wanted:
     Attributes:
         start: Index of the first element, in storage order.
         stop: Index of the last element plus one.
-        make: Returns a tensor without gaps of stop - start elements. Called once, when the first
-            elements arrive.
+        make: Returns a tensor without gaps of stop - start elements. Called once: when the first
+            elements arrive, or at the end of `move` if none do.
     """
 
     start: int
@@ -45,7 +46,7 @@ class Wanted:
 
     @cached_property
     def values(self) -> Tensor:
-        """Returns the tensor that the elements are written into. The first use makes it."""
+        """Returns the tensor that the elements are written into. The first read calls `make`."""
         return self.make()
 
 
@@ -55,8 +56,8 @@ class Item:
 
     Attributes:
         dtype: Dtype of the tensor, the same on all ranks.
-        have: Chunks that this rank has. The list is cleared once they are sent, to free memory.
-        want: Ranges that this rank wants.
+        have: Chunks that this rank has. `move` clears the list once they are sent, to free memory.
+        want: Ranges that this rank wants. Empty means none.
     """
 
     dtype: torch.dtype
@@ -71,7 +72,7 @@ class _Transfer(NamedTuple):
         item: Index of the item.
         source: Rank that sends.
         have: Index of the chunk in the source's `Item.have`.
-        target: Rank that receives, perhaps the source itself.
+        target: Rank that receives. If it is the source, the elements are copied and not sent.
         want: Index of the range in the target's `Item.want`.
         start: Index of the first element.
         stop: Index of the last element plus one.
@@ -91,14 +92,15 @@ class _Transfer(NamedTuple):
 def move(items: Sequence[Item], collectives: Collectives, meeting: torch.device) -> None:
     """Fills the wanted ranges of every rank with the elements that the ranks have.
 
-    Collective. Blocks. A rank copies the elements that it has itself and receives the others.
+    Collective. Blocks. A rank copies the elements that it has itself and receives the others. If
+    several other ranks have the same chunk, the one with the smallest rank number sends it.
     Elements that no rank has keep the values that `Wanted.make` gave them.
 
     Args:
         items: Tensors to move, in one order on all ranks. Only `have` and `want` differ by rank.
             Mutated: every `have` is empty afterwards.
         collectives: Collectives that send the messages.
-        meeting: Device of the messages that are sent.
+        meeting: Device of the messages that are sent. Elements on another device are copied to it.
     """
     extents: Extents = [
         (
@@ -111,7 +113,7 @@ def move(items: Sequence[Item], collectives: Collectives, meeting: torch.device)
     done = 0
     for batch in _batches(_transfers(collectives.all_gather_object(extents))):
         _send_batch(batch, items, collectives, meeting)
-        # Transfers come item by item: all items before the last one of this batch are sent.
+        # Transfers come item by item, so all items before the last one of this batch are done.
         for item in items[done : batch[-1].item]:
             item.have.clear()
         done = batch[-1].item
@@ -122,7 +124,10 @@ def move(items: Sequence[Item], collectives: Collectives, meeting: torch.device)
 
 
 def _transfers(extents_of_ranks: Sequence[Extents]) -> Iterator[_Transfer]:
-    """Yields the transfers that fill all wanted ranges, item by item, equally on all ranks."""
+    """Yields the transfers of all ranks that fill the wanted ranges. Equal on all ranks.
+
+    They come item by item, each of at most `BATCH_BYTES`. Elements that no rank has are left out.
+    """
     size = len(extents_of_ranks)
     for item, extents in enumerate(zip(*extents_of_ranks, strict=True)):
         itemsize, transfers = extents[0][0], list[_Transfer]()
@@ -144,7 +149,8 @@ def _transfers(extents_of_ranks: Sequence[Extents]) -> Iterator[_Transfer]:
                     for begin in range(max(start, chunk[0]), end, step):
                         last = min(begin + step, end)
                         transfers.append(_Transfer(*way, begin, last, (last - begin) * itemsize))
-        # Sorted by the distance between the ranks, so that all ranks send at the same time.
+        # Sorted by the distance from source to target. Otherwise they would be sorted by target, so
+        # that a batch would be for one rank alone, and the others would wait.
         yield from sorted(transfers, key=lambda one: ((one.target - one.source) % size, one.start))
 
 
@@ -171,7 +177,8 @@ def _send_batch(
 ) -> None:
     """Makes the transfers of one batch. Collective. Blocks.
 
-    Each rank sends at most one message to each other rank.
+    Each rank sends at most one message to each other rank. If source and target of all transfers
+    are equal, nothing is sent.
     """
 
     def view_of(transfer: _Transfer, place: Chunk | Wanted) -> Tensor:
@@ -198,5 +205,5 @@ def _send_batch(
     for one, part in zip(receives, torch.split(incoming, lengths), strict=True):
         dtype, room = items[one.item].dtype, view_of(one, items[one.item].want[one.want])
         # Cloned, because `view` needs aligned memory: a message may hold elements of several
-        # sizes one behind the other.
+        # dtypes one behind the other.
         room.copy_(part.clone().view(dtype))

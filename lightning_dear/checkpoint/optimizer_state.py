@@ -1,7 +1,8 @@
 """Converts sharded optimizer state to and from torch's state dicts, keyed by parameter index.
 
 Tensors of the state are either gathered to whole tensors, or left sharded for a checkpoint folder.
-In the latter case a *stand-in*, a tensor on the meta device, takes the place of each such tensor.
+In the latter case a *stand-in* takes the place of each such tensor: a tensor on the meta device,
+which has the shape, strides and dtype of the whole tensor and no data.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ CLASS = "optimizer_class"
 """Key of an optimizer's state dict: the name of the optimizer class that the state belongs to."""
 
 _WHOLE = -1
-"""Stands for the bucket number in a `Piece` that is a whole parameter outside all buckets."""
+"""Stands for the parameter index and the bucket number in a `Piece` that is a whole parameter
+outside all buckets."""
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """A state tensor that is equal on all ranks (`step`), as it is sent to other ranks.
+    """A state tensor that has no value for each element (`step`), as it is sent to other ranks.
+
+    It is taken to be equal on all ranks that have the parameter's state.
 
     Attributes:
         value: The tensor, on the CPU.
@@ -48,13 +52,13 @@ class ShardedState(dict[str, Any]):
     """An optimizer's state dict in which stand-ins take the place of sharded tensors.
 
     `sharded_state` makes it. It can be read like an ordinary state dict, but only `folder.save` can
-    write it.
+    write it. To pickle or copy it, or to pass it to `load_state_dict`, raises TypeError.
 
     Args:
         packed: The state dict.
         chunks: (stand-in, this rank's chunks of the tensor), for every stand-in in `packed`.
-        parameters: The optimizer's parameters. All ranks hold them, so `folder.save` divides the
-            work of writing them.
+        parameters: The optimizer's parameters. All ranks hold them, so `folder.save` lets each rank
+            write some of them, instead of rank 0 all.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class ShardedState(dict[str, Any]):
 
     @override
     def copy(self) -> NoReturn:
-        # `Optimizer.load_state_dict` copies its argument first, and so fails with the message.
+        # `Optimizer.load_state_dict` copies its argument first, and so raises this error.
         self.__reduce_ex__(2)
 
 
@@ -86,6 +90,7 @@ def check_class(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Raises if `state_dict` is the state of another optimizer class.
 
     State that earlier versions or other strategies have saved does not name its class, and passes.
+    Classes are compared by name.
 
     Raises:
         ValueError: If the saved class is neither the optimizer's class nor a base of it. The
@@ -106,9 +111,10 @@ def check_class(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 def spread_state(stepper: SteppedPieces, collectives: Collectives) -> SpreadState:
     """Returns the optimizer state of all ranks, with stand-ins for sharded tensors.
 
-    Collective. Blocks. Ranks exchange dtypes and scalars, but no sharded tensors. This rank's
-    chunks are views of the state that the optimizer steps with, so the next step changes them. If
-    an ended plan has left its state in `stepper.left`, that is returned.
+    Collective. Blocks. Ranks send each other dtypes and scalars, but no sharded tensors. This
+    rank's chunks are views of the state that the optimizer steps with, so the next step changes
+    them. Parameters without state have no entry. If an ended plan has left its state in
+    `stepper.left`, that is returned, and nothing is sent.
     """
     if stepper.left is not None:
         return stepper.left
@@ -139,7 +145,8 @@ def spread_state(stepper: SteppedPieces, collectives: Collectives) -> SpreadStat
 def sharded_state(stepper: SteppedPieces, collectives: Collectives) -> ShardedState:
     """Returns the state dict of the optimizer, with its tensors left sharded. Collective. Blocks.
 
-    The chunks are views, as in `spread_state`: write or gather them before the next step.
+    The chunks are views, as in `spread_state`. Write or gather them before the next step, which
+    changes them.
     """
     spread = spread_state(stepper, collectives)
     parameters = stepper.shards.parameters or list(spread.entries)
@@ -152,12 +159,14 @@ def gathered(
 ) -> dict[str, Any]:
     """Returns `state` with whole tensors on the CPU in place of stand-ins. Collective. Blocks.
 
+    Elements that no rank has are 0. If `state` has no stand-ins, nothing is sent.
+
     Args:
         state: State dict that `sharded_state` has returned.
         collectives: Collectives of the pipeline, which send the chunks.
         device: Device of the messages that are sent.
         on_rank_0: Whether only rank 0 gets whole tensors. Other ranks then get a `ShardedState`
-            without chunks, which cannot be saved.
+            that keeps the stand-ins and has no chunks, so that it cannot be saved.
     """
     if not state.chunks:
         return dict(state)
@@ -191,17 +200,22 @@ def hand_on(
     """Moves the optimizer state of an ended plan to the ranks that step it now.
 
     Collective. Blocks. Parameters that are in no bucket now get their whole state in
-    `optimizer.state`, on every rank. Entries that are there already are kept.
+    `optimizer.state`, on every rank. Entries of `optimizer.state` that are there already are kept.
 
     Args:
         left: State that the ended plan has left. Mutated: its lists of chunks are cleared as they
             are sent, to free memory.
-        stepper: Pieces of the new plan, or of no plan. Mutated: gets the state and the masters.
+        stepper: Has the pieces of the new plan, or none if there is no plan. Mutated: gets the
+            state and the masters.
         known: The module's parameters. State of other parameters is dropped.
         collectives: Collectives that send the state.
 
     Returns:
-        Whether masters were taken over, and whether masters were dropped.
+        Whether a piece of this rank took over its master, and whether the master of a piece of this
+        rank was dropped, since its bucket has no masters now. Weights are not compared.
+
+    Raises:
+        ValueError: If a parameter has another shape or memory format than its state.
     """
     pieces: defaultdict[Tensor, list[Piece]] = defaultdict(list)
     for piece in stepper.pieces:
@@ -236,7 +250,11 @@ def hand_on(
 
 
 def _check_layout(parameter: Parameter, described: Mapping[str, Any]) -> None:
-    """Raises if the state was made for a parameter of another shape or memory format."""
+    """Raises if the state was made for a parameter of another shape or memory format.
+
+    Raises:
+        ValueError: In that case. Only stand-ins in `described` are compared with `parameter`.
+    """
 
     def layout(tensor: Tensor) -> list[tuple[int, int]]:
         # The stride of a dimension of size 1 means nothing and may be any number.
@@ -251,11 +269,18 @@ def _check_layout(parameter: Parameter, described: Mapping[str, Any]) -> None:
 
 
 def _wanted(key: str, value: Any, piece: Piece, own: dict[str, Any]) -> list[Wanted]:
-    """Prepares one entry of the state of `piece`, of which `value` is the value or a stand-in.
+    """Prepares the state of `piece` under `key`. Returns the range to receive, if any.
 
-    A value is put into `own` at once. For a stand-in, the returned range has memory for the
-    piece's elements of the tensor: for a master the fp32 `piece.parameter` itself, otherwise a new
-    tensor that is put into `own`.
+    A value that is no stand-in is put into `own` at once, and nothing is to be received. For a
+    stand-in, the returned range has memory for the piece's elements of the tensor: for a master the
+    `piece.parameter` itself, otherwise a new tensor that is put into `own`. Nothing is received of
+    a master if the piece has no master now, so that the old one is dropped.
+
+    Args:
+        key: Key of the state, such as "exp_avg".
+        value: The value, or the stand-in of a sharded tensor.
+        piece: Piece of the new plan, or a whole parameter in no bucket.
+        own: State of the piece. Mutated.
     """
     is_master = key == MASTER_KEY and piece.bucket != _WHOLE
     if not _is_stand_in(value):
@@ -278,8 +303,9 @@ def _wanted(key: str, value: Any, piece: Piece, own: dict[str, Any]) -> list[Wan
 def packed(optimizer: Optimizer, state: Mapping[Parameter, Any]) -> dict[str, Any]:
     """Returns `optimizer.state_dict()` with the entries of `state` added.
 
-    Where both `optimizer.state` and `state` have an entry, the former counts: it was put there
-    later, for instance by `load_state_dict`.
+    Where both `optimizer.state` and `state` have an entry, that of `optimizer.state` counts: it was
+    put there later, for instance by `load_state_dict`. State of parameters that are in no parameter
+    group is left out.
     """
     # Only `state_dict` knows the parameter indices, so `optimizer.state` is replaced meanwhile.
     whole: dict[Any, Any] = dict(optimizer.state)
@@ -317,8 +343,8 @@ def _described(value: Any, piece: Piece) -> Any:
 def _restored(value: Any, like: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Any:
     """Returns the state value that `_described` has described: the inverse of that function.
 
-    A dtype becomes a stand-in for the whole tensor. A `Scalar` becomes a tensor on the device that
-    the optimizer keeps it on.
+    A dtype becomes a stand-in for the whole tensor. A `Scalar` becomes a tensor on the CPU or on
+    the device of `like`, wherever the optimizer keeps it.
 
     Args:
         value: Description that a rank has sent.

@@ -1,4 +1,8 @@
-"""Moves residuals between buckets, from one plan to the next, and to and from state dicts."""
+"""Moves residuals between buckets, from one plan to the next, and to and from state dicts.
+
+A residual is what a compressor has left out of its messages so far. It is sent in later steps
+(error feedback).
+"""
 
 from __future__ import annotations
 
@@ -25,12 +29,12 @@ from lightning_dear.planning.plan import Slice
 class ResidualKeeper:
     """Keeps one optimizer's residuals, in buckets and outside of them, and saves and loads them.
 
-    The buckets of the active plan hold the residuals of their parameters. This object holds those
-    of parameters that are in no bucket: all of them while there is no plan, and later those of
-    frozen parameters, until a plan has them again. `PlanLifecycle` owns it.
+    The buckets of the active plan hold the residuals of their parameters. This object holds the
+    residuals of parameters that are in no bucket: of all parameters while there is no plan, and
+    later of frozen parameters, until a plan has these again. `PlanLifecycle` owns it.
 
     Args:
-        optimizer: The user's optimizer. Mutated: gets a hook that takes the residuals out of every
+        optimizer: The user's optimizer. Mutated: gets a hook that reads the residuals in every
             state dict that is loaded.
         present: Returns the collectives that are in use now.
         options: The exchange options of the training.
@@ -53,7 +57,10 @@ class ResidualKeeper:
     def attach(
         self, coded: Sequence[CompressedBucket], parameters: Sequence[Parameter], seed: int
     ) -> None:
-        """Puts the held residuals of `parameters` into the buckets of a new plan. Local.
+        """Puts the residuals that this object holds into the buckets of a new plan. Local.
+
+        Residuals of other parameters than `parameters` stay in this object. Rank 0 warns of
+        residuals that the buckets cannot keep, which are dropped.
 
         Args:
             coded: Buckets of the new plan. Empty if nothing is encoded.
@@ -69,7 +76,10 @@ class ResidualKeeper:
             self._put_in(self._held)
 
     def release(self) -> None:
-        """Takes the residuals out of the buckets before their plan ends. Collective. Blocks."""
+        """Copies the residuals in the buckets into this object, before their plan ends.
+
+        Collective. Blocks. Nothing is sent if there are no compressed buckets.
+        """
         if self._coded:
             self._held = self.taken()
         self._coded = self._parameters = ()
@@ -77,7 +87,8 @@ class ResidualKeeper:
     def inherit(self, others: Iterable[ResidualKeeper]) -> None:
         """Takes over copies of the residuals of earlier trainings, before the first plan.
 
-        Collective. Blocks.
+        Collective. Blocks. Of a parameter whose residuals several keepers have, this keeper's own
+        are used, or else those of the first of `others`.
 
         Args:
             others: Keepers of the same optimizer whose trainings have ended.
@@ -87,7 +98,10 @@ class ResidualKeeper:
                 self._held = held if self._held is None else self._held.joined(held)
 
     def detach(self) -> None:
-        """Removes the hook and drops the flat buffers. Residuals stay readable. Idempotent."""
+        """Removes the hook and drops the flat buffers. Local. Idempotent.
+
+        Residuals stay in this object, for `taken` and `add_to_sharded`.
+        """
         if self._is_detached:
             return
         self._is_detached = True
@@ -98,9 +112,11 @@ class ResidualKeeper:
     # --- into buckets ---------------------------------------------------------------------------
 
     def _put_in(self, held: Residuals) -> None:
-        """Overwrites the residuals in the buckets with `held`, and holds those of no bucket.
+        """Overwrites the residuals in the buckets with `held`. Local.
 
-        Rank 0 warns if `held` has residuals that are not 0 and that the buckets cannot keep.
+        Residuals of parameters that are in no bucket stay in this object, in place of those that
+        it has held. Rank 0 warns if `held` has residuals that are not 0 and that the buckets
+        cannot keep. Such residuals are dropped.
         """
         self._seed = self._seed if held.seed is None else held.seed
         planned = set(self._parameters)
@@ -120,9 +136,10 @@ class ResidualKeeper:
     def _overwrite(self, own: Residuals) -> None:
         """Overwrites all that the buckets keep between steps with `own`. Local.
 
-        Residuals that `own` lacks become 0. A low-rank factor that `own` lacks, or has with another
-        approximation rank, gets its starting value. Residuals without a saved rate count as
-        residuals at this training's rate, since earlier versions saved no rate.
+        Residuals that `own` lacks become 0. Counts, and thresholds and regions of sparse selection,
+        that `own` lacks get their starting values. So does a low-rank factor that `own` lacks or
+        has with another approximation rank. The seed stays if `own` has none. Residuals without a
+        saved rate count as residuals at this training's rate, since earlier versions saved no rate.
         """
         for bucket in self._coded:
             bucket.start_anew(own.seed)
@@ -143,9 +160,11 @@ class ResidualKeeper:
     def _collected(
         self, bucket: CompressedBucket, kind: residuals.ResidualKind, own: Residuals
     ) -> Tensor:
-        """Returns the residuals of one kind in the layout of the bucket, flat, at its rate.
+        """Returns the residuals of one kind in the layout of the bucket, flat.
 
-        They are 0 for parameters that have no residual of the kind, and in the padding.
+        They are 0 for parameters that have no residual of the kind, and in the padding. Residuals
+        of error feedback were saved as the unsent error times the `rate` of `Memory` in the run
+        that saved, so they are multiplied by the bucket's rate over that rate.
         """
         device = self._parameters[0].device
         flat = torch.zeros(bucket.spec.padded_numel, dtype=torch.float32, device=device)
@@ -185,9 +204,10 @@ class ResidualKeeper:
 
     @torch.no_grad()
     def taken(self, through: Collectives | None = None) -> Residuals:
-        """Returns whole copies of all residuals, in buckets and outside. Collective. Blocks.
+        """Returns the residuals of whole parameters, in buckets and outside. Collective. Blocks.
 
-        Needs a plan whose gathers are complete, or no plan.
+        Residuals in buckets are copied. The others are shared with this object. Nothing is sent if
+        there are no compressed buckets. No gather of the plan may be pending.
 
         Args:
             through: Collectives to gather with. None means those in use.
@@ -200,7 +220,8 @@ class ResidualKeeper:
             for name, kept in bucket.worker.kept.items():
                 whole["worker", name] = flat = bucket.whole_of(kept)
                 if len(bucket.encoded) > 1:
-                    # Ranks of a host encode different parts, and under the next plan others.
+                    # Each rank of a host encodes other elements, and under the next plan again
+                    # others, so all ranks of the host get the residuals of all elements.
                     collectives.launch_gather_of_host(flat, STATE_TAGS + bucket.number).wait()
             for name, shard in bucket.owner.kept.items():
                 flat = whole["owner", name] = shard.new_zeros(bucket.spec.padded_numel)
@@ -217,8 +238,8 @@ class ResidualKeeper:
     def _common(self) -> Residuals:
         """Returns the data of the buckets that needs no gathering. Local.
 
-        Factors, rates, counts and the seed are equal on all ranks. The steering is this rank's own,
-        and has the same length on all ranks.
+        Factors, rates, counts and the seed are equal on all ranks. The steering (thresholds and
+        regions of sparse selection) is this rank's own, and has the same length on all ranks.
         """
         coded, parameters = self._coded, self._parameters
         halves = coded[0].counts if coded else ()
@@ -229,7 +250,7 @@ class ResidualKeeper:
                 STEERING: {first: own for first, own in steered if own is not None},
             },
             {parameters[part.tensor]: one.rate for one in coded for part in one.spec.slices},
-            # The maximum, because buckets that travel uncompressed count nothing.
+            # The maximum, because the counts of buckets that the plan leaves uncompressed stay 0.
             {half: max(one.counts[half] for one in coded) for half in halves},
             coded[0].seed if coded else None,
         )
@@ -244,9 +265,10 @@ class ResidualKeeper:
         return self._parameters[bucket.spec.slices[0].tensor]
 
     def _chunks(self) -> Iterator[residuals.ResidualChunk]:
-        """Yields this rank's residuals in the buckets, as chunks of parameters.
+        """Yields this rank's residuals in the buckets, as chunks of parameters, which are views.
 
-        All ranks yield the same kinds and parameters, if need be with empty chunks.
+        All ranks yield the same kinds and parameters. A chunk is empty if this rank has no element
+        of the parameter's slice.
         """
         for bucket in self._coded:
             for part in bucket.spec.slices:
@@ -263,7 +285,8 @@ class ResidualKeeper:
     def add_to_sharded(self, state: ShardedState) -> ShardedState:
         """Returns `state` with stand-ins of all residuals, and this rank's chunks of them. Local.
 
-        Mutates `state`: the name of the optimizer's class is added.
+        Mutates `state`: the name of the optimizer's class is added. If there are no compressed
+        buckets and no residuals, `state` itself is returned, without an entry for residuals.
         """
         state[CLASS] = type(self._optimizer).__name__
         if not self._coded and self._held is None:
@@ -279,9 +302,13 @@ class ResidualKeeper:
         )
 
     def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Pre-hook of `load_state_dict`: replaces all residuals by those in `state_dict`.
+        """Pre-hook of `load_state_dict`: replaces all residuals by those in `state_dict`. Local.
 
         Residuals that `state_dict` lacks become 0, since the present ones belong to other weights.
+        If `state_dict` has other numbers of parameters, nothing is replaced.
+
+        Raises:
+            ValueError: If the state belongs to another optimizer class, see `check_class`.
         """
         check_class(optimizer, state_dict)
         saved = [group["params"] for group in state_dict["param_groups"]]
@@ -301,6 +328,8 @@ class ResidualKeeper:
 
 def _chunk_of(part: Slice, place: slice, values: Tensor) -> Chunk:
     """Returns the elements of `part` that lie in `values`, as a chunk of the parameter.
+
+    The chunk is a view of `values`, and empty if no element lies there.
 
     Args:
         part: Slice of a parameter in the bucket.

@@ -1,7 +1,8 @@
 """Residuals by parameter instead of by bucket, and their format in an optimizer's state dict.
 
-Each rank keeps residuals of the gradients that it encodes. The owner of a shard may keep further
-residuals of the shard's mean. A state dict holds both beside the optimizer's state:
+A residual is what encoding has left out so far, kept for the next steps. Each rank keeps residuals
+of the gradients that it encodes. The owner of a shard may keep further residuals of the shard's
+mean. A state dict holds both beside the optimizer's state:
 
     residuals: worker:  name -> parameter index -> [E, *shape]. E is the number of ranks that encode
                         each element: the world size, or the number of hosts if the ranks of a host
@@ -16,7 +17,7 @@ residuals of the shard's mean. A state dict holds both beside the optimizer's st
                         and regions by which each rank selects elements of that bucket.
 
 A resumed run uses the saved seed and not its own. State of earlier versions has no seed. A run that
-resumes from such state goes on without one, as that version did.
+resumes from such state draws random numbers without a seed, as that version did.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ ResidualKind = tuple[str, str]
 "residual", or `FACTORS` or `STEERING`."""
 
 FACTORS, STEERING = ("factors", ""), ("steering", "")
+"""Kinds without a name: low-rank factors, and the thresholds and regions of sparse selection."""
 
 OF_ALL = ("owner", "factors")
 """First words of the kinds that are equal on all ranks. Other kinds differ by rank or by host, and
@@ -72,7 +74,7 @@ class Residuals:
 
     @property
     def is_of_nothing(self) -> bool:
-        """Tells whether no parameter has a residual or a factor."""
+        """Tells whether no parameter has a residual or a factor. Steering and seed do not count."""
         return not any(own for kind, own in self.kept.items() if kind != STEERING)
 
     def get(self, kind: ResidualKind, parameter: Tensor) -> Tensor | None:
@@ -82,7 +84,7 @@ class Residuals:
     def of(self, belongs: Callable[[Tensor], bool]) -> Residuals:
         """Returns the residuals of the parameters for which `belongs` returns True.
 
-        Counts and seed are the same. Tensors are shared, not copied.
+        The result has the same counts and seed. Tensors are shared, not copied.
         """
 
         def own(by_parameter: Mapping[Tensor, T]) -> dict[Tensor, T]:
@@ -141,7 +143,8 @@ def sharded(
     Args:
         parts: This rank's chunks of the residuals in buckets. All ranks name the same kinds and
             parameters.
-        whole: Residuals of whole parameters, and counts, rates, factors, steering and seed.
+        whole: Residuals of whole parameters outside buckets. Also counts, rates, factors, steering
+            and seed of all.
         number_of: Parameter -> its index in the optimizer's state dict.
         rows: Which rows of the residuals are this rank's.
 
@@ -197,8 +200,8 @@ def unpacked(
 ) -> Residuals:
     """Converts a state dict's entry to this rank's residuals, on the parameters' device. Local.
 
-    If another number of rows was saved than there are now, each rank gets an equal share of the sum
-    of the saved rows.
+    If another number of rows was saved than there are now, each row gets an equal share of the sum
+    of the saved rows. Steering that was saved at another world size is dropped.
 
     Args:
         state: The entry under `RESIDUALS_KEY`, with whole tensors.
@@ -208,7 +211,7 @@ def unpacked(
     number, count = rows.of(("worker", ""))
 
     def own(saved: Tensor) -> Tensor:
-        # The ranks' gradients are summed, so equal shares of the sum are sent completely.
+        # Receivers sum what the ranks send, so only the sum of the rows matters.
         return saved[number] if len(saved) == count else saved.sum(0) / count
 
     def copied(parameter: Tensor, values: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class Stored:
     Attributes:
         stand_in: Tensor on the meta device with the shape, strides and dtype, without gaps.
         chunks: This rank's chunks. If several ranks have a chunk, one of them writes it.
-        is_rank_0s: Whether only rank 0's chunks are written.
+        is_rank_0s: Whether only rank 0's chunks are written. If not, the chunks of all ranks are.
     """
 
     stand_in: Tensor
@@ -63,10 +63,12 @@ def take_apart(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Stored]]:
     """Replaces the tensors of a nested checkpoint by names. `checkpoint` is not mutated.
 
     A name is the path of keys, such as "state_dict.net.weight". A tensor that occurs several times
-    (tied weights) gets one name. Tensors of at most 1 KiB stay in the skeleton.
+    (tied weights) gets one name. Tensors of at most 1 KiB stay in the skeleton, and so do tensors
+    that are more than a flat list of elements, such as sparse ones.
 
     Returns:
-        The skeleton, and name -> tensor. Only the smallest tensors are copied.
+        The skeleton, and name -> tensor. Strided tensors that stay in the skeleton are copied, the
+        others are not.
 
     Raises:
         ValueError: For a tensor on the meta device that is not a stand-in of a `ShardedState`.
@@ -80,7 +82,7 @@ def put_together(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
 
     Args:
         skeleton: Skeleton that `take_apart` has returned. Its dicts are mutated.
-        tensors: Name -> tensor.
+        tensors: Name -> tensor, for all names in the skeleton.
     """
     if type(skeleton) in (list, tuple):
         return type(skeleton)(put_together(item, tensors) for item in skeleton)
@@ -157,7 +159,7 @@ class _Walk:
     def _named(
         self, value: Tensor, path: _Path, chunks: Sequence[Chunk], *, is_rank_0s: bool
     ) -> dict[str, str]:
-        """Adds a tensor to `stored` and returns what stands for it in the skeleton."""
+        """Adds a tensor to `stored`, and returns the dict that names it in the skeleton."""
         name = ".".join(path)
         while name in self.stored:
             name += "'"
@@ -166,7 +168,10 @@ class _Walk:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns a key that is equal for two tensors exactly if they are the same view of memory."""
+    """Returns a key that is equal for two tensors if they are the same view of memory.
+
+    Of tensors that have elements and lie on one device, only such views have equal keys.
+    """
     return tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride()
 
 
@@ -185,7 +190,7 @@ def write_tensors(
     and the folder is removed.
 
     Args:
-        folder: Temporary folder on storage that all ranks share. What it held before is removed.
+        folder: Temporary folder on storage that all ranks share. Rank 0 removes what is in it.
         tensors: Name -> tensor. Ranks that have the same name have parts of the same tensor.
         finish: Called on rank 0 with the places of all chunks, after all tensors and torch's
             metadata are written.
@@ -220,7 +225,8 @@ def read_tensors(
         folder: Folder that `write_tensors` has written.
         stand_ins: Name -> meta tensor with the shape, strides and dtype of the tensor to read.
         places: Places of all chunks, as `finish` got them.
-        check_digests: Whether to compare the bytes of each chunk with the written digest.
+        check_digests: Whether to compare the bytes of each chunk with the written digest. Without
+            it a changed byte may go unnoticed.
 
     Raises:
         ValueError: If the folder is incomplete or damaged.
@@ -256,10 +262,10 @@ def read_tensors(
 
 
 class _SavePlanner(dcp.default_planner.DefaultSavePlanner):
-    """Plans to write this rank's chunks of each `Stored`.
+    """Plans to write this rank's chunks of each `Stored`, unless only rank 0's are written.
 
-    The base class removes duplicates: a chunk that several ranks plan to write is left to one of
-    them, so that the work is balanced.
+    The base class removes duplicates: of several ranks that plan to write the same chunk, one is
+    chosen so that all ranks write about equally much.
     """
 
     def __init__(self) -> None:
@@ -304,7 +310,9 @@ def _write_item(name: str, stand_in: Tensor, chunk: Chunk) -> dcp.planner.WriteI
 
 
 class _Writer(dcp.filesystem.FileSystemWriter):
-    """torch's writer, which also removes old files, renames new ones and calls `finish`.
+    """torch's writer. Also removes old files, gives files unique names, and calls `finish`.
+
+    Rank 0 removes the old files before any rank writes, and calls `finish` after all have written.
 
     Args:
         folder: Same as the argument of `write_tensors`.
@@ -345,7 +353,8 @@ class _Writer(dcp.filesystem.FileSystemWriter):
 
     @override
     def finish(self, metadata: dcp.metadata.Metadata, results: list[list[Any]]) -> None:
-        # If the folder is not on shared storage, rank 0 lacks the files of other hosts.
+        # Rank 0 runs this. If the folder is not on shared storage, it does not see the files of
+        # other hosts.
         places = [_place_of(one) for result in results for one in result]
         missing = sorted({file for _, _, file, *_ in places if not (self._folder / file).exists()})
         if missing:

@@ -18,9 +18,10 @@ _Todo = queue.SimpleQueue[Callable[[], None] | None]
 class Background:
     """Runs submitted calls in order, in one thread.
 
-    The thread starts with the first call and ends when this object is deleted. torch's works cannot
-    be asked whether their data has arrived. A thread can wait for a work instead, and the future of
-    that call says whether the wait has ended.
+    The thread starts with the first call. It ends after the calls that are queued when `finish` is
+    called or this object is deleted. It serves as a way to ask whether data has arrived, which
+    torch's works do not tell: the thread waits for a work, and the future of that call says whether
+    the wait has ended.
 
     Args:
         name: Name of the thread.
@@ -43,7 +44,7 @@ class Background:
             if self._thread is None:
                 # A daemon thread, because the call may wait for data that never comes, and must not
                 # keep the process alive. The thread refers to the queue and not to `self`, so that
-                # `self` can be deleted; then the finalizer ends the thread.
+                # `self` can be deleted. The finalizer then queues None, which ends the thread.
                 self._todo = queue.SimpleQueue()
                 self._thread = threading.Thread(
                     target=_run, args=(self._todo,), name=self._name, daemon=True
@@ -54,9 +55,9 @@ class Background:
         return future
 
     def finish(self) -> None:
-        """Blocks until all calls queued before have ended, and ends the thread.
+        """Blocks until all calls queued before have ended, and ends the thread, if there is one.
 
-        A call that another thread submits meanwhile is run by a new thread.
+        A call that is submitted later, also while this blocks, is run by a new thread.
         """
         with self._lock:
             thread, self._thread = self._thread, None
@@ -74,6 +75,7 @@ def _run(todo: _Todo) -> None:
 
 
 def _run_next(run: Callable[[], None] | None) -> bool:
+    """Calls `run`. Returns False if `run` is None, which means that the thread is to end."""
     if run is not None:
         run()
     return run is not None

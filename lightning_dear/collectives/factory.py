@@ -1,11 +1,11 @@
 """Makes the process groups of a training, and the `Collectives` object that launches on them.
 
-There are two groups beside the default group, one for reduce-scatters and one for all-gathers. So
-Lightning's collectives on the default group (it broadcasts a flag before every batch) never queue
-behind those of the engine, nor the other way round. With NCCL there is a third group, on gloo, for
-Python objects: ranks must be able to exchange these whatever NCCL is waiting for. Two hops on NCCL
-need two more groups: the ranks of one host, and the ranks with one place on their hosts. `gloo.py`,
-`nccl.py` and `two_hops.py` use the groups.
+If there are several ranks, two groups are made beside the default group, one for reduce-scatters
+and one for all-gathers. So Lightning's collectives on the default group (it broadcasts a flag
+before every batch) never queue behind those of the engine, nor the other way round. With NCCL there
+is a third group, on gloo, for Python objects: ranks must be able to send these whatever NCCL is
+waiting for. Two hops on NCCL need two more groups: the ranks of one host, and the ranks with one
+place on their hosts. `gloo.py`, `nccl.py` and `two_hops.py` use the groups.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _NUM_GROUPS = 3
 """Number of groups made with NCCL, without the two for two hops."""
 
 _RankInfo = tuple[bool, RankPlace, int | None]
-"""What a rank tells all others: whether it sends rows, where it runs, and the `hops` that it asks
-for."""
+"""What a rank tells all others before groups are made: `sends_rows`, where the rank runs, and
+`hops`, the arguments of `new_collectives`."""
 
 
 def new_collectives(
@@ -49,22 +49,25 @@ def new_collectives(
 ) -> Collectives:
     """Makes the collectives over all ranks. Collective, blocks.
 
-    Makes new process groups, or uses those of the fit before.
+    Makes new process groups and opens their connections. A later fit with the same `timeout` uses
+    the same groups again, if the default process group is still the same on all ranks.
 
     Args:
         device: Device of the parameters.
         timeout: How long a collective may take before it raises. None means torch's default.
         sends_rows: Whether to open the connections for all-to-alls now, too, which lead from each
-            rank to each other rank. One rank that asks for them is enough.
+            rank to each other rank. One rank that asks for them is enough. If no rank asks, the
+            first all-to-all opens them.
         hops: 1 means that every shard goes straight to its owner. 2 means that shards go within a
             host first, then between hosts. 2 needs several hosts with the same number of ranks, two
             or more, and consecutive rank numbers on each host; otherwise rank 0 warns, and 1 is
-            used. None means 2 with gloo where that is possible, else 1.
+            used. None means 2 with gloo where that is possible, else 1, without a warning.
         node: Node rank and local rank of this rank. They tell hosts apart if no two ranks have both
             alike, see `hosts_of`. Rank 0 warns if they contradict what the ranks see.
 
     Returns:
-        The collectives. They have this rank alone if torch.distributed is not initialised.
+        The collectives. If torch.distributed is not initialised, or has one rank, they have this
+        rank alone and no process groups.
 
     Raises:
         ValueError: If parameters on an accelerator would travel through gloo, if the default
@@ -104,7 +107,7 @@ _KINDS: dict[tuple[bool, bool], Any] = {
 
 
 def _agreed_hops(wanted: Sequence[int | None], backend: str, world: World) -> int:
-    """Returns the number of hops. Rank 0 warns if two were asked for and cannot be had.
+    """Returns the number of hops. Rank 0 warns if 2 were asked for and are not possible.
 
     Raises:
         ValueError: If ranks ask for different numbers.
@@ -123,7 +126,10 @@ def _agreed_hops(wanted: Sequence[int | None], backend: str, world: World) -> in
 
 
 def _agreed_world(places: Sequence[RankPlace]) -> World:
-    """Returns all ranks and their hosts. Rank 0 warns if the node ranks are not used."""
+    """Returns all ranks and their hosts, see `hosts_of`.
+
+    Rank 0 warns if the node ranks contradict what ranks see, so that they are not used.
+    """
     hosts, wrong = hosts_of(places)
     world = World(dist.get_rank(), dist.get_world_size(), hosts)
     if wrong and world.rank == 0:
@@ -173,13 +179,15 @@ def _process_groups(
 ) -> tuple[list[Any], list[_RankInfo]]:
     """Returns the process groups, and the infos of all ranks. Collective, blocks.
 
-    The groups are for reduce-scatters, for all-gathers and, with NCCL, for objects.
+    The groups are for reduce-scatters, for all-gathers and, with NCCL, for objects. If they were
+    kept from the fit before, those for two hops on NCCL may follow. They are kept in
+    `reusable_groups`.
     """
     default_group, groups = reusable_groups.get(timeout, (None, []))
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (default_group is dist.group.WORLD, info))
-    # All ranks make new groups or none does: making one is collective, and a rank that reused its
-    # old group would not take part.
+    # Either all ranks make new groups or none does: making one is collective, and a rank that
+    # reused its old group would not take part.
     if not all(can_reuse for can_reuse, _ in told):
         groups = [_new_group(timeout, backend) for _ in range(2)]
         if backend != "gloo":
@@ -190,9 +198,10 @@ def _process_groups(
 
 
 def _groups_of_two_hops(timeout: timedelta | None, backend: str, world: World) -> Sequence[Any]:
-    """Returns the groups of this host's ranks and of the ranks with this rank's place. Collective.
+    """Returns the groups of this host's ranks and of the ranks with this rank's place.
 
-    The groups of the fit before are used again if `_process_groups` has kept its groups.
+    Collective. Makes them, unless `_process_groups` has returned groups that were used in two hops
+    before.
     """
     _, groups = reusable_groups[timeout]
     ranks, size = range(world.size), world.ranks_a_host
@@ -215,7 +224,7 @@ def _new_group(timeout: timedelta | None, backend: str) -> Any:
 
 
 def _options_of(timeout: timedelta | None, backend: str) -> Any:
-    """Options of a group whose NCCL kernels run before compute kernels; None for gloo."""
+    """Returns options of a group: its NCCL kernels run before compute kernels. None for gloo."""
     options: Any = None
     if backend == "nccl" and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -228,8 +237,8 @@ def _options_of(timeout: timedelta | None, backend: str) -> Any:
 def forget_process_groups() -> None:
     """Drops all references to the groups made here, so that torch can end their threads. Local.
 
-    For the end of a job. Otherwise a group could outlive `destroy_process_group`, until the
-    interpreter shuts down. Afterwards collectives made before can send nothing.
+    For the end of a job: a group with references would outlive `destroy_process_group`. Afterwards
+    collectives made before can send nothing, and the next fit makes new groups.
     """
     reusable_groups.clear()
     for collectives in alive:
@@ -237,10 +246,10 @@ def forget_process_groups() -> None:
 
 
 def leave_process_groups() -> None:
-    """Destroys all process groups, so that the next job begins with none. May block on NCCL.
+    """Destroys all process groups, the default one included, so that the next job begins with none.
 
     For a process that goes on after a job. The job must have ended without an error on this rank,
-    or all other ranks must have ended.
+    or all other ranks must have ended: on NCCL destroying may wait for them.
     """
     forget_process_groups()
     if dist.is_initialized():
@@ -248,12 +257,12 @@ def leave_process_groups() -> None:
 
 
 def end_process_groups() -> None:
-    """At exit: destroys gloo's groups, so that their threads end before the interpreter shuts down.
+    """At exit: destroys all process groups if all are gloo's, so that their threads end in time.
 
-    A gloo thread that still holds a Python tensor at that time aborts the process (signal 6,
-    "terminate called without an active exception"). Lightning destroys only NCCL's groups. Does
-    nothing after an uncaught exception: other ranks might never come, and destroying would wait for
-    them.
+    A gloo thread that still holds a Python tensor when the interpreter shuts down aborts the
+    process (signal 6, "terminate called without an active exception"). Lightning destroys only
+    NCCL's groups. Destroys nothing if no collectives were made here, and after an uncaught
+    exception: other ranks might never come, and destroying would wait for them.
     """
     have_sent = bool(alive or reusable_groups)
     forget_process_groups()
@@ -267,15 +276,16 @@ atexit.register(end_process_groups)
 
 
 def _has_only_gloo() -> bool:
+    """Returns whether gloo is the default group's backend for all types of devices."""
     names = dist.get_backend_config().split(",")
     return all(name.rpartition(":")[2] == "gloo" for name in names)
 
 
 def _connect(collectives: Collectives, device: torch.device, *, sends_rows: bool) -> None:
-    """Opens all connections now, in the same order on all ranks. Collective, blocks.
+    """Opens connections now, by messages in the same order on all ranks. Collective, blocks.
 
-    Otherwise the first backward would open them. NCCL connects each pair of ranks only if
-    `sends_rows` is True, since connections take memory on the device.
+    Otherwise the first backward would open them. Those between each pair of ranks on NCCL are
+    opened only if `sends_rows` is True, since they take memory on the device. Empties the ledger.
     """
     if sends_rows:
         rows = torch.zeros((2, collectives.world.size, 1), dtype=torch.uint8, device=device)

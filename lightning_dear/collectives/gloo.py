@@ -42,13 +42,14 @@ def by_source(rows: RankRows) -> list[Tensor]:
 class PairwiseCollectives(Collectives):
     """Collectives by point-to-point messages, for gloo, which has no reduce-scatter of its own.
 
-    gloo's `reduce_scatter` runs a whole all-reduce. Here every shard goes straight to its owner,
-    which moves (P-1)/P of the buffer with P ranks, and gloo's own threads make the progress. With
-    one rank there are no peers, and every call is a no-op.
+    gloo's `reduce_scatter` runs a whole all-reduce. Here every shard goes straight to its owner, so
+    that each rank sends (P-1)/P of the buffer with P ranks, and gloo's own threads make the
+    progress. With one rank nothing is sent, and `launch_reduce_scatter` only copies.
 
-    Sending to one peer at a time, in step with the other ranks, comes nearer to the link's rate for
-    a single bucket (`tests/benchmarks/exchanges.py`). In training with four ranks on 1 Gb/s it was
-    slower, because a rank that comes late then holds up the messages of all others.
+    All messages of a launch are sent at once. Sending to one peer at a time, in step with the other
+    ranks, comes nearer to the link's rate for a single bucket (`tests/benchmarks/exchanges.py`). In
+    training with four ranks on 1 Gb/s it was slower, because a rank that comes late then holds up
+    the messages of all others.
 
     Python objects travel in the all-gather group, where all other messages are matched by tag. If
     several hosts have several ranks each, an owner adds up the shards of each host first, then the
@@ -63,18 +64,20 @@ class PairwiseCollectives(Collectives):
         self._expected: dict[tuple[str, int], tuple[int, Waits]] = {}
 
     def _peers(self) -> list[int]:
+        """Returns the other ranks in the order in which this rank sends to them."""
         # Each rank begins with a different peer, so that not all ranks send to rank 0 first.
         return [(self.world.rank + hop) % self.world.size for hop in range(1, self.world.size)]
 
     def _sources(self) -> list[int]:
+        """Returns the other ranks in the order in which their messages are likely to arrive."""
         return [(self.world.rank - hop) % self.world.size for hop in range(1, self.world.size)]
 
     @property
     @override
     def favors_all_reduce(self) -> bool:
-        # Each rank sends straight to all others: of n bytes the R ranks of a host send R (P - R) /
-        # P n to other hosts in each half. A ring all-reduce sends 2 (P - 1) / P n between hosts in
-        # all. A grid of hosts can use two hops instead.
+        # Of n bytes, the R ranks of a host send R (P - R) / P n to other hosts in each half. A ring
+        # all-reduce sends 2 (P - 1) / P n between hosts in both. If the ranks form a grid of hosts,
+        # two hops send no more than that, so that an all-reduce has no advantage.
         is_grid = self.world.ranks_a_host > 1
         return self.world.fewest_on_a_host > 1 and not is_grid
 
@@ -91,8 +94,8 @@ class PairwiseCollectives(Collectives):
         outgoing = [(peer, shard_of(buffer, peer, self.world.size)) for peer in self._peers()]
         waits = self._exchange("reduce_scatter", received, rows, outgoing, tag)
         self.ledger["reduce_scatter"] += nbytes_of(outgoing)
-        # In rank order, and not in the order in which messages arrive, so that all runs have the
-        # same bits.
+        # Summed in rank order, and not in the order in which messages arrive, so that all runs have
+        # the same bits.
         addends, size = by_source((*rows, (self.world.rank, own))), self.world.ranks_a_host
         finish = partial(sum_in_source_order, addends, out, size)
         return self.new_work("reduce_scatter", f"bucket {tag}", waits, finish)
@@ -174,15 +177,18 @@ class PairwiseCollectives(Collectives):
         self._expect(lane, incoming, self._rows(incoming), tag)
 
     def _reduce_rows(self, received: Tensor) -> RankRows:
+        """Cuts the scratch of a reduce-scatter into rows, one shard for each other rank."""
         return [
             (source, shard_of(received, place, self.world.size - 1))
             for place, source in enumerate(self._sources())
         ]
 
     def _rows(self, incoming: Tensor | Sequence[Tensor]) -> RankRows:
+        """Returns the rows of `incoming`, which has one for each rank, without this rank's."""
         return [(source, incoming[source]) for source in self._sources()]
 
     def _expect(self, lane: str, buffer: Tensor, rows: RankRows, tag: int) -> None:
+        """Posts receives into `rows`, unless some are posted with this half and tag already."""
         if (lane, tag) not in self._expected:
             self._expected[lane, tag] = buffer.data_ptr(), self._receive(lane, rows, tag)
 
@@ -193,7 +199,8 @@ class PairwiseCollectives(Collectives):
 
         Args:
             lane: "reduce_scatter" or "all_gather", which decides on the process group.
-            buffer: Flat buffer of which `rows` are views.
+            buffer: Tensor whose address tells whether receives that are posted write where this
+                launch wants. It must be the one that the `expect_...` call was given.
             rows: Memory that other ranks' messages are written into.
             outgoing: Messages to other ranks.
             tag: Tag of all these messages.
@@ -203,9 +210,10 @@ class PairwiseCollectives(Collectives):
         return [*receives, *self._sends(lane, outgoing, tag)]
 
     def _receives(self, lane: str, buffer: Tensor, rows: RankRows, tag: int) -> Waits:
+        """Returns the waits of the posted receives. Posts them into `rows` if there are none."""
         data_ptr, receives = self._expected.pop((lane, tag), (0, None))
-        # A posted receive writes into the memory of its `expect` call, whatever this launch asks
-        # for.
+        # A posted receive writes into the memory that the `expect_...` call was given, whatever
+        # this launch asks for.
         if receives is not None and data_ptr != buffer.data_ptr():
             raise RuntimeError(f"{lane} of bucket {tag} has a new buffer. Launch the expected one.")
         return self._receive(lane, rows, tag) if receives is None else receives
@@ -219,5 +227,6 @@ class PairwiseCollectives(Collectives):
         return [(source, self.calls.irecv(row, src=source, **place)) for source, row in rows]
 
     def _place(self, lane: str, tag: int) -> dict[str, Any]:
+        """Returns the arguments of torch's calls that say in which group and with which tag."""
         group = self.reduce_group if lane == "reduce_scatter" else self.gather_group
         return {"group": group, "tag": tag}

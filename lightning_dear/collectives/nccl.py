@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_dear import private_names
 from lightning_dear.collectives.work import Collectives, SplitTensor, Work, shard_of
 
-# torch 2.13 renamed both. Its old names warn, and earlier versions have only these.
+# torch 2.13 renamed both functions. There the old names warn. Earlier versions have no new names.
 _IS_RENAMED = hasattr(dist, "reduce_scatter_single")
 REDUCE_SCATTER = "reduce_scatter_single" if _IS_RENAMED else "reduce_scatter_tensor"
 ALL_GATHER = "all_gather_single" if _IS_RENAMED else "all_gather_into_tensor"
@@ -24,8 +24,9 @@ class NativeCollectives(Collectives):
 
     NCCL runs a collective after the kernels that are on the launching stream, and `wait` makes the
     current stream wait for the collective. NCCL matches messages by order, so that all ranks must
-    launch in one order, in each group and over both groups. They do, since launches follow the
-    plan: in a step first all reduce-scatters, then module buffers, the flags, and all all-gathers.
+    launch in one order, in each group and over all groups. They do, since launches follow the plan:
+    usually first all reduce-scatters of a step, then module buffers, the flags, and the all-gathers
+    (`engine/launch_order.py` has the whole order).
     """
 
     wait_blocks_host = matches_by_tag = has_variable_lengths = False
@@ -46,7 +47,7 @@ class NativeCollectives(Collectives):
             backends = [
                 private_names.GET_BACKEND.of(group)(torch.device("cuda")) for group in groups
             ]
-            # In one NCCL group call, since aborts one after the other might wait for each other.
+            # All within one NCCL group start and end: one abort alone might wait for another.
             private_names.NCCL_GROUP_START.of(backends[0])()
             for backend in backends:
                 with suppress(Exception):

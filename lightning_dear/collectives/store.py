@@ -15,7 +15,10 @@ from lightning_dear.collectives.work import T
 
 
 def default_store() -> Any | None:
-    """Returns the key-value store of the default process group; None if there is no such group."""
+    """Returns the key-value store of the default process group, without the group's key prefixes.
+
+    None means that there is no default group.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return None
     c10d: Any = dist.distributed_c10d
@@ -31,7 +34,7 @@ def new_store_client(timeout_s: float = 10.0) -> Any | None:
     """Opens a new connection to the store of the default group, for use by another thread.
 
     Args:
-        timeout_s: Seconds that connecting may take.
+        timeout_s: Seconds that connecting, and later each blocking call of the client, may take.
 
     Returns:
         The client. None means that there is no default group, or that its store is no TCP store.
@@ -50,7 +53,9 @@ _ATTEMPT = "lightning_dear/attempt"
 
 
 def attempt_store(timeout: timedelta) -> Any | None:
-    """Returns torchrun's store under keys that no earlier attempt has used. Collective, blocks.
+    """Returns torchrun's store, with a key prefix that no earlier attempt has used.
+
+    Collective, blocks, unless None is returned. An attempt is one start of all ranks by torchrun.
 
     torchrun keeps one store for all its restarts, in which a rank would find the addresses of ranks
     that are dead. The count of restarts cannot name an attempt, since it may differ from host to
@@ -66,7 +71,7 @@ def attempt_store(timeout: timedelta) -> Any | None:
         exists already.
 
     Raises:
-        RuntimeError: If not all ranks come in time.
+        RuntimeError: If another rank does not answer within `timeout`.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True) or dist.is_initialized():
         return None
@@ -95,7 +100,7 @@ def attempt_store(timeout: timedelta) -> Any | None:
 def from_all_ranks(value: T) -> list[T]:
     """Returns every rank's picklable `value`, in rank order. Collective, blocks.
 
-    Uses the default process group.
+    Uses the default process group. Without one, or with one rank, returns [value] at once.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return [value]

@@ -15,12 +15,14 @@ from typing_extensions import override
 class Streams:
     """The streams on which a device works. This class is for a CPU, which has none.
 
-    On a CPU an operation has ended when its call returns, so that most methods do nothing. No
-    method but `synchronize`, and the function that `read_later` returns, blocks the host.
+    On a CPU an operation has ended when its call returns, so that most methods do nothing. On an
+    accelerator (see `CudaStreams`) only `synchronize`, and the function that `read_later` returns,
+    block the host.
 
     Attributes:
         device: The device; the CPU if the argument is None.
-        readers: Streams on which parameters are stepped, or were read in a recorded forward.
+        readers: Streams on which parameters are stepped, or were read in a recorded forward. Other
+            classes add to it. On a CPU it contains at most None.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -40,7 +42,10 @@ class Streams:
         return None
 
     def follow(self, others: Iterable[Any]) -> None:
-        """Makes the current stream wait for all kernels launched so far on the streams `others`."""
+        """Makes the current stream wait for all kernels launched so far on the streams `others`.
+
+        `others` may contain the current stream.
+        """
 
     def read_later(self, numbers: Tensor) -> Callable[[], list[int]]:
         """Starts copying `numbers`, [n], to the host, with the values that they have now.
@@ -57,7 +62,7 @@ class Streams:
     def lead_readers(self) -> None:
         """Makes the streams `readers` wait for all kernels launched so far on the current stream.
 
-        The second stream (see `beside`) waits for them, too.
+        The second stream (see `beside`) waits for them, too, if it has been used.
         """
 
     def beside(self) -> AbstractContextManager[Any]:
@@ -104,7 +109,7 @@ class CudaStreams(Streams):
 
     @override
     def read_later(self, numbers: Tensor) -> Callable[[], list[int]]:
-        # Only a copy to pinned memory does not block the host.
+        # A copy to memory that is not pinned would block the host.
         host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
         host.copy_(numbers, non_blocking=True)
         event = self._cuda.Event()
@@ -130,7 +135,8 @@ class CudaStreams(Streams):
 
     @cached_property
     def _relay(self) -> Any:
-        # Its kernels run before compute kernels, because another host waits for what they make.
+        # The second stream. Its kernels run before compute kernels, because other hosts wait for
+        # what they make: encoded sums.
         relay = self._cuda.Stream(self.device, priority=-1)
         self._beside.append(relay)
         return relay

@@ -7,10 +7,10 @@ There are N hosts with L ranks each; rank h L + l has place l on host h. With n 
     all-gather        first, the ranks with place l of all hosts exchange their shards;
                       then each rank passes on what it has received to the ranks of its host
 
-In each half (N-1)/N n bytes leave a host. If each shard went straight to its owner, it would be
-(N-1)/N L n. Shards belong to the same ranks as in one hop. On gloo sums have the same bits as in
-one hop, too: a host's ranks are added up in order, then the hosts in order. NCCL adds up a host's
-ranks in an order of its own.
+In each half (N-1)/N n bytes leave a host. If each shard went straight to its owner, L times as many
+would. Shards belong to the same ranks as in one hop. On gloo sums have the same bits as in one hop,
+too: a host's ranks are added up in order, then the hosts in order. NCCL adds up a host's ranks in
+an order of its own.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class TwoHopCollectives(PairwiseCollectives):
     """`PairwiseCollectives` whose reduce-scatters and all-gathers go in two hops.
 
     A launch sends the first hop. A thread waits for that and sends the second hop. Each half of
-    each optimizer has a thread of its own, in which its buckets stand in the order in which all
-    ranks launch them. A shared thread could deadlock: it could wait for a first hop that another
-    rank launches only after the hop that is queued behind it.
+    each optimizer has a thread of its own, which handles buckets in the order in which all ranks
+    launch them. A thread that several halves share could deadlock: it could wait for a first hop
+    that another rank launches only after it has received a second hop, which is queued in the
+    thread behind that wait.
 
     All other messages go straight to the ranks that they are for.
 
@@ -64,7 +65,10 @@ class TwoHopCollectives(PairwiseCollectives):
         return {}
 
     def _within(self, way: int) -> list[int]:
-        """Returns the other ranks of this host, in the order of sends (way 1) or receives (-1)."""
+        """Returns the other ranks of this host, in the order of sends (way 1) or receives (-1).
+
+        `way` is 1 or -1.
+        """
         # Each rank begins with a different peer, and receives in the order in which others send.
         size, first = self.world.ranks_a_host, self.world.rank - self.world.place_on_host
         return [first + (self.world.rank + way * hop) % size for hop in range(1, size)]
@@ -75,6 +79,7 @@ class TwoHopCollectives(PairwiseCollectives):
         return [(self.world.rank + way * hop) % self.world.size for hop in hops]
 
     def _columns(self, buffer: Tensor, ranks: Iterable[int]) -> RankRows:
+        """Pairs each rank r of `ranks` with every shard of the ranks with r's place on a host."""
         return [(rank, shard) for rank in ranks for shard in self._column(buffer, rank)]
 
     @override
@@ -117,9 +122,18 @@ class TwoHopCollectives(PairwiseCollectives):
     ) -> Begun:
         """Sums within the host into `sums`, then sends each host its row of what `encode` returns.
 
+        Args:
+            buffer: Gradients to sum, [world_size shards], flat.
+            received: Scratch for the gradients of this host's other ranks.
+            sums: A tensor for each host, into which a thread writes this host's sum of the shard
+                of the rank on that host that has this rank's place.
+            encode: Called by that thread afterwards. Returns a row for each host, to be sent.
+            receives: Waits of the posted receives of the second hop.
+            tag: Tag of the first hop's messages.
+
         Returns:
-            The work, and a function that blocks until the rows are encoded, and raises if they
-            cannot be.
+            The work, and a function that blocks until the rows have been encoded and their sends
+            launched. It raises what that has raised.
         """
         lane, within = "reduce_scatter", self._received(received)[0]
         outgoing = self._columns(buffer, self._within(1))
@@ -184,6 +198,7 @@ class TwoHopCollectives(PairwiseCollectives):
         return rows[: len(sources)], rows[len(sources) :]
 
     def _incoming(self, incoming: Tensor) -> RankRows:
+        """Pairs the ranks of other hosts with this rank's place with their hosts' rows."""
         return [
             (source, incoming[source // self.world.ranks_a_host]) for source in self._across(-1)
         ]
@@ -197,7 +212,7 @@ class TwoHopCollectives(PairwiseCollectives):
     def _two_hops(
         self, lane: str, tag: int, first: Waits, pass_on: Callable[[], RankRows], receives: Waits
     ) -> Begun:
-        """Starts the second hop once the first has arrived, in a thread. Does not block.
+        """Has a thread start the second hop when the first has arrived. Does not block.
 
         Args:
             lane: Half of the exchange, "reduce_scatter" or "all_gather".
@@ -208,8 +223,8 @@ class TwoHopCollectives(PairwiseCollectives):
             receives: Waits of the second hop's receives, which are posted.
 
         Returns:
-            A work that ends with the second hop, and a function that blocks until that has been
-            launched.
+            A work whose `wait` blocks until the second hop has arrived, and a function that blocks
+            until the second hop has been launched.
         """
         hops = "within the host", "between hosts"
         hops = hops if lane == "reduce_scatter" else hops[::-1]
@@ -222,7 +237,8 @@ class TwoHopCollectives(PairwiseCollectives):
             if self.reduce_group is None:
                 raise RuntimeError(f"hops=2 cannot send {names[1]} after training. Wait earlier.")
             sends = self._sends(lane, outgoing, tag + _SECOND_HOP)
-            # The named rank may itself wait in vain for a rank of its host.
+            # Says so because, if the wait fails, the rank that its error names need not be the one
+            # that failed.
             name = f"{names[1]}, where the named rank may wait for a rank of its host"
             return self.arriving(lane, name, [*receives, *sends])
 
@@ -230,25 +246,28 @@ class TwoHopCollectives(PairwiseCollectives):
         thread = self._threads.setdefault(key, Background(f"dear {lane}, second hops {key[1]}"))
         sent = thread.submit(send)
         if self.observer is not None:
-            # The returned wait is not used: it would also wait for first hops of the other half.
+            # The wait that the observer returns is not used: the observer has one thread for first
+            # hops of both halves, so that it would also wait for those of the other half.
             self.observer("first_hop", names[0], partial(_until_done, sent))
         arrive = self.observed(lane, f"bucket {tag}", lambda: sent.result()())
         return Work(arrive), sent.result
 
 
 def _until_done(sent: Future[Any]) -> None:
+    """Blocks until `sent` is done. Does not raise what it has raised."""
     sent.exception()
 
 
 class NativeTwoHopCollectives(NativeCollectives):
     """`NativeCollectives` whose reduce-scatters and all-gathers go in two hops.
 
-    A launch hands both hops, and the encoding between them, to the device. A second stream waits
-    for the first hop and launches the second, so that neither the host nor the compute stream
-    waits. All other collectives go in one hop.
+    A launch hands both hops, and the encoding between them, to the device. The host launches the
+    second hop at once, on a second stream (see `Streams.beside`), which waits for the first hop. So
+    neither the host nor the compute stream waits. All other collectives go in one hop.
 
-    Both halves use the same two communicators. Each of these runs its collectives in order, and in
-    a step every reduce-scatter is launched before any all-gather.
+    Both halves use the same two communicators. Each communicator runs its collectives in the order
+    of their launches. No half holds up the other, since in a step every reduce-scatter is launched
+    before any all-gather.
 
     Args:
         within: Process group of the ranks of this host, in order.
@@ -290,7 +309,11 @@ class NativeTwoHopCollectives(NativeCollectives):
     def _two_hops(
         self, lane: str, tag: int, first: Waits, launch_second: Callable[[], Waits]
     ) -> Waits:
-        """Returns waits for the second hop, which the second stream launches behind the first."""
+        """Launches the second hop on the second stream, behind the first hop. Does not block.
+
+        Returns:
+            Waits of the second hop. They also hold references to the memory of the first one.
+        """
         hops = "within the host", "between hosts"
         name = f"bucket {tag} {hops[lane == 'all_gather']}"
         await_first = self.arriving(lane, name, first)
@@ -298,11 +321,12 @@ class NativeTwoHopCollectives(NativeCollectives):
             await_first = self.observer("first_hop", name, await_first)
         with self.streams.beside():
             await_first()
-            # The first hop's memory must be held until the second hop has been waited for.
+            # torch's works hold the memory that is sent. That of the first hop must be held until
+            # the second hop has been waited for.
             return [(*wait, first) for wait in launch_second()]
 
     def _count(self, lane: str, within: Tensor, across: Tensor) -> None:
-        """Adds the bytes that this rank sends in a half to the ledger.
+        """Adds the bytes that this rank sends in both hops of a half to the ledger.
 
         Args:
             lane: Half of the exchange, "reduce_scatter" or "all_gather".

@@ -1,4 +1,4 @@
-"""Class `Work`, a launched collective, and class `Collectives`, which launches and counts them."""
+"""Class `Work`, a launched collective, and class `Collectives`, which launches collectives."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Work:
         self._arrive, self._finishes = _nothing, []
 
     def then(self, finish: Callable[[], object] | None = None) -> Work:
-        """Appends local work, which `wait` runs last. Returns this work, which is not done yet."""
+        """Appends local work, which `wait` runs last; None is no work. Returns this, not done."""
         self._finishes += [] if finish is None else [finish]
         self.is_done = False
         return self
@@ -155,7 +155,8 @@ alive: WeakSet[Collectives] = WeakSet()
 """All collectives that may hold groups. Weak, so that trainings that are over can be deleted."""
 
 reusable_groups: dict[timedelta | None, tuple[Any, list[Any]]] = {}
-"""Timeout -> (default group, groups made under it). The next fit reuses them and their sockets."""
+"""Timeout -> (default group, groups made under it). The next fit with this timeout reuses them and
+their sockets, if all ranks still have that default group."""
 
 Waits = Sequence[tuple[Any, ...]]
 """Tuples (peer, torch's work, references that must be held until the wait). The peer is None if
@@ -168,8 +169,8 @@ _AT_ONCE = timedelta(milliseconds=1)
 class Collectives(ABC):
     """Launches collectives on process groups of the engine's own, and counts the bytes they send.
 
-    There is a subclass for each backend and number of hops. Every method `launch_...` is
-    collective, does not block and returns a work.
+    There is a subclass for each backend and number of hops. Every method `launch_...` does not
+    block and returns a work, and all but `launch_messages` are collective.
 
     Attributes:
         reduce_group: Process group of the reduce-scatters.
@@ -187,9 +188,9 @@ class Collectives(ABC):
         matches_by_tag: Whether messages are matched by tag (gloo). If not, they are matched by
             order, and all ranks must launch in one order over all groups.
         has_variable_lengths: Whether a message may be shorter than the memory that receives it.
-        was_discarded: Whether `discard` has been called.
-        has_given_up: Whether a wait has failed, on any rank. Then waits for late data fail at once.
-        observer: Sees when data arrives. None means no timeline.
+        was_discarded: Whether `discard` has been called, after a failure.
+        has_given_up: Whether a wait here, or a rank, has failed. Then a wait for late data fails.
+        observer: Wraps each work's `arrive`, to record when data arrives. None means no timeline.
         showing: (lane, name) -> context around local work, for a timeline. None means no timeline.
     """
 
@@ -213,10 +214,7 @@ class Collectives(ABC):
         alive.add(self)
 
     def _column(self, buffer: Tensor, rank: int | None = None) -> list[Tensor]:
-        """Returns, by host, the shards of the ranks with `rank`'s place on their hosts.
-
-        None means this rank.
-        """
+        """Returns, by host, the shards of the ranks with `rank`'s place. None means this rank."""
         owners = self.world.with_place(self.world.rank if rank is None else rank)
         return [shard_of(buffer, owner, self.world.size) for owner in owners]
 
@@ -229,7 +227,7 @@ class Collectives(ABC):
         Args:
             buffer: Flat, `world_size` shards of equal size. Mutated: undefined after `wait`, except
                 this rank's shard if `out` is a view of it.
-            received: Flat scratch of `scratch_numel(buffer.numel())` elements.
+            received: Flat scratch of `scratch_numel(buffer.numel())` elements; overwritten.
             out: One shard: `buffer`'s own shard itself, or an fp32 tensor elsewhere. gloo sums in
                 rank order, and 16-bit values in fp32.
             tag: Tag of the message, equal on all ranks; see `Exchange.tag_of`.
@@ -237,7 +235,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def launch_all_gather(self, buffer: Tensor, tag: int) -> Work:
-        """Fills `buffer` (flat, `world_size` shards) in place from every rank's own shard."""
+        """Fills `buffer` (flat, `world_size` shards), in place: shard r with that of rank r."""
 
     @abstractmethod
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, tag: int) -> Work:
@@ -253,7 +251,9 @@ class Collectives(ABC):
 
     @abstractmethod
     def launch_parts(self, outgoing: SplitTensor, incoming: SplitTensor, tag: int) -> Work:
-        """Sends each rank its part, on the gather group; `incoming` gets what ranks send here.
+        """Sends parts of any length to ranks, on the gather group, as an all-to-all.
+
+        After `wait`, part s of `incoming` is what rank s has sent here.
 
         Args:
             outgoing: Elements to send, none of them to this rank itself. Must not be mutated before
@@ -285,7 +285,8 @@ class Collectives(ABC):
         """Sends `messages[r]` to rank r; after `wait`, row s of `incoming` begins with rank s's.
 
         For messages whose lengths receivers do not know beforehand; only gloo can send them. A
-        message to this rank itself is not sent, and this rank's row is left alone.
+        message to this rank itself is not sent, and its row is not written. Only the senders and
+        receivers of messages with this tag need to call.
 
         Args:
             lane: "reduce_scatter" or "all_gather": the half that the messages belong to.
@@ -304,7 +305,7 @@ class Collectives(ABC):
         """Posts receives of all other ranks' rows, or messages; see `expect_reduce_scatter`."""
 
     def launch_all_reduce(self, buffer: Tensor, tag: int) -> Work:
-        """Sums the flat `buffer` in place, with equal bits on all ranks, on the reduce group."""
+        """Sums the flat `buffer` over ranks, in place, with equal bits, on the reduce group."""
         if self.world.size == 1:
             return Work.done()
         waits = self.start("all_reduce", self.reduce_group, buffer)
@@ -341,7 +342,7 @@ class Collectives(ABC):
     def launch_gather_of_host(self, buffer: Tensor, tag: int) -> Work:
         """Gathers within each host the shards that `launch_sums_of_host` sums, into `buffer`.
 
-        Each rank brings the shards of all ranks with its place. If `hops` is 1, nothing is done.
+        Each rank brings the shards of all ranks with its place. Does nothing if `hops` is 1.
         """
         return Work.done()
 
@@ -364,7 +365,7 @@ class Collectives(ABC):
         return False
 
     def scratch_numel(self, numel: int) -> int:
-        """Returns how many elements of scratch a reduce-scatter of `numel` elements needs."""
+        """Returns how many elements of scratch a reduce-scatter of `numel` needs; it may be 0."""
         return 0
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -388,13 +389,13 @@ class Collectives(ABC):
             raise RuntimeError("Another rank failed. The communicator was aborted: read its error.")
 
     def discard(self) -> None:
-        """After a failure: messages may still be in flight, so that no fit may reuse the groups."""
+        """After a failure: keeps later fits from reusing groups with messages still in flight."""
         self.was_discarded = True
         reusable_groups.clear()
 
     @property
     def device_groups(self) -> list[Any]:
-        """Process groups in which the device sends."""
+        """Process groups whose messages the device sends, if the backend is NCCL."""
         return [self.reduce_group, self.gather_group]
 
     def forget_groups(self) -> None:
@@ -402,13 +403,13 @@ class Collectives(ABC):
         self.reduce_group = self.gather_group = self.object_group = None
 
     def start(self, call: str, group: Any, *arguments: Any) -> Waits:
-        """Launches the backend's own collective `call`, whose work does not name its peers."""
+        """Launches the function `call` of `calls`, whose work does not name its peers."""
         self.check()
         work = getattr(self.calls, call)(*arguments, group=group, async_op=True)
         return [(None, work, arguments)]
 
     def ring_bytes(self, buffer: Tensor) -> int:
-        """Returns the bytes that a rank sends to reduce-scatter, or to all-gather, `buffer`."""
+        """Returns the bytes that a rank sends to reduce-scatter or gather `buffer` in one hop."""
         return buffer.nbytes // self.world.size * (self.world.size - 1)
 
     def new_work(
@@ -421,7 +422,7 @@ class Collectives(ABC):
         return work
 
     def observed(self, lane: str, name: str, arrive: Callable[[], None]) -> Callable[[], None]:
-        """Returns `arrive`, wrapped by the observer if there is one."""
+        """Returns `arrive`, wrapped by the observer if there is one, to be called in its place."""
         # Read once, as another thread may end the recording meanwhile.
         observe = self.observer
         return observe(lane, name, arrive) if observe else arrive
@@ -448,7 +449,7 @@ class Collectives(ABC):
 
 
 def _blame(peer: int | None, late_s: float, said: str) -> str:
-    """Says which rank was silent or has closed the connection. `FailureBoard` parses the text."""
+    """Describes a failed wait, with the rank if it is known. `FailureBoard` parses the text."""
     who = f"rank {peer}" if peer is not None else "a rank that the backend does not name"
     if re.search("[Tt]imed out|[Tt]imeout", said):
         return f"nothing from {who} for {late_s:.0f} s: link or rank. Check both. ({said})"

@@ -18,9 +18,9 @@ both 0 unless a launcher sets them."""
 class World:
     """All ranks of a training, the number of this rank, and the host of each rank.
 
-    If there are several hosts, all with the same number of ranks, and the ranks of each host are
-    numbered consecutively, the ranks form a grid: a row for each host, a column for each place on a
-    host.
+    If there are several hosts, all with the same number of ranks, at least two, and the ranks of
+    each host are numbered consecutively, the ranks form a grid: a row for each host, a column for
+    each place on a host.
 
     Attributes:
         rank: Number of this rank, from 0.
@@ -43,13 +43,13 @@ class World:
 
     @cached_property
     def fewest_on_a_host(self) -> int:
-        """Number of ranks on the host that has the fewest; 1 if there is only one host."""
+        """Number of ranks on the host that has the fewest; 1 with one host, or none known."""
         counts = Counter(self.hosts).values()
         return min(counts) if len(counts) > 1 else 1
 
     @property
     def num_hosts(self) -> int:
-        """Number of hosts in the grid; the world size if there is no grid."""
+        """Number of hosts in the grid. Without a grid it is the world size, whatever hosts are."""
         return self.size // self.ranks_a_host
 
     @property
@@ -71,7 +71,7 @@ class World:
 
     @property
     def description(self) -> str:
-        """Text for messages, such as "2 hosts with 4 ranks each". The hosts must be known."""
+        """Text for messages, such as "2 hosts with 4 ranks each". `hosts` must not be empty."""
         counts = Counter(self.hosts).values()
         least, most = min(counts), max(counts)
         if most == 1:
@@ -85,16 +85,16 @@ class World:
 def hosts_of(places: Sequence[RankPlace]) -> tuple[tuple[int, ...], str]:
     """Finds out which ranks share a host. Local.
 
-    Usually the node ranks decide, so that all containers of one node count as one host. If the node
-    ranks contradict what the ranks see, ranks share a host if they see the same network of the same
-    machine.
+    Usually the node ranks decide, so that all containers of one node count as one host. Node ranks
+    are not used if they contradict what the ranks see, or if two ranks have the same node rank and
+    local rank. Then ranks share a host if they see the same network of the same machine.
 
     Args:
         places: Places of all ranks, in rank order.
 
     Returns:
-        `World.hosts`, and the reason why the node ranks are not used. The reason is empty if they
-        are used, if all of them are equal, or if the networks give the same hosts.
+        `World.hosts`, and the reason why the node ranks are not used, for a warning. The reason is
+        empty if they are used, if all node ranks are equal, or if the networks give the same hosts.
     """
     columns = zip(*[(seen[0], seen, said[0]) for seen, said in places], strict=True)
     machines, networks, nodes = map(_numbered, columns)
@@ -115,5 +115,5 @@ def _numbered(names: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _are_parted(numbers: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether two ranks with equal numbers in `numbers` have different numbers in `others`."""
+    """Returns whether two ranks with equal entries in `numbers` have different ones in `others`."""
     return len({*zip(numbers, others, strict=True)}) > len({*numbers})

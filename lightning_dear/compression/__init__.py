@@ -29,19 +29,22 @@ _NOT_BY_ROWS = (PowerSGD, OkTopk, TopkA, TopkDSA, GTopk, Gaussiank)
 CODECS: dict[str, type[Codec]] = {
     codec.name: codec for codec in (*_NARROW, *_OF_SIGNS, *_FEW_LEVELS, *_FEW_OF_MANY)
 }
-"""Name -> class, of all codecs of this package."""
+"""Name -> class of each codec of this package. Compressors that do not encode rows are left out."""
 
 _COMPRESSORS: dict[str, type[Compressor]] = CODECS | {kind.name: kind for kind in _NOT_BY_ROWS}
 
 
 def class_with(option: str) -> type[Compressor] | None:
-    """Returns the first compressor class with an option of this name. None means that none has."""
+    """Returns the first compressor class of this package that has an option of this name.
+
+    None means that no compressor has such an option.
+    """
     kinds = _COMPRESSORS.values()
     return next((kind for kind in kinds if option in signature(kind).parameters), None)
 
 
 class NoCompression:
-    """Stands for no compression: gradients and parameters travel uncompressed."""
+    """Stands for no compression, as compressor=None does: values travel uncompressed."""
 
     name = "none"
 
@@ -57,14 +60,18 @@ def resolve_compressor(compressor: str | Compressor | NoCompression | None) -> C
     """Returns the compressor that a name or an instance stands for.
 
     A name is looked up in this package, then among the entry points of other packages
-    (`ENTRY_POINTS`).
+    (`ENTRY_POINTS`). The compressor of a name has the default options.
+
+    Args:
+        compressor: Name; a compressor, which is returned as it is; or "none", None or a
+            `NoCompression`, which mean no compression.
 
     Returns:
         The compressor. None means no compression.
 
     Raises:
         ValueError: If the name is unknown; the message lists the valid ones.
-        TypeError: If `compressor` is neither a name nor a compressor, or if an entry point names
+        TypeError: If `compressor` is nothing of the above, or if the entry point of its name makes
             something else than a codec.
     """
     if isinstance(compressor, Compressor):
@@ -94,12 +101,15 @@ def resolve_compressor(compressor: str | Compressor | NoCompression | None) -> C
 def check_replaces(compressor: Compressor, configured: Compressor | None) -> None:
     """Refuses a compressor that cannot take the place of the configured one in mid-run.
 
+    Only `Fp32`, and the configured compressor with the same or another density, can replace it.
+
     Args:
         compressor: Compressor to use from now on.
-        configured: Compressor of the strategy. None means no compression.
+        configured: Compressor of the strategy. None means no compression, which nothing can
+            replace in mid-run.
 
     Raises:
-        ValueError: If it cannot; the message names the compressors that can.
+        ValueError: If `compressor` cannot replace `configured`.
     """
     if configured is None:
         raise ValueError(f"{compressor.name} cannot start mid-run. Set the strategy's compressor=.")

@@ -1,9 +1,10 @@
 """Packs several values of one or two bits into each byte, and unpacks them, in few torch calls.
 
 Eight bytes that hold 0 or 1 are viewed as one int64. One multiplication moves all eight bits into
-its highest byte. To unpack, another multiplication and a mask spread them again. Element 0 is in
-the lowest bits of byte 0. Products overflow on purpose: torch's integers wrap, and only the result
-modulo 2^64 (2^32 for pairs) matters.
+its highest byte. To unpack, another multiplication and a mask spread the bits over eight bytes
+again. A pair is a value of two bits, from 0 to 3; four bytes that hold pairs are viewed as one
+int32. Element 0 is in the lowest bits of packed byte 0. Products overflow on purpose: torch's
+integers wrap, and only the result modulo 2^64 (2^32 for pairs) matters.
 """
 
 import sys
@@ -17,22 +18,24 @@ if sys.byteorder != "little":
 # Byte k of a word holds bit b_k, which is bit 8 k of the word. Multiplied by 2^(56 - 7 k) it is bit
 # 56 + k. No two of the 64 products b_j 2^(8 j + 56 - 7 k) are the same bit, so nothing carries.
 _GATHER_BITS = sum(1 << (56 - 7 * k) for k in range(8))
-# Copies the packed byte into each of eight bytes. Of byte k only bit k is kept; adding a constant
-# carries it to bit 7, from where it is shifted to bit 0.
+# To unpack, the packed byte is copied into each of eight bytes. Of the copy in byte k only bit k is
+# kept. Adding 0x80 - 2^k to byte k carries this bit to bit 7, from where it is shifted to bit 0.
 _REPEAT_BYTE = 0x0101010101010101
 _BIT_K_OF_BYTE_K = 0x8040201008040201 - (1 << 64)
 _CARRY_BIT_K = sum((0x80 - (1 << k)) << (8 * k) for k in range(8))
 
-# Byte k of a word of four bytes holds a pair of bits, from bit 8 k on. It goes to bit 24 + 2 k.
+# Byte k of a word of four bytes holds a pair, from bit 8 k of the word on. The multiplication moves
+# the pair to bit 24 + 2 k.
 _GATHER_PAIRS = sum(1 << (24 - 6 * k) for k in range(4))
-# First each half of a byte gets two bytes of its own, then each pair of bits a byte. The copies of
-# a multiplication never overlap.
+# To unpack, the two halves of the packed byte are moved to separate pairs of bytes. Then the two
+# pairs in each half are moved to separate bytes. The copies that a multiplication makes do not
+# overlap, so that nothing carries.
 _SPREAD_HALVES, _HALVES = 1 + (1 << 12), 0x000F000F
 _SPREAD_PAIRS, _PAIRS = 1 + (1 << 6), 0x03030303
 
 
 def pack_bits(bits: Tensor, packed: Tensor) -> None:
-    """Packs eight values that are 0 or 1 into each byte.
+    """Packs values that are 0 or 1 into bytes, eight values in each.
 
     Args:
         bits: [..., n] uint8, less than 2; not mutated.
@@ -50,7 +53,7 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
         numel: n, number of values in the last dimension.
 
     Returns:
-        [..., n] uint8; a view of [..., 8 ceil(n / 8)].
+        [..., n] uint8. If n is no multiple of 8, a view of a larger tensor, and not contiguous.
     """
     words = packed.flatten().to(torch.int64).mul_(_REPEAT_BYTE).bitwise_and_(_BIT_K_OF_BYTE_K)
     words.add_(_CARRY_BIT_K).bitwise_right_shift_(7).bitwise_and_(_REPEAT_BYTE)
@@ -58,7 +61,7 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
 
 
 def pack_pairs(codes: Tensor, packed: Tensor) -> None:
-    """Packs four values from 0 to 3 into each byte.
+    """Packs values from 0 to 3 into bytes, four values in each.
 
     Args:
         codes: [..., n] uint8, less than 4; not mutated.
@@ -76,7 +79,7 @@ def unpack_pairs(packed: Tensor, numel: int) -> Tensor:
         numel: n, number of values in the last dimension.
 
     Returns:
-        [..., n] uint8; a view of [..., 4 ceil(n / 4)].
+        [..., n] uint8. If n is no multiple of 4, a view of a larger tensor, and not contiguous.
     """
     words = packed.flatten().to(torch.int32).mul_(_SPREAD_HALVES).bitwise_and_(_HALVES)
     words.mul_(_SPREAD_PAIRS).bitwise_and_(_PAIRS)
@@ -84,10 +87,11 @@ def unpack_pairs(packed: Tensor, numel: int) -> Tensor:
 
 
 def _words(small: Tensor, size: int) -> Tensor:
-    """Flattens rows of bytes, each filled up with zeros to a multiple of `size` bytes.
+    """Returns rows of bytes, flattened, each row filled up with zeros to a multiple of `size`.
 
-    The result can be viewed as words of `size` bytes; torch refuses that view of rows whose
-    strides or offset are not multiples of `size`.
+    The result can be viewed as words of `size` bytes. torch refuses such a view of rows whose
+    strides or storage offset are not multiples of `size`, so that they are copied. Other rows are
+    returned as a view of `small`.
     """
     numel = small.shape[-1]
     if not numel % size and small.is_contiguous() and not small.storage_offset() % size:
@@ -98,5 +102,5 @@ def _words(small: Tensor, size: int) -> Tensor:
 
 
 def _rows(flat: Tensor, packed: Tensor, size: int) -> Tensor:
-    """Reshapes flat unpacked values to [..., n size], where `packed` is [..., n]."""
+    """Returns flat unpacked values as a view [..., n x size], where `packed` is [..., n]."""
     return flat.view(*packed.shape[:-1], packed.shape[-1] * size)

@@ -1,4 +1,8 @@
-"""How codecs work through long rows: in tiles that fit a cache, in blocks that share statistics."""
+"""How codecs work through long rows, in tiles and in blocks.
+
+A tile is a part of the rows that fits into a CPU's cache. A block is a fixed number of neighbouring
+elements of a row that share statistics, such as a scale.
+"""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -15,39 +19,43 @@ TILE_ELEMENTS = 1 << 19
 """Most elements that a codec works on at once on a CPU: 2 MiB of fp32, which stay in its cache."""
 
 BLOCK_SIZES = range(8, 65536 + 1, 8)
-"""Valid block sizes, in elements: whole bytes at a bit an element, and at most 256 KiB of fp32."""
+"""Valid block sizes, in elements. So a block of one-bit elements is a whole number of bytes, and a
+block is at most 256 KiB of fp32."""
 
 
 Tiles = Iterator[tuple[Tensor, ...]]
-"""Tuples of tensors: the same part of several tensors, one part after another."""
+"""Iterator over tiles. A tile is a tuple of views, one of each tensor: the same part of all."""
 
 
 def tiles(*tensors: Tensor, num_scratch: int = 0) -> Tiles:
     """Cuts several tensors in the same way, into tiles of at most `TILE_ELEMENTS` elements.
 
-    A tile is several short rows or a part of one long row, but at least one item. On accelerators
-    all is one tile, since a kernel launch costs more there than a pass over memory.
+    A tile is several short rows, or a part of one long row. It holds at least one item, even if an
+    item has more than `TILE_ELEMENTS` elements. On accelerators there is one tile with everything,
+    since a kernel launch costs more there than a pass over memory.
 
     Args:
-        tensors: [R, items, ...] each. The first one's elements are counted.
+        tensors: [R, items, ...] each, with the same R and number of items. Only the elements of the
+            first tensor are counted.
         num_scratch: Number of temporary tensors to add to each tile.
 
     Yields:
-        Views of all tensors, then temporaries of the shape and dtype of the first, contiguous and
-        uninitialized; nothing if the first tensor is empty. Temporaries are used again in the next
-        tile.
+        Views of all tensors, then temporaries of the shape and dtype of the first view, contiguous
+        and uninitialized. Yields nothing if the first tensor is empty. The next tile may overwrite
+        the temporaries, as it may use the same memory.
     """
     first = tensors[0]
     if not first.numel():
         return
     parts: Iterable[tuple[Tensor, ...]] = (tensors,)
-    # Not for a bucket that holds one small tensor, where cutting would take a third of the time.
+    # A short tensor is not cut: cutting would take a third of the codec's time.
     if first.device.type == "cpu" and first.numel() > TILE_ELEMENTS:
         num_rows, num_items = first.shape[:2]
         num_elements = first.numel() // (num_rows * num_items)
         width = max(1, min(num_items, TILE_ELEMENTS // num_elements))
         height = max(1, TILE_ELEMENTS // (width * num_elements))
-        # Slicing would take microseconds for each tile, as long as some operations on it.
+        # `split`, since slicing would take microseconds for each tile, as long as some operations
+        # on a tile.
         parts = (
             part
             for group in zip(*(torch.split(each, height) for each in tensors), strict=True)
@@ -55,18 +63,27 @@ def tiles(*tensors: Tensor, num_scratch: int = 0) -> Tiles:
         )
     scratch: tuple[Tensor, ...] = ()
     for part in parts:
-        # The same memory for all tiles: on a CPU, mapping new pages costs more than the work.
+        # Tiles of one shape use the same memory: on a CPU, mapping new pages would cost more time
+        # than the codec's computations.
         if num_scratch and (not scratch or scratch[0].shape != part[0].shape):
             scratch = part[0].new_empty((num_scratch, *part[0].shape)).unbind()
         yield *part, *scratch
 
 
 def largest_of_blocks(tile: Tensor, out: Tensor | None = None) -> Tensor:
-    """Returns max|x| of each block, [r, b, 1] of [r, b, elements]; written into `out` if given."""
+    """Returns max|x| of each block of `tile`.
+
+    Args:
+        tile: [r, b, elements of a block]; not mutated.
+        out: [r, b, 1], overwritten with the result. None means a new tensor.
+
+    Returns:
+        [r, b, 1]: `out`, or a new tensor.
+    """
     if saves_calls(tile.device):
         norm: Tensor = torch.linalg.vector_norm(tile, math.inf, -1, keepdim=True, out=out)
         return norm
-    # On a CPU the norm is slow, and |x| would be a temporary as large as the tile.
+    # On a CPU the norm is slow. `tile.abs().amax(...)` would need a temporary as large as the tile.
     above, below = torch.amax(tile, -1, True, out=out), torch.amin(tile, -1, True)
     return torch.maximum(above, below.neg_(), out=out)
 
@@ -74,19 +91,22 @@ def largest_of_blocks(tile: Tensor, out: Tensor | None = None) -> Tensor:
 def block_tiles(
     rows: Tensor, values: Tensor, *statistics: Tensor, block_size: int, bits: int, num_scratch: int
 ) -> Tiles:
-    """Cuts rows into blocks, and these into `tiles`; a short last block is a tile of its own.
+    """Cuts rows into blocks, and groups the blocks into `tiles`.
+
+    If the last block of the rows is shorter than the others, it is in separate tiles.
 
     Args:
         rows: [R, numel].
-        values: [R, ceil(numel bits / 8)] uint8, the bytes of the encoded elements.
-        statistics: [R, num_blocks, ...] each.
-        block_size: Elements of a block; a block's encoded elements are whole bytes.
+        values: [R, ceil(numel x bits / 8)] uint8, the bytes of the encoded elements.
+        statistics: [R, number of blocks, ...] each.
+        block_size: Elements of a block; block_size x bits must be a multiple of 8.
         bits: Bits of an encoded element.
         num_scratch: Number of temporary tensors to add to each tile.
 
     Yields:
         Views of `rows` [r, b, elements of a block], `values` [r, b, bytes of a block] and
-        `statistics` [r, b, ...], then temporaries like the first.
+        `statistics` [r, b, ...], then temporaries of the shape and dtype of the view of `rows`. r
+        is the number of rows in the tile, and b the number of blocks in each.
     """
     num_blocks, short = divmod(rows.shape[1], block_size)
     elements, nbytes = num_blocks * block_size, num_blocks * block_size * bits // 8
@@ -105,13 +125,17 @@ def block_tiles(
 
 
 class BlockCodec(Codec):
-    """Base of codecs that send statistics of each block, and a fixed number of bits an element.
+    """Base of codecs that send fp32 statistics of each block, and a few bits for each element.
 
-    Wire: [num_blocks x num_statistics, fp32 | values | zeros to a multiple of 4]. The last block
-    may be short; its statistics are of the elements that it has.
+    Bytes of a row: `_num_statistics` fp32 values for each block, then the encoded elements, `_bits`
+    bits each, then zeros up to a multiple of 4 bytes. The last block of a row may have fewer
+    elements than the others; its statistics are computed from these.
 
     Args:
         block_size: Number of elements that share statistics: a multiple of 8 from 8 to 65536.
+
+    Raises:
+        ValueError: If `block_size` is invalid.
     """
 
     _bits: ClassVar[int]
@@ -134,15 +158,19 @@ class BlockCodec(Codec):
         return padded_bytes(self._ends(numel)[1])
 
     def _ends(self, numel: int) -> tuple[int, int]:
-        """Returns the index of the first byte after a row's statistics, and after its values."""
+        """Returns where the encoded elements begin and end in a row's bytes, as two byte indices.
+
+        Statistics are before them, and zeros behind them.
+        """
         begin = -(-numel // self.block_size) * self._num_statistics * 4
         return begin, begin + -(-numel * self._bits // 8)
 
     def _tiles(self, rows: Tensor, wire: Tensor, num_scratch: int = 0) -> Tiles:
-        """Yields tiles of `rows`, of the bytes of their values, and of their fp32 statistics.
+        """Yields tiles of `rows`, of their encoded elements, and of their fp32 statistics.
 
-        A tile is rows [r, b, elements], values [r, b, bytes], statistics [r, b, num_statistics],
-        and then `num_scratch` temporaries like the rows; see `tiles`.
+        A tile is rows [r, b, elements], encoded elements [r, b, bytes], statistics
+        [r, b, number of statistics], and then `num_scratch` temporaries in the shape of the rows;
+        see `tiles`. Yields nothing if the rows have no elements.
         """
         begin, end = self._ends(rows.shape[1])
         # torch refuses to view empty rows of bytes as wider values.

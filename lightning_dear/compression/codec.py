@@ -1,8 +1,9 @@
 """Base classes of compressors: `Compressor`, and `Codec`, which encodes rows of fp32 values.
 
-An exchange cuts a bucket into one row for each rank (or host), lets the codec encode every row into
-bytes, and sends each row to its rank. A codec knows nothing of ranks or of earlier steps: exchanges
-and `error_feedback` do the rest. docs/write-a-codec.md tells how to write one.
+An exchange (the code that moves buckets between ranks) cuts the gradients of a bucket into one row
+for each rank, lets the codec encode every row into bytes, and sends row r to rank r. A codec knows
+nothing of ranks or of earlier steps. Exchanges and `error_feedback` know these.
+docs/write-a-codec.md tells how to write a codec.
 """
 
 import math
@@ -16,51 +17,61 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import Self, override
 
-# `error_feedback` alone would be hidden by the option of this name in the classes below.
+# Without the alias, the option `error_feedback` of the classes below would hide the module.
 from lightning_dear.compression import error_feedback as feedback
 
 Kind = Literal["contractive", "unbiased", "vote"]
 """What holds for C(x), the values that arrive when x is sent.
 
-contractive: |C(x) - x|^2 <= (1 - d) |x|^2 for a d > 0. The error x - C(x) is kept and added to the
-next gradient (error feedback), so that it arrives later.
+contractive: |C(x) - x|^2 <= (1 - d) |x|^2 for a d > 0. Unless error_feedback=False, the error
+x - C(x) is kept and added to the next gradient (error feedback), so that it arrives later.
 unbiased: E[C(x)] = x. The error is not kept: error feedback would diverge.
-vote: each rank sends only the sign of each element, and the sign of the majority comes back. With
+vote: Each rank sends only the sign of each element, and the sign of the majority comes back. With
 halves="reduce" the mean of the signs comes back.
 """
 
 Lag = Literal["small", "unbounded"]
-"""How far replicas stay behind the owner's parameters with gather="parameters", where encoded
-differences of parameters are sent. "small" means about 1 % of the weights' norm or less.
-"unbounded" means more than that, so that the combination is refused."""
+"""How much a replica (a rank's copy of the parameters that another rank steps) differs from the
+owner's parameters if gather="parameters" sends encoded differences of parameters.
+
+small: About 1 % of the weights' norm or less.
+unbounded: Perhaps more. gather="parameters" is then refused, unless halves="reduce" leaves the
+gathered parameters uncompressed.
+"""
 
 Randomness = Literal["none", "private", "shared", "turns"]
 """Which random generator `Codec.encode` and `Codec.decode` are given.
 
 none: The generator is None.
-private: `encode` is given a generator that differs from rank to rank.
-shared: `encode`, and the `decode` of what it encoded, are given generators in the same state on all
-ranks.
-turns: The same as shared, and both halves of a step have the same state. The initial seed grows by
-one from step to step, so that a codec that draws places can visit all of them in turn.
+private: `encode` is given a generator whose seed differs from rank to rank. `decode` must not use
+its generator.
+shared: In each call, `encode` on all ranks, and the `decode` of these bytes, are given generators
+of the same seed. Every half of every step has another seed.
+turns: The same as shared, but both halves of a step have the same seed, which grows by one from
+step to step. So a codec that sends some places in each step can send all places in turn.
 """
 
 HALVES = ("both", "reduce")
-"""Values of the option `halves`: encode both halves of an exchange, or the reduce half alone."""
+"""Values of the option `halves`. The reduce half of an exchange sends gradients to the owners of
+shards (the ranks that sum them), and the gather half sends the owners' results to all ranks.
+"both": both halves are encoded. "reduce": only the reduce half is encoded."""
 
 WIRE_ALIGNMENT = 4
-"""The bytes of an encoded row are a multiple of this, so that fp32 fields can be views of them."""
+"""The number of bytes of an encoded row is a multiple of this. So a codec can view a part of each
+row as fp32 values; see `field`."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Options of the strategy that a compressor has to fit; see `Compressor.check_with`.
+    """Options of the strategy that a compressor may refuse; see `Compressor.check_with`.
 
     Attributes:
-        gather: "parameters" means that each rank steps its shard, and that the new parameters are
-            gathered. "gradients" means that the mean gradient is gathered, and that each rank
-            steps whole tensors.
-        decouple: False means that all buckets are all-reduced during backward and none is gathered.
+        gather: "parameters" means that each rank steps its shard of the parameters, and that the
+            new parameters are then gathered. "gradients" means that the mean gradient is gathered,
+            and that each rank steps whole tensors.
+        decouple: True means that gradients are reduced during backward and that the results are
+            gathered later. False means that all buckets are all-reduced during backward, and that
+            nothing is gathered.
     """
 
     gather: str = "parameters"
@@ -68,7 +79,10 @@ class Setting:
 
     @cached_property
     def is_of_gradients(self) -> bool:
-        """Tells whether each rank steps whole tensors, and so has the whole optimizer state."""
+        """Tells whether each rank steps whole tensors: gather="gradients".
+
+        If so, each rank has the whole optimizer state.
+        """
         return self.gather == "gradients"
 
 
@@ -78,33 +92,35 @@ class Compressor(ABC):
 
     A frozen dataclass whose fields are the user's options. It holds no tensors: what is kept from
     step to step is in the `Memory` objects that it makes. `Codec` is the base of compressors that
-    encode row by row; others have an exchange of their own.
+    encode row by row. Each other compressor has a class of exchanges in `exchange/`.
 
     Args:
         error_feedback: Whether the error of encoding is kept and added to the next gradient. None
             means True for contractive compressors and False for others. False means that a
-            contractive compressor loses its errors for good. True is refused for others.
+            contractive compressor loses its errors for good. True is refused for compressors that
+            are not contractive.
 
     Attributes:
-        name: Name in the table of compressors and in messages.
-        brings_momentum: Whether momentum is kept on the compressor's side, so that the optimizer
-            must have none.
-        takes_weight_decay: Whether weight decay that the optimizer adds to the gradients that
-            arrive weighs as much against them as under SGD with momentum.
+        name: Name of the compressor, as the option `compressor` takes it.
+        brings_momentum: Whether the compressor's `Memory` keeps momentum. If so, an optimizer with
+            momentum is refused.
+        takes_weight_decay: Whether weight decay that the optimizer adds to the arrived gradients
+            has the same strength, relative to the gradients, as under SGD with momentum. If not,
+            and if `brings_momentum`, such weight decay is refused.
         overflows: Sentence for the overflow error, with a leading space: which finite values count
-            as overflow, too, and what to do. Empty if only inf and nan do.
-        all_reduces: Whether every rank gets the whole mean gradient in backward, so that nothing is
-            gathered.
-        halves: What is compressed: "both" halves of an exchange, or the "reduce" half alone.
-        lag: See `Lag`. "unbounded" is safe for any compressor.
+            as overflow, too, and what to do. Empty means that only inf and nan count.
+        all_reduces: Whether every rank gets the whole mean gradient without the gather half. If so,
+            nothing is gathered.
+        halves: Which halves are compressed: see `HALVES`.
+        lag: See `Lag`. "unbounded" is right for any compressor.
         is_identity: Whether values travel unchanged, as with `Fp32`.
-        is_scattered: Whether each rank sums one region of a bucket, so that a whole mean gradient
-            consists of the regions of all ranks.
+        is_scattered: Whether each rank sums one region of every bucket. If so, no rank has a whole
+            mean gradient before the sums of all ranks have been gathered.
         has_density: Whether only a share of the elements travels, which `at_density` can change.
         randomness: See `Randomness`. Used for codecs only.
 
     Raises:
-        ValueError: If an option is out of its range, or excludes another one.
+        ValueError: If an option is out of its range, or excludes another option.
     """
 
     name: ClassVar[str]
@@ -119,13 +135,20 @@ class Compressor(ABC):
     error_feedback: bool | None = None
 
     def __post_init__(self) -> None:
-        """Checks the options that all compressors have; subclasses call this first."""
+        """Checks the options and class attributes that all compressors have.
+
+        A subclass that overrides it must call it. It needs no call if nothing else is checked.
+
+        Raises:
+            ValueError: If one of them is missing or has an invalid value.
+        """
         if not isinstance(getattr(self, "name", None), str):
             raise ValueError(f"{type(self).__name__} has no name. Add name: ClassVar[str] = '...'.")
         for option in fields(self):
             value = getattr(self, option.name)
-            # Not isinstance, which is true of bools, too. Without this check, a string from a
-            # command line would fail later, in a comparison that does not name the option.
+            # Without this check, a string from a command line would fail later, in a comparison
+            # whose error does not name the option. Options that are True or False by default are
+            # not numbers: hence `type`, since isinstance(True, int) is true.
             if type(option.default) in (int, float) and not isinstance(value, (int, float)):
                 raise ValueError(f"{option.name} of {self.name} must be a number, got {value!r}.")
         for what, names in ("kind", Kind), ("lag", Lag), ("randomness", Randomness):
@@ -138,60 +161,76 @@ class Compressor(ABC):
             )
 
     def _check_name(self, what: str, names: Sequence[str]) -> None:
+        """Raises a ValueError if the value of the attribute `what` is not among `names`."""
         if (value := getattr(self, what)) not in names:
             raise ValueError(
                 f"Unknown {what} {value!r} of {self.name}; valid names: {', '.join(names)}."
             )
 
     def _check_count(self, what: str) -> None:
+        """Raises a ValueError if the attribute `what` is not an integer of at least 1."""
         count = getattr(self, what)
-        # isinstance(True, int) is true.
+        # Bools need a check of their own, since isinstance(True, int) is true.
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"{what} of {self.name} must be an integer >= 1, got {count!r}.")
 
     @property
     @abstractmethod
     def kind(self) -> Kind:
-        """Returns what holds for the values that arrive: see `Kind`."""
+        """Returns which property the values have that arrive: see `Kind`."""
 
     @property
     def votes(self) -> bool:
-        """Tells whether the signs of the majority come back; votes must not be added up."""
+        """Tells whether ranks send signs, for a vote: see `Kind`.
+
+        If so, the results of two votes, such as those of two backwards, must not be added up.
+        """
         return self.kind == "vote"
 
     @property
     def brings_momentum(self) -> bool:
-        """Tells whether the compressor's side keeps momentum, so that the optimizer must not."""
+        """Tells whether the compressor's `Memory` keeps momentum. False in this base class.
+
+        If so, an optimizer with momentum is refused.
+        """
         return False
 
     @property
     def takes_weight_decay(self) -> bool:
-        """Tells whether the optimizer's weight decay weighs as much as under SGD with momentum."""
-        # Momentum multiplies a steady gradient by 1 / (1 - momentum). Decay that the optimizer
-        # adds after it is not multiplied.
+        """Tells whether the optimizer's weight decay weighs as much as under SGD with momentum.
+
+        That is so in this base class if the compressor brings no momentum. If this returns False,
+        weight decay that the optimizer adds to gradients is refused.
+        """
+        # Momentum multiplies a steady gradient by 1 / (1 - momentum). Weight decay that the
+        # optimizer adds behind the compressor's momentum is not multiplied.
         return not self.brings_momentum
 
     @property
     def encodes_once(self) -> bool:
         """Tells whether a mean gradient that came back must not be encoded a second time.
 
-        If True, another backward of the same step cannot add to that mean gradient.
+        If True, a further backward of the same step is refused once a hook or the user has seen or
+        clipped the mean gradient: the backward would add to it, and the sum would be encoded.
         """
         # Votes, momentum and regions are computed from each rank's own gradients, not from means.
         return self.votes or self.brings_momentum or self.is_scattered
 
     @property
     def has_feedback(self) -> bool:
-        """Tells whether the error of encoding is kept and sent later."""
+        """Tells whether the error of encoding is kept and sent later: see `error_feedback`."""
         return self.kind == "contractive" if self.error_feedback is None else self.error_feedback
 
     @property
     def halves(self) -> str:
-        """Returns what is compressed: "both" halves, or the "reduce" half alone."""
+        """Returns which halves are compressed: see `HALVES`. "both" in this base class."""
         return "both"
 
     def at_density(self, density: float) -> Self:
-        """Returns a copy with another density in (0, 1]; itself if it has no density."""
+        """Returns a copy of this compressor with another density, in (0, 1].
+
+        Returns this compressor itself if it has no density, as in this base class.
+        """
         return self
 
     @abstractmethod
@@ -203,19 +242,25 @@ class Compressor(ABC):
         """
 
     def worker_memory(self, numel: int, device: torch.device) -> feedback.Memory:
-        """Returns the memory for what a rank encodes: its gradients, or a part of its host's sum.
+        """Returns a new memory for what a rank encodes in the reduce half.
+
+        A rank encodes its gradients or, in two hops (first within each host, then between hosts), a
+        part of the sum of its host's gradients. This base class makes the memory of `owner_memory`.
 
         Args:
-            numel: Elements that the rank encodes.
+            numel: Number of elements that the rank encodes.
             device: Device of the gradients.
         """
         return self.owner_memory(numel, device)
 
     def owner_memory(self, numel: int, device: torch.device) -> feedback.Memory:
-        """Returns the memory for the mean of one shard, which its owner encodes for all ranks.
+        """Returns a new memory for what a rank encodes in the gather half: the mean of its shard.
+
+        This base class makes a `Residual` if the error is kept, and otherwise a `Memory`, which
+        keeps nothing.
 
         Args:
-            numel: Elements of the shard.
+            numel: Number of elements of the shard.
             device: Device of the shard.
         """
         is_kept = self.has_feedback and not self.is_identity
@@ -223,7 +268,15 @@ class Compressor(ABC):
         return kind(numel, device)
 
     def _check_gathers_gradients(self, setting: Setting, reason: str) -> None:
-        """Refuses gather="parameters"; for compressors that bring mean gradients to the ranks."""
+        """Refuses gather="parameters". For compressors that bring mean gradients to all ranks.
+
+        Args:
+            setting: Options of the strategy.
+            reason: Sentence with which the message ends.
+
+        Raises:
+            ValueError: If `setting.gather` is "parameters".
+        """
         if not setting.is_of_gradients:
             how = "set gather='gradients', or leave gather out"
             raise ValueError(f"gather='parameters' does not fit {self.name}: {how}. {reason}")
@@ -231,13 +284,13 @@ class Compressor(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class FewOfMany(Compressor):
-    """Base of compressors that send only k = max(1, ceil(density numel)) of numel elements.
+    """Base of compressors that send about k = max(1, ceil(density numel)) of numel elements.
 
-    0 of 0 elements are sent.
+    If numel is 0, k is 0.
 
     Args:
         density: Share of the elements that are sent, in (0, 1]. The default is 0.01; some
-            subclasses have another.
+            subclasses have another default.
 
     Raises:
         ValueError: If `density` is out of its range.
@@ -254,13 +307,18 @@ class FewOfMany(Compressor):
             raise ValueError(f"density of {self.name} must be in (0, 1], got {self.density}.")
 
     def entries(self, numel: int) -> int:
-        """Returns how many of `numel` elements are sent: k."""
-        # Rounded before ceil, as 0.07 * 100 is a little more than 7 in floating point.
+        """Returns k, the number of elements that are sent, for `numel` elements."""
+        # Rounded first, since 0.07 * 100 is a little more than 7 in floating point, and `ceil`
+        # would return 8.
         return max(1, math.ceil(round(self.density * numel, 6))) if numel else 0
 
     @override
     def at_density(self, density: float) -> Self:
-        """Returns the same compressor with another density in (0, 1]."""
+        """Returns a copy of this compressor with another density, in (0, 1].
+
+        Raises:
+            ValueError: If `density` is out of its range.
+        """
         return replace(self, density=density)
 
 
@@ -268,33 +326,36 @@ class FewOfMany(Compressor):
 class Codec(Compressor):
     """Base of compressors that encode rows of fp32 values into rows of bytes and decode them.
 
-    What arrives is C(x) = decode(encode(x)). Each row is encoded by itself: its bytes depend only
-    on its values and on the generator. The number of bytes depends only on the number of elements,
-    so that receivers know it in advance. Neither `encode` nor `decode` may make the host wait for a
-    device.
+    C(x) = decode(encode(x)) arrives. Each row is encoded by itself: its bytes depend only on the
+    values of the row and on the generator. The number of bytes of a row depends only on the number
+    of its elements, so that receivers know it in advance. Neither `encode` nor `decode` may make
+    the host wait for an accelerator.
 
     Args:
-        halves: "both" means that gradients are encoded, and what is gathered, too. "reduce" means
-            that only gradients are, and that the gather half travels uncompressed.
+        halves: "both" means that gradients are encoded, and that what is gathered is encoded, too.
+            "reduce" means that only gradients are encoded, and that the gather half travels
+            uncompressed.
         error_feedback: See `Compressor`.
 
     Attributes:
         is_summable: Whether rows of bytes are rows of fp32 values for which decode(a + b) is
             decode(a) + decode(b) with the same generator. If so, a reduce-scatter may sum encoded
             rows, and only the sum is decoded. False is right for any codec: the rows of all ranks
-            are decoded, then summed.
-        largest: Largest magnitude that can be sent; larger values are clipped. Under a loss scale a
-            larger value counts as overflow, so that the scale backs off. Without one, and with
-            error feedback, a value beyond 2 x largest counts as overflow, since the rest of it
-            would take several steps to send.
-        block_size: Number of elements that share statistics, such as a scale. A row that is cut at
-            multiples of it decodes to the same values. None means that all elements of the row
-            share them. 1 means that each element is encoded by itself.
+            are decoded and then summed.
+        largest: Largest magnitude that can be sent; larger values are clipped. With a loss scale, a
+            larger value counts as overflow, so that the scale backs off. Without a loss scale, but
+            with error feedback, a value beyond 2 x largest counts as overflow, since the clipped
+            rest would take several steps to send. Without both, clipping is not reported.
+        block_size: Number of elements that share statistics, such as a scale. If a row is cut at
+            multiples of `block_size` into shorter rows, these decode to the same values. None means
+            that all elements of the row share statistics. 1 means that each element is encoded by
+            itself.
         wire_dtype: dtype of the values with which a row of bytes begins, if decoding returns these
-            values as they are, nan included. None means that decoding computes its values.
+            values as they are, nan included. None means that decoding computes its values from
+            the bytes.
 
     Raises:
-        ValueError: If an option is out of its range, or excludes another one.
+        ValueError: If an option is out of its range, or excludes another option.
     """
 
     brings_momentum: ClassVar[bool] = False
@@ -306,7 +367,10 @@ class Codec(Compressor):
 
     @property
     def block_size(self) -> int | None:
-        """Returns how many elements share statistics: see the class. None means the whole row."""
+        """Returns how many elements share statistics. None means the whole row, as in this class.
+
+        See the attribute in the class docstring.
+        """
         return None
 
     @override
@@ -318,13 +382,15 @@ class Codec(Compressor):
                     f"wire_bytes({numel}) of {self.name} is {nbytes!r}, not an integer multiple of"
                     f" {WIRE_ALIGNMENT}. Return padded_bytes(...) of {__name__} from it."
                 )
-        # An all-reduce would add up encoded bytes, which most codecs do not allow.
+        # An all-reduce would add up encoded bytes, and the sum of two encoded rows cannot be
+        # decoded with most codecs.
         if not setting.decouple:
             raise ValueError(
                 f"decouple=False does not fit {self.name}: leave out decouple=False, or the"
                 f" compressor. {self.name} encodes for owners of shards, and all-reduces have none."
             )
-        # Ranks compute gradients at the replicas' values, which are wrong by as much as they lag.
+        # Each rank computes gradients with its replicas. If these differ much from the owners'
+        # parameters, the gradients are wrong.
         if not setting.is_of_gradients and self.halves == "both" and self.lag != "small":
             raise ValueError(
                 f"gather='parameters' does not fit {self.name}: set gather='gradients', or"
@@ -334,30 +400,33 @@ class Codec(Compressor):
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:
-        """Returns the bytes of a row of `numel` elements, a multiple of 4; 0 for 0 elements."""
+        """Returns the number of bytes of an encoded row of `numel` elements.
+
+        It is a multiple of `WIRE_ALIGNMENT`, and 0 for 0 elements.
+        """
 
     @abstractmethod
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
-        """Writes the encoded `rows` into `wire`.
+        """Writes the encoded `rows` into `wire`. Does not block.
 
         Args:
-            rows: [R, numel] fp32, contiguous; not mutated. With nan or inf in them the bytes do not
-                matter, since the step is left out or refused, but neither this nor `decode` of
-                these bytes may raise.
+            rows: [R, numel] fp32, contiguous; not mutated. If they contain nan or inf, the bytes do
+                not matter, since the step is left out or refused. But neither `encode` nor `decode`
+                of these bytes may raise.
             wire: [R, wire_bytes(numel)] uint8, contiguous; every byte is overwritten.
-            generator: Source of all random numbers, if `randomness` asks for one; advanced. None
-                if `randomness` is "none".
+            generator: Source of all random numbers; advanced. None if `randomness` is "none".
         """
 
     @abstractmethod
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
-        """Writes the values that `wire` stands for into `rows`.
+        """Decodes the bytes in `wire` and writes the values into `rows`. Does not block.
 
         Args:
-            wire: [R, wire_bytes(numel)] uint8, filled by `encode`; not mutated.
+            wire: [R, wire_bytes(numel)] uint8, filled by `encode`, perhaps on other ranks; not
+                mutated.
             rows: [R, numel] fp32, contiguous; every element is overwritten.
             generator: Generator in the state in which `encode` got it; advanced. Only codecs with
-                `randomness` "shared" or "turns" may use it.
+                `randomness` "shared" or "turns" may use it. None if `randomness` is "none".
         """
 
 
@@ -367,16 +436,16 @@ def padded_bytes(nbytes: int) -> int:
 
 
 def field(wire: Tensor, dtype: torch.dtype, begin: int, count: int) -> Tensor:
-    """Returns values that lie side by side in each row of bytes.
+    """Returns a view of a range of bytes in each row, as values of `dtype`.
 
     Args:
-        wire: [R, nbytes] uint8, as codecs get it.
+        wire: [R, nbytes] uint8, as `Codec.encode` and `Codec.decode` get it.
         dtype: dtype of the values.
-        begin: Index of the first byte in a row; a multiple of the size of a value.
-        count: Number of values in a row.
+        begin: Index in a row of the first byte of the range; a multiple of the size of a value.
+        count: Number of values in the range.
 
     Returns:
-        [R, count] of `dtype`, a view of `wire`; an empty tensor of its own if `count` is 0.
+        [R, count] of `dtype`, a view of `wire`. If `count` is 0, a new empty tensor [R, 0].
     """
     # torch refuses to view an empty row as wider values, since its stride is 1.
     if not count:

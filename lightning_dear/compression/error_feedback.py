@@ -1,10 +1,11 @@
 """Error feedback: what encoding has left out is kept from step to step, and sent later.
 
-A memory keeps one fp32 value (or two) for each element that this rank encodes, in the order of the
-bucket's gradients. Encoding writes pending values. When the optimizer has stepped, `commit` makes
-them the kept ones. If the step is left out, `discard` drops them: after an overflow under a loss
-scale, or if `zero_grad` was called instead of `step`. A compressor chooses its memory (see
-`Compressor.worker_memory`). Momentum on the compressor's side is kept in a memory, too.
+A memory (class `Memory`) keeps up to two fp32 values, such as residual and momentum, for each
+element that this rank encodes, in the order of the bucket's gradients. Encoding a bucket computes
+new values, which are pending at first. When the optimizer has stepped, `commit` makes the pending
+values the kept ones. If the step is left out, `discard` drops the pending values: after an overflow
+under a loss scale, or if `zero_grad` was called instead of `step`. A compressor chooses its memory
+(see `Compressor.worker_memory`).
 
 Gradients may be multiplied by a loss scale. Kept values never are, so that the scale may change.
 """
@@ -20,51 +21,59 @@ from typing_extensions import override
 
 
 class Decodes(Protocol):
-    """The part of a codec that error feedback calls, to learn what receivers decode."""
+    """The part of a codec that error feedback uses to compute the values that receivers decode."""
 
     wire_dtype: ClassVar[torch.dtype | None]
 
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
-        """Writes the values that `wire` stands for into `rows`: see `Codec.decode`."""
+        """Decodes the bytes in `wire` and writes the values into `rows`: see `Codec.decode`."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Knows how some bytes were encoded, and so how to decode them.
+    """Holds how the bytes of one message were encoded, and decodes them.
 
     Attributes:
-        codec: Codec that encoded them.
-        seed: Seed of the generator that the codec was given. None means that it was given none.
+        codec: Codec that encoded the bytes.
+        seed: Seed of the generator that `codec.encode` was given. None means that it was given no
+            generator.
     """
 
     codec: Decodes
     seed: int | None = None
 
     def generator(self, device: torch.device) -> Generator | None:
-        """Returns a new generator, in the state in which the codec was given its own."""
+        """Returns a new generator on `device`, in the state in which `codec.encode` got its own.
+
+        Returns None if the codec was given no generator.
+        """
         return None if self.seed is None else Generator(device).manual_seed(self.seed)
 
     def decode(self, wire: Tensor, rows: Tensor) -> None:
-        """Writes the values that `wire` stands for into `rows`; `wire` is not mutated."""
+        """Decodes the bytes in `wire` and writes the values into `rows`; `wire` is not mutated."""
         self.codec.decode(wire, rows, self.generator(rows.device))
 
 
 class Memory:
     """Keeps what a compressor needs from step to step; this base class keeps nothing.
 
-    Used as it is for compressors that are unbiased, vote, lose nothing, or have no feedback. An
-    exchange makes up to two memories for each bucket: one for what a rank sends ("worker") and one
-    for the mean of the shard that it owns ("owner").
+    The base class itself is used for compressors that lose nothing, or whose errors are not kept:
+    unbiased ones, votes without momentum, and error_feedback=False. An exchange has up to two
+    memories for each bucket: one for what a rank encodes in the reduce half ("worker"), and one for
+    the mean of this rank's shard, which it encodes in the gather half ("owner").
 
     Args:
-        numel: Number of elements that are encoded: of the bucket, a part of it, or the shard.
+        numel: Number of elements that are encoded: of the whole bucket, of a part of it, or of this
+            rank's shard.
         device: Device of these elements.
-        rate: Weight of the newest error in the moving average that "residual" is, in (0, 1]. The
-            stored residual is rate x the error that is still to be sent. 1 means plain feedback.
-        momentum: Factor by which kept momentum decays in each step, in [0, 1).
+        rate: Weight of the newest error in "residual", which is a moving average of errors, in
+            (0, 1]. The stored residual is rate x the error that is still to be sent. 1 means plain
+            feedback: the residual is the error itself.
+        momentum: Factor by which kept momentum decays in each step, in [0, 1). Used by subclasses
+            that keep momentum.
 
     Attributes:
-        names: Names of the kept tensors, such as "residual".
+        names: Names of the kept tensors, such as "residual". Empty means that nothing is kept.
         rate: Same as the argument.
         momentum: Same as the argument.
     """
@@ -74,7 +83,8 @@ class Memory:
     def __init__(
         self, numel: int, device: torch.device, rate: float = 1.0, momentum: float = 0.0
     ) -> None:
-        # Two tensors for each name, so that a step that is left out changes nothing that is kept.
+        # Two tensors for each name: encoding writes the pending one, so that the kept one is
+        # unchanged if the step is left out.
         zeros = partial(torch.zeros, numel, dtype=torch.float32, device=device)
         self._kept = {name: zeros() for name in self.names}
         self._pending = {name: zeros() for name in self.names}
@@ -84,49 +94,70 @@ class Memory:
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
         """Turns gradients into the values to encode, in place, such as by adding the residual.
 
+        Does nothing in this base class.
+
         Args:
-            rows: [R, numel / R] fp32, contiguous; mutated.
-            scale: Loss scale by which the gradients are multiplied. None means 1.
+            rows: [R, numel / R] fp32, contiguous: gradients, multiplied by `scale`. Mutated, and
+                still multiplied by `scale` afterwards.
+            scale: Loss scale. None means 1.
         """
 
     def note_sent(self, rows: Tensor, wire: Tensor, encoded: Encoded, scale: Tensor | None) -> None:
-        """Computes what of `rows` has not been sent, and makes it pending.
+        """Computes the error of encoding, `rows` minus decoded `wire`, and makes it pending.
+
+        To be called once `rows` have been encoded. Does nothing in this base class.
 
         Args:
             rows: Values as `compensate` has left them; not mutated.
             wire: Encoded `rows`; not mutated.
-            encoded: How they were encoded.
+            encoded: How `wire` was encoded; it decodes `wire`.
             scale: Loss scale that `compensate` was given.
         """
 
     def note_lost(self, lost: Tensor, scale: Tensor | None) -> None:
-        """Makes the error pending, for compressors that do not encode row by row.
+        """Makes the error `lost` pending, for compressors that do not encode row by row.
+
+        Such a compressor calls this instead of `note_sent`. Does nothing in this base class.
 
         Args:
-            lost: Error of each element, in the layout of `compensate`'s rows; not mutated.
+            lost: Error of each element, multiplied by `scale`, in the layout of `compensate`'s
+                rows; not mutated.
             scale: Loss scale that `compensate` was given.
         """
 
     def commit(self) -> None:
-        """Makes the pending values the kept ones, once the optimizer has stepped."""
+        """Makes the pending values the kept ones. To be called once the optimizer has stepped.
+
+        Does nothing if no values are pending.
+        """
         if self._has_pending:
-            # Swapped, not copied: the next encoding overwrites all of the other tensors.
+            # Swapped, not copied: the next encoding overwrites every element of the tensors that
+            # were kept so far.
             self._kept, self._pending = self._pending, self._kept
         self._has_pending = False
 
     def discard(self) -> None:
-        """Drops the pending values, because the step is left out."""
+        """Drops the pending values. To be called if the step is left out."""
         self._has_pending = False
 
     def keep(self, parts: Sequence[slice]) -> None:
-        """Takes pending changes back for some ranges of elements, which no rank has used."""
+        """Sets pending values back to the kept ones in some ranges of elements.
+
+        For the elements of parameters that no rank has used in this step. Does nothing if no values
+        are pending.
+        """
         if self._has_pending:
             for name in self.names:
                 for part in parts:
                     self._pending[name][part] = self._kept[name][part]
 
     def note_all_sent(self, but: Sequence[slice]) -> None:
-        """Notes that all elements were sent uncompressed, except in the ranges `but`; commits."""
+        """Stores that all elements were sent uncompressed, the residual included, and commits.
+
+        All kept tensors are multiplied by 1 - rate, so that with a rate of 1 they become 0. In the
+        ranges `but`, which were not sent, they stay as they are. For memories that keep a residual
+        and no momentum.
+        """
         for name, kept in self._kept.items():
             torch.mul(kept, 1 - self.rate, out=self._pending[name])
         self._has_pending = True
@@ -134,37 +165,58 @@ class Memory:
         self.commit()
 
     def add(self, part: slice, values: Tensor) -> None:
-        """Adds `values` to what is still to be sent of the range `part`, if there is a residual."""
+        """Adds `values` to what is still to be sent of the elements in the range `part`.
+
+        Adds them to the pending residual, or to the kept one if none is pending. The values are
+        lost if this memory keeps no residual.
+
+        Args:
+            part: Range of elements.
+            values: Values without loss scale; not mutated.
+        """
         if "residual" in self.names:
             self._now["residual"][part].add_(values, alpha=self.rate)
 
     @property
     def kept(self) -> dict[str, Tensor]:
-        """Returns name -> kept tensor, flat fp32; valid between steps only."""
+        """Returns name -> kept tensor, flat fp32, without pending changes. Not copied.
+
+        To be read between steps: each `commit` exchanges these tensors with the pending ones, which
+        are overwritten in the next step.
+        """
         return dict(self._kept)
 
     def load(self, name: str, flat: Tensor) -> None:
-        """Overwrites the kept tensor `name` with `flat`; to be called between steps."""
+        """Copies `flat` into the kept tensor `name`.
+
+        To be called between steps: pending values would overwrite it at the next `commit`.
+        """
         self._kept[name].copy_(flat)
 
     @property
     def _now(self) -> dict[str, Tensor]:
-        """Returns the kept tensors, or the pending ones if this step has encoded before."""
+        """Returns name -> pending tensor if values are pending, and otherwise the kept tensors.
+
+        Values are pending from the first encoding of a step on. A step encodes a second time if
+        gradients come after their bucket was sent.
+        """
         return self._pending if self._has_pending else self._kept
 
     def _latest(self, name: str, like: Tensor) -> Tensor:
+        """Returns the tensor `name` of `_now`, in the shape of `like`."""
         return self._now[name].view_as(like)
 
     def _next(self, name: str, like: Tensor) -> Tensor:
+        """Returns the pending tensor `name`, to be overwritten, in the shape of `like`."""
         return self._pending[name].view_as(like)
 
 
 class Residual(Memory):
-    """Keeps the error of encoding: x = g + e is encoded, and then e' = x - C(x) is kept.
+    """Keeps the error of encoding, e. With g the gradient, x = g + e is encoded.
 
-    The sum over steps is sum C(x) + e = sum g (Karimireddy et al. 2019, algorithm 1). With a rate b
-    below 1 the residual is a moving average, e' = (1 - b) e + b (x - C(x)), and sum C(x) + e / b =
-    sum g (Xie et al. 2024, "LoCo").
+    Then e becomes x - C(x), where C(x) arrives. So over all steps sum C(x) + e = sum g: no gradient
+    is lost (Karimireddy et al. 2019, algorithm 1). With a rate b below 1, e is a moving average: it
+    becomes (1 - b) e + b (x - C(x)), and sum C(x) + e / b = sum g (Xie et al. 2024, "LoCo").
     """
 
     names: ClassVar[tuple[str, ...]] = ("residual",)
@@ -179,9 +231,10 @@ class Residual(Memory):
 
     @override
     def note_sent(self, rows: Tensor, wire: Tensor, encoded: Encoded, scale: Tensor | None) -> None:
-        # In a later round of a step both are the same tensor, so e is read before it is written.
+        # If the step has encoded before, the old residual and the new one are the same tensor. So
+        # the old residual is read before the new one is written.
         before, after = self._decayed(rows), self._next("residual", rows)
-        # Decoded from the bytes, so that C(x) is what receivers get, to the last bit.
+        # Decoded from the bytes, so that C(x) is equal to what receivers get, to the last bit.
         encoded.decode(wire, after)
         self._keep(torch.sub(rows, after, out=after), before, scale)
 
@@ -191,11 +244,20 @@ class Residual(Memory):
         self._keep(self._next("residual", lost).copy_(lost), before, scale)
 
     def _decayed(self, like: Tensor) -> Tensor | None:
-        """Returns (1 - rate) x residual, which a moving average keeps. None means a rate of 1."""
+        """Returns a new tensor, (1 - rate) x the latest residual, in the shape of `like`.
+
+        None means that it is 0, because the rate is 1.
+        """
         return self._latest("residual", like) * (1 - self.rate) if self.rate < 1 else None
 
     def _keep(self, lost: Tensor, before: Tensor | None, scale: Tensor | None) -> None:
-        """Makes the pending residual from the error `lost`, which is that tensor, in place."""
+        """Turns the error `lost` into the new residual, in place, and marks it as pending.
+
+        Args:
+            lost: The pending tensor "residual", which holds the error, multiplied by `scale`.
+            before: What `_decayed` returned.
+            scale: Loss scale. None means 1.
+        """
         if scale is not None:
             lost.div_(scale)
         if before is not None:

@@ -15,7 +15,7 @@ from lightning_dear.compression.codec import Codec, Kind, Lag, field, padded_byt
 class _Float(Codec):
     """Base of codecs that send each value by itself, as a float of `wire_dtype`.
 
-    Wire: [numel x the float's bytes | zeros to a multiple of 4].
+    Bytes of a row: the floats, then zeros up to a multiple of 4 bytes.
     """
 
     kind: ClassVar[Kind] = "contractive"
@@ -33,7 +33,10 @@ class _Float(Codec):
 
 
 class _HalfFloat(_Float):
-    """Rounds to a 16-bit float; values beyond its range become its largest finite value."""
+    """Base of codecs that round to a 16-bit float.
+
+    Values beyond its range become its largest finite value, with their sign; nan stays nan.
+    """
 
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
@@ -41,20 +44,24 @@ class _HalfFloat(_Float):
         wire[:, 2 * numel :].zero_()
         narrow = field(wire, self.wire_dtype, 0, numel)
         if rows.device.type != "cpu":
-            # One pass in place: no temporary as large as the rows, and the host does not wait.
+            # Clamped in place: there is no temporary as large as the rows, and the host does not
+            # wait for the device, as it would for the sum below.
             narrow.copy_(rows).clamp_(-largest, largest)
             return
         for tile, place in tiles(rows, narrow):
             place.copy_(tile)
-            # The sum is finite only if all values are. It takes half the time of a clamp, which few
-            # tiles need.
+            # If the sum is finite, all values are. Then the tile needs no clamp, which would take
+            # twice as long as the sum.
             if not math.isfinite(place.sum().item()):
                 place.copy_(tile.clamp(-largest, largest))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp32(_Float):
-    """Sends fp32 values unchanged: C(x) = x, for tensors or steps that are not to be compressed."""
+    """Sends fp32 values unchanged: C(x) = x.
+
+    For tensors or steps that are not to be compressed in a training that has a compressor.
+    """
 
     name: ClassVar[str] = "fp32"
     is_identity: ClassVar[bool] = True
@@ -69,8 +76,9 @@ class Fp32(_Float):
 class Bf16(_HalfFloat):
     """Rounds to bfloat16: C(x) = x (1 + e), |e| <= 2^-8, in 2 bytes an element.
 
-    The range is that of fp32 (Kalamkar et al. 2019, "A study of BFLOAT16 for deep learning
-    training"). Where |x| is below 2^-126 the error is at most 2^-134.
+    The range of values is that of fp32 (Kalamkar et al. 2019, "A study of BFLOAT16 for deep
+    learning training"). If |x| is below 2^-126, the bound for e does not hold, but
+    |C(x) - x| <= 2^-134. Values that would round to infinity become the largest finite value.
     """
 
     name: ClassVar[str] = "bf16"
@@ -81,11 +89,12 @@ class Bf16(_HalfFloat):
 class Fp16(_HalfFloat):
     """Rounds to IEEE half precision: C(x) = x (1 + e), |e| <= 2^-11, in 2 bytes an element.
 
-    The bound holds for |x| from 2^-14 to 65504. Smaller values have an error of at most 2^-25, so
-    that very small ones are lost, which is why Micikevicius et al. 2018, "Mixed precision
-    training", scale losses. In place of larger values 65504 is sent. Error feedback sends later
-    what either loses, if that happens now and then. With feedback a value beyond 2 x 65504 counts
-    as inf, since the rest of a spike of 1e8 would be sent for 1500 steps.
+    The bound holds for |x| from 2^-14 to 65504. If |x| is smaller, |C(x) - x| <= 2^-25, and an |x|
+    up to 2^-25 becomes 0. That is why Micikevicius et al. 2018, "Mixed precision training", scale
+    losses. In place of larger values 65504 is sent, with the sign of x. Error feedback sends the
+    lost rest later, which suffices if losses are rare. With feedback and without a loss scale a
+    value beyond 2 x 65504 counts as inf, since the rest of a spike of 1e8 would take 1500 steps to
+    send. With a loss scale a value beyond 65504 does.
     """
 
     name: ClassVar[str] = "fp16"

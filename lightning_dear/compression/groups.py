@@ -1,4 +1,7 @@
-"""Different codecs for some parameters, by name: such as no compression of norms and biases."""
+"""Codecs for some parameters, chosen by name, such as no compression of norms and biases.
+
+A group is a pattern of parameter names, and the codec of the parameters whose names match it.
+"""
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -7,20 +10,22 @@ from lightning_dear.compression.codec import Codec, Compressor
 from lightning_dear.compression.floats import Fp32
 
 VECTORS = "vectors"
-"""May be used in place of a pattern: matches all tensors of fewer than two dimensions."""
+"""May be used in place of a pattern: matches all parameters of fewer than two dimensions."""
 
 Groups = tuple[tuple[str, Codec], ...]
-"""Pairs (pattern of parameter names, codec of these parameters). The first match counts."""
+"""Pairs (pattern of parameter names, codec of these parameters). If several patterns match a name,
+the first one counts."""
 
 
 def groups_of(compressors: Mapping[str, Compressor | None]) -> Groups:
     """Turns the `compressors` mapping of a `CompressionSchedule` into groups.
 
     Args:
-        compressors: Pattern of parameter names -> compressor. None means no compression.
+        compressors: Pattern of parameter names -> compressor. None as a compressor means no
+            compression, and becomes `Fp32`.
 
     Raises:
-        ValueError: If a compressor is not a codec, since only codecs encode row by row.
+        ValueError: If a compressor is not a `Codec`, such as `PowerSGD`.
     """
     groups = []
     for pattern, compressor in compressors.items():
@@ -35,12 +40,20 @@ def groups_of(compressors: Mapping[str, Compressor | None]) -> Groups:
 
 
 def codec_for(groups: Groups, codec: Codec, name: str, num_dimensions: int) -> Codec:
-    """Returns the codec of the parameter `name`: that of its group, or `codec` if it is in none."""
+    """Returns the codec of one parameter.
+
+    Args:
+        groups: Codecs of some parameters.
+        codec: Codec of the parameters that are in no group.
+        name: Name of the parameter.
+        num_dimensions: Number of dimensions of the parameter.
+    """
     number = _match(groups, name, num_dimensions)
     return codec if number is None else groups[number][1]
 
 
 def _match(groups: Groups, name: str, num_dimensions: int) -> int | None:
+    """Returns the index of the first group that a parameter matches. None means no group."""
     for number, (pattern, _) in enumerate(groups):
         if fnmatchcase(name, pattern) or (pattern == VECTORS and num_dimensions < 2):
             return number
@@ -48,15 +61,15 @@ def _match(groups: Groups, name: str, num_dimensions: int) -> int | None:
 
 
 def unused_group(groups: Groups, tensors: Iterable[tuple[str, int]]) -> str | None:
-    """Returns a complaint about the first group that holds no parameter.
+    """Returns a message for the user about the first group that holds no parameter.
 
     Args:
-        groups: The first match counts.
+        groups: Codecs of some parameters.
         tensors: (name, number of dimensions) of all parameters that may be trained, now or later.
 
     Returns:
-        A message for the user. None means that each group holds a parameter. `VECTORS` may be
-        unused.
+        The message. None means that each group holds a parameter, except perhaps groups whose
+        pattern is `VECTORS`.
     """
     tensors = list(tensors)
     for number, (pattern, _) in enumerate(groups):
@@ -73,12 +86,16 @@ def unused_group(groups: Groups, tensors: Iterable[tuple[str, int]]) -> str | No
 def check_groups(groups: Groups, compressor: Compressor | None) -> None:
     """Refuses groups whose codecs cannot be combined with the compressor of the other parameters.
 
+    Does nothing if there are no groups.
+
     Args:
         groups: Codecs of some parameters.
-        compressor: Compressor of all others. None means no compression.
+        compressor: Compressor of all other parameters. None means no compression.
 
     Raises:
-        ValueError: If they cannot; the message says why and what to change.
+        ValueError: If `compressor` is no codec; if a group's `halves` differ from those of
+            `compressor`; if one of the two votes or keeps momentum. A group that is not compressed
+            (`Fp32`) is refused only if `compressor` votes. The message says what to change.
     """
     for pattern, other in groups:
         what = f"compressors={{{pattern!r}: {other.name}}}"

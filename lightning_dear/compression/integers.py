@@ -1,7 +1,8 @@
 """Codecs that send integers of 8 or 4 bits, with one fp32 scale for each block of elements.
 
-The scale follows the largest element of a block, not of a bucket, so that fusing tensors into one
-bucket costs no accuracy.
+A block is a fixed number of neighbouring elements. The scale depends on the largest magnitude of
+its block, not of the bucket. So if tensors of different magnitude are fused into one bucket, only
+blocks that contain elements of two tensors lose accuracy.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,10 @@ _FP32 = torch.finfo(torch.float32)
 
 
 class ScaledIntegers(BlockCodec):
-    """Base of codecs that send integers and a scale for each block: decoding multiplies the two."""
+    """Base of codecs that send integers, and a scale for each block of elements.
+
+    An element decodes to its integer times the scale of its block.
+    """
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
@@ -28,27 +32,40 @@ class ScaledIntegers(BlockCodec):
             torch.mul(self._unpack(values, tile), scales, out=tile)
 
     def _pack(self, integers: Tensor, values: Tensor) -> None:
-        """Writes integers, given as fp32 [rows, blocks, elements], as bytes; may overwrite them."""
+        """Writes integers into bytes. In this base class each becomes one int8.
+
+        Args:
+            integers: [rows, blocks, elements of a block] fp32, of integer value; may be mutated.
+            values: [rows, blocks, bytes of a block] uint8; overwritten.
+        """
         values.view(torch.int8).copy_(integers)
 
     def _unpack(self, values: Tensor, integers: Tensor) -> Tensor:
-        """Returns the integers that `_pack` wrote, of any dtype; may write them to `integers`."""
+        """Returns the integers that `_pack` wrote into `values`.
+
+        Args:
+            values: [rows, blocks, bytes of a block] uint8; not mutated.
+            integers: [rows, blocks, elements of a block] fp32, for the result; may be overwritten.
+
+        Returns:
+            [rows, blocks, elements of a block], of any dtype: `integers`, or another tensor.
+        """
         own = values.view(torch.int8)
         return own if saves_calls(values.device) else integers.copy_(own)
 
 
 class _BlockIntegers(ScaledIntegers):
-    """Rounds to a grid: q = round(x / s) in [-L, L], with s = max|x| / L of the block; sends q, s.
+    """Base of codecs that send q = round(x / s) in [-L, L], with s = max|x| / L of the block.
 
-    Decoding returns q s. The error of an element is at most s / 2 (and some 2^-16 s of rounding in
-    fp32), and never more than the element. With blocks of B elements therefore
-    |C(x) - x|^2 <= (B - 1) / (4 L^2 + B - 1) |x|^2.
+    q and s are sent, and decoding returns q s. L is `_levels`. The error of an element is at most
+    s / 2 (plus about 2^-16 s by rounding in fp32), and never larger than the element. With blocks
+    of B elements therefore |C(x) - x|^2 <= (B - 1) / (4 L^2 + B - 1) |x|^2.
 
-    With error feedback, an element whose gradient g stays the same and is below s / 2 is sent as 0
-    until its residual reaches s / 2. It therefore waits for at most s / |g| steps.
+    With error feedback, an element whose gradient g stays the same and has |g| < s / 2 is sent as 0
+    until its residual reaches s / 2. So it waits for at most s / |g| steps.
 
-    s is at least the smallest normal number, so that blocks of zeros and denormals need no case of
-    their own. It is limited so that L s cannot overflow.
+    s is at least the smallest normal fp32 number, so that blocks of zeros or of denormal numbers
+    need no separate code. It is at most so large that L s cannot overflow.
     """
 
     kind: ClassVar[Kind] = "contractive"
@@ -58,22 +75,23 @@ class _BlockIntegers(ScaledIntegers):
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
         wire[:, self._ends(rows.shape[1])[1] :].zero_()
-        # FP32.max / L may have been rounded up; a bit less, so that L times it does not overflow.
+        # FP32.max / L may have been rounded up. The factor makes it a bit smaller, so that
+        # L x largest does not overflow.
         largest = _FP32.max / self._levels * (1 - _FP32.eps)
         for tile, values, scales, integers in self._tiles(rows, wire, num_scratch=1):
             largest_of_blocks(tile, scales).div_(self._levels).clamp_(_FP32.tiny, largest)
-            # No clamp: |x| / s exceeds L at most by a rounding error of fp32, which `round_` drops.
-
+            # |x| / s needs no clamp: it exceeds L at most by a rounding error of fp32, which
+            # `round_` removes.
             self._pack(torch.div(tile, scales, out=integers).round_(), values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Int8(_BlockIntegers):
-    """Rounds to 127 levels of either sign, relative to the largest of each block: B + 4 bytes.
+    """Rounds to 127 levels of either sign, relative to the largest |x| of each block.
 
-    q = round(x / s), s = max|x| / 127, so that the error of an element is at most s / 2. A large
-    element makes the grid coarse in its own block alone (Dettmers et al. 2022, "8-bit optimizers
-    via block-wise quantization").
+    A block of B elements takes B + 4 bytes. q = round(x / s) is sent, with s = max|x| / 127, so
+    that the error of an element is at most s / 2. A large element makes the levels coarse in its
+    own block alone (Dettmers et al. 2022, "8-bit optimizers via block-wise quantization").
 
     Args:
         block_size: B, number of elements that share a scale: a multiple of 8 from 8 to 65536. The
@@ -91,13 +109,14 @@ class Int8(_BlockIntegers):
 
 @dataclass(frozen=True, kw_only=True)
 class Int4(_BlockIntegers):
-    """Rounds to 7 levels of either sign, relative to the largest of each block: B / 2 + 4 bytes.
+    """Rounds to 7 levels of either sign, relative to the largest |x| of each block.
 
-    q = round(x / s), s = max|x| / 7, so that the error of an element is at most s / 2. Blocks are
-    those of Dettmers et al. 2022, "8-bit optimizers via block-wise quantization". With h half a
-    block, rounded up, byte i of a block holds q_i + 16 q_(i + h): the two halves of a block are
-    packed, not even and odd elements, since halves are contiguous. If the last block has an odd
-    number of elements, its last byte holds one.
+    A block of B elements takes B / 2 + 4 bytes. q = round(x / s) is sent, with s = max|x| / 7, so
+    that the error of an element is at most s / 2. Blocks are those of Dettmers et al. 2022, "8-bit
+    optimizers via block-wise quantization". With h half the elements of a block, rounded up, byte i
+    of a block holds q_i + 16 q_(i + h). So an element shares a byte with one of the other half of
+    the block, not with its neighbour, since the halves are contiguous in memory. If the last block
+    of a row has an odd number of elements, its last byte holds one element.
 
     Args:
         block_size: B, number of elements that share a scale: a multiple of 8 from 8 to 65536. The
@@ -126,7 +145,8 @@ class Int4(_BlockIntegers):
         low, high = integers[..., :half], integers[..., half:]
         low.copy_(values.view(torch.int8))
         both = low[..., : high.shape[2]]
-        # |q_i| <= 7 is less than half of 16, so that rounding to a multiple of 16 drops q_i.
+        # A byte is q_i + 16 q_(i + h). |q_i| <= 7 is less than half of 16, so that rounding the
+        # byte to a multiple of 16 removes q_i.
         torch.mul(both, 1 / 16, out=high).round_()
         both.sub_(high, alpha=16)
         return integers
@@ -134,14 +154,16 @@ class Int4(_BlockIntegers):
 
 @dataclass(frozen=True, kw_only=True)
 class LoCo(Int4):
-    """Sends what `Int4` sends, with a moving average of errors: e' = (1 - b) e + b (x - C(x)).
+    """Encodes as `Int4` does, but its residual e is a moving average of encoding errors.
 
-    The average damps single errors, most of which are rounding noise, more than plain feedback, e'
-    = x - C(x), does (Xie et al. 2024, "LoCo: Low-Bit Communication Adaptor for Large-scale Model
-    Training", section 3.2, where b is 1 - beta).
+    After x has been encoded, e becomes (1 - b) e + b (x - C(x)). Most single errors are rounding
+    noise, which the average damps. Plain feedback, where e becomes x - C(x), does not (Xie et al.
+    2024, "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", section 3.2, where b
+    is 1 - beta).
 
     Args:
         rate: b, weight of the newest error, in (0, 1]. 1 means plain feedback. The default is 0.2.
+            Any other value is refused with error_feedback=False.
         block_size: See `Int4`.
         halves: See `Codec`.
         error_feedback: See `Compressor`.

@@ -20,23 +20,27 @@ class PowerSGD(Compressor):
 
         P = mean of M Q,  P orthonormal,  Q = mean of M^T P,  C(M) = P Q^T
 
-    If M is the mean itself, C(M) = P P^T M is a projection: |C(M) - M| <= |M| (norms of all
-    elements), and C(M) = M once Q spans the rows of an M of rank r or less. Elements of P and Q may
-    be as large as |M|, which must therefore be an fp32 number. A value so large that some |M| of
-    its bucket might overflow counts as inf.
+    C(M) = P P^T M is a projection of M: |C(M) - M| <= |M| (norms of all elements), and C(M) = M
+    once Q spans the rows of an M of rank r or less. Elements of P and Q may be as large as the norm
+    |M|, which therefore must not overflow in fp32. So a gradient counts as inf from a magnitude on
+    at which the norm of a matrix in its bucket could overflow.
 
-    Both means are all-reduces, that of P in backward and that of Q after it. So every rank has the
-    whole mean gradient and the whole optimizer state, and nothing is gathered. A tensor of more
-    than two dimensions is taken as a matrix of its first dimension, in the order of its storage,
-    and all others. Vectors, and matrices that would become too little smaller, are sent
-    uncompressed with P. Each rank computes the factorization and the products by itself: bits are
-    equal on all ranks if their linear algebra gives equal bits for equal input.
+    Both means are computed by all-reduces: that of P in backward, and that of Q afterwards. So
+    every rank has the whole mean gradient and the whole optimizer state, and nothing is gathered. A
+    tensor of more than two dimensions is taken as a matrix whose rows are its first dimension (in
+    the order of storage), and whose columns are all other dimensions. Vectors, and matrices that
+    would not become enough smaller (see `min_saving`), are sent uncompressed together with P. Each
+    rank computes the basis P and the products itself. The results are equal on all ranks only if
+    the ranks' linear algebra gives equal bits for equal input.
 
     Args:
         rank: r, at least 1, limited to the smaller dimension of each matrix. The default is 4.
-        min_saving: A matrix is sent uncompressed unless n m >= min_saving (n + m) r; at least 1.
+        min_saving: A matrix is sent uncompressed unless n m >= min_saving (n + m) r. At least 1.
             The default is 2.
         error_feedback: See `Compressor`.
+
+    Raises:
+        ValueError: If an option is out of its range.
     """
 
     name: ClassVar[str] = "powersgd"
@@ -63,22 +67,37 @@ class PowerSGD(Compressor):
         self._check_gathers_gradients(setting, reason)
 
     def rank_of(self, num_rows: int, num_columns: int) -> int:
-        """Returns r for a matrix of this shape. 0 means that it is sent uncompressed."""
+        """Returns r for a matrix of this shape. 0 means that the matrix is sent uncompressed."""
         rank = min(self.rank, num_rows, num_columns)
         saves = num_rows * num_columns >= self.min_saving * (num_rows + num_columns) * rank
         return rank if saves else 0
 
 
 def starting_factor(shape: torch.Size, seed: int) -> Tensor:
-    """Returns a random orthonormal Q [m, r], the same for the same seed on all ranks."""
+    """Returns a random orthonormal Q, with which power iteration begins.
+
+    Args:
+        shape: [m, r].
+        seed: Seed. Ranks that pass the same seed get the same Q.
+
+    Returns:
+        [m, r] fp32, on the CPU.
+    """
     # Drawn on the CPU, since other devices draw other numbers from the same seed.
     generator = Generator().manual_seed(seed)
     return orthonormal(torch.randn(shape, dtype=torch.float32, generator=generator))
 
 
 def orthonormal(factor: Tensor) -> Tensor:
-    """Returns an orthonormal basis of the columns of `factor` [n, r], r <= n; also for zeros."""
-    # By QR, since the paper's Gram-Schmidt divides by norms, which may be 0.
+    """Returns r orthonormal columns that span all columns of `factor`, even if some are 0.
+
+    Args:
+        factor: [n, r] with r <= n; not mutated.
+
+    Returns:
+        [n, r], contiguous.
+    """
+    # Computed by QR, since the paper's Gram-Schmidt divides by norms, which may be 0.
     basis: Tensor = torch.linalg.qr(factor)[0]
-    # LAPACK stores column by column, and checkpoints view factors as flat rows.
+    # LAPACK returns column-major matrices. Checkpoints view factors as flat tensors, row by row.
     return basis.contiguous()

@@ -1,12 +1,13 @@
 """Finds the k values of largest magnitude: exactly, or about k of them by a threshold.
 
 Comparing with a threshold costs a fraction of the time of `torch.topk`, which has to sort. The
-price is that about k values are found, not exactly k. In a row that a codec encodes, values beyond
-k are dropped in the order of their places, and slots without a value stay empty. In a whole bucket
-of a sparse all-reduce about k values are sent, and the threshold is used for several steps.
+price is that about k values are found, not exactly k. In a row that a codec encodes, only the first
+k values found are taken, in the order of their places; if fewer are found, slots stay empty. (A row
+has k slots, each for a value and its place.) In a whole bucket of a sparse all-reduce about k
+values are sent, and the threshold is used for several steps.
 
-A place is the index of a value in its row or bucket. nan counts as the largest value, so that a
-gradient of nan reaches other ranks.
+A place is the index of a value in its row or bucket. In most functions nan counts as the largest
+value, so that a gradient of nan reaches other ranks.
 """
 
 import math
@@ -23,16 +24,18 @@ _kept = threading.local()
 
 
 def select(selector: str, rows: Tensor, k: int) -> Tensor:
-    """Finds k values of each row whose magnitude is large; depends on the row alone.
+    """Finds up to k values of large magnitude in each row.
+
+    What is found in a row does not depend on the other rows.
 
     Args:
         selector: A name in `SELECTORS`.
         rows: [R, numel] fp32, finite; not mutated.
-        k: Number of slots, from 1 to numel.
+        k: Number of slots of a row, from 1 to numel.
 
     Returns:
-        [R, k] int64: places, in any order and all distinct, and numel in empty slots. A row that
-        is not all zeros has at least one place.
+        [R, k] int64: for each row the places of the values found, in any order and all distinct,
+        and numel in empty slots. In a row that is not all zeros at least one value is found.
     """
     find = SELECTORS[selector]
     if rows.is_cpu:
@@ -42,7 +45,11 @@ def select(selector: str, rows: Tensor, k: int) -> Tensor:
 
 
 def exact(rows: Tensor, k: int) -> Tensor:
-    """Returns the places of the k largest |x|, [R, k] int64; no slot stays empty."""
+    """Returns the places of the k largest |x| of each row, [R, k] int64, in any order.
+
+    No slot stays empty: zeros are taken if too few values are not 0. On a CPU R must be 1 if rows
+    have more than `TILE_ELEMENTS` elements.
+    """
     if rows.is_cpu and rows.shape[1] > TILE_ELEMENTS:
         return _exact_in_blocks(rows, k)
     return rows.abs().topk(k, sorted=False).indices
@@ -51,28 +58,33 @@ def exact(rows: Tensor, k: int) -> Tensor:
 def sampled(rows: Tensor, k: int) -> Tensor:
     """Returns places of about k values above a threshold that is estimated from a sample.
 
-    As in DGC (Lin et al. 2018, section 5); see `first_above`.
+    DGC selects so, too (Lin et al. 2018, section 5). The result is that of `first_above` with this
+    threshold.
     """
-    # If all values are wanted, a sample cannot tell the smallest one.
+    # If all values are wanted, a sample cannot tell the smallest of them. A threshold of 0 takes
+    # all values except zeros.
     floor = torch.zeros_like(rows[:, :1]) if k == rows.shape[1] else sampled_floor(rows, k)
     return first_above(rows, floor, k)
 
 
 SELECTORS = {selector.__name__: selector for selector in (exact, sampled)}
+"""Name -> function (rows, k) that finds k or about k large values of each row; see `select`."""
 
 
 def first_above(rows: Tensor, floor: Tensor, k: int) -> Tensor:
-    """Returns the places of the first k values with |x| > floor, or nan.
+    """Returns the places of the first k values of each row with |x| > floor; nan is taken, too.
 
     Args:
-        rows: [R, numel] fp32; on a CPU R must be 1.
-        floor: [R, 1] fp32, at least 0, so that a zero is never taken. nan counts as 0.
-        k: Number of slots.
+        rows: [R, numel] fp32; on a CPU R must be 1. Not mutated.
+        floor: [R, 1] fp32, thresholds of at least 0, so that a zero is never taken. nan as a
+            threshold counts as 0. Not mutated.
+        k: Number of slots of a row.
 
     Returns:
-        [R, k] int64, ascending; numel in empty slots.
+        [R, k] int64, ascending in each row. If fewer than k values are found, the last slots hold
+        numel.
     """
-    # `x <= nan` is false for all x, so that zeros would be taken, too.
+    # `x <= nan` is false for all x, so that zeros would be taken, too, if a threshold were nan.
     floor = floor.nan_to_num(nan=0.0)
     if rows.is_cpu:
         places = rows.new_full((1, k), rows.shape[1], dtype=torch.int64)
@@ -85,21 +97,24 @@ def first_above(rows: Tensor, floor: Tensor, k: int) -> Tensor:
 def first_above_static(rows: Tensor, floor: Tensor, k: int) -> Tensor:
     """Does what `first_above` does, for any R and without making the host wait for a device.
 
-    The number of values above the floor is counted along the row, and slot j is the place at which
-    the count reaches j + 1, found by bisection.
+    But `floor` must not be nan. The number of values above the floor is counted along each row.
+    Slot j gets the place at which the count reaches j + 1, which is found by bisection.
     """
-    # int32, as int64 counts would take twice the memory. `not <=` instead of `>` takes nan, too.
+    # Counts are int32, since int64 would take twice the memory. `not <=` instead of `>` takes nan,
+    # too.
     taken = (rows.abs() <= floor).logical_not_().cumsum(1, dtype=torch.int32)
     slots = torch.arange(1, k + 1, dtype=torch.int32, device=rows.device)
-    # Made contiguous, as torch would do it, too, with a warning.
+    # Made contiguous, since torch would otherwise do that with a warning.
     return torch.searchsorted(taken, slots.expand(len(rows), k).contiguous())
 
 
 def sample_stride(k: int) -> int:
-    """Returns the distance of sampled values: for 1 % of a row, but about 64 of its k largest.
+    """Returns the stride of a sample of a row, from 1 to 100.
 
-    A stride that shares a factor with the width of a matrix would sample few of its columns. Widths
-    are mostly products of 2, 3, 5 and 7, so it shares none of these.
+    The sample is about 1 % of the row, or more if 1 % would contain fewer than about 64 of the k
+    largest values. The row may be a flattened matrix. A stride that has a common factor with the
+    width of the matrix would sample only some of its columns. Widths are mostly products of 2, 3, 5
+    and 7. So the stride has none of these factors.
     """
     stride = max(1, min(100, k // 64))
     while math.gcd(stride, 2 * 3 * 5 * 7) != 1:
@@ -108,13 +123,18 @@ def sample_stride(k: int) -> int:
 
 
 def sampled_floor(rows: Tensor, k: int, num_deviations: float = 0.0) -> Tensor:
-    """Returns [R, 1] thresholds such that about k values of each row are larger.
+    """Returns thresholds such that about k values of each row are larger in magnitude.
+
+    The thresholds are estimated from every `sample_stride(k)`-th value.
 
     Args:
         rows: [R, numel]; not mutated.
         k: Number of values wanted.
-        num_deviations: Lowers the threshold so that more than k are found, by this many standard
-            deviations of the number of sampled values.
+        num_deviations: Lowers the thresholds, so that more than k values are found: by this many
+            standard deviations of the number of sampled values that are among the k largest.
+
+    Returns:
+        [R, 1], of the dtype of `rows`.
     """
     sample = rows[:, :: sample_stride(k)].abs()
     size = sample.shape[1]
@@ -122,26 +142,30 @@ def sampled_floor(rows: Tensor, k: int, num_deviations: float = 0.0) -> Tensor:
     wanted = min(size, max(1, round(share + num_deviations * math.sqrt(share))))
     found = sample.topk(wanted, sorted=False).values
     threshold = found.amin(1, keepdim=True)
-    # Just below the sampled value, so that > takes the value itself. But if more values are equal
-    # to it, the first of them would fill the slots, and larger values behind them could wait for
-    # ever: then > must leave out the equal ones.
+    # The threshold is just below the smallest value in `found`, so that > takes this value. But if
+    # further sampled values are equal to it, the first of them would fill the slots, and larger
+    # values behind them could wait for ever. Then the threshold is this value itself, so that >
+    # leaves out the equal values, unless `found` contains no larger one.
     is_shared = (sample >= threshold).sum(1, keepdim=True) > wanted
     is_shared &= found.amax(1, keepdim=True) > threshold
     return torch.where(is_shared, threshold, just_below(threshold))
 
 
 def just_below(threshold: Tensor) -> Tensor:
-    """Returns the next float towards 0, so that > this means >= the threshold, unless that is 0."""
+    """Returns the next float towards 0, of each threshold.
+
+    So |x| > the result means |x| >= the threshold. But if the threshold is 0, the result is 0.
+    """
     return threshold.nextafter(torch.zeros_like(threshold))
 
 
 def _exact_in_blocks(row: Tensor, k: int) -> Tensor:
-    """Returns [1, k], the places of the k largest of one row on a CPU, by `topk` of a few of them.
+    """Returns the places of the k largest |x| of one row on a CPU, [1, k] int64.
 
-    A threshold leaves out most values before `topk` sorts.
+    A threshold leaves out most values before `topk` sorts the others.
     """
-    # Five standard deviations beyond k, so that fewer than k are found very rarely. If they are,
-    # the whole row is sorted.
+    # The threshold is so low that fewer than k values are found very rarely (five standard
+    # deviations). Then the whole row is sorted.
     places = all_above(row[0], float(sampled_floor(row, k, num_deviations=5.0)))
     if len(places) < k:
         return row.abs().topk(k, sorted=False).indices
@@ -149,15 +173,18 @@ def _exact_in_blocks(row: Tensor, k: int) -> Tensor:
 
 
 def all_above(values: Tensor, floor: float, at_least: int | None = None) -> Tensor:
-    """Returns the places of values with |x| > floor, or nan, ascending. For a CPU only.
+    """Returns the places of values with |x| > floor, and of nan, ascending. For a CPU only.
 
     Args:
         values: [numel]; not mutated.
-        floor: At least 0.
-        at_least: Number of places that are enough: the search ends after the block in which it is
-            reached. None means all places.
+        floor: Threshold, at least 0. If it is nan, all places are returned.
+        at_least: Number of places that are enough. The search ends after the `TILE_ELEMENTS`
+            elements in which it is reached, so that more may be returned. None means all places.
+
+    Returns:
+        [n] int64.
     """
-    # `torch.cat` needs one tensor at least; there may be no values, as between equal boundaries.
+    # `torch.cat` needs at least one tensor, and `values` may be empty, such as an empty region.
     found = [torch.empty(0, dtype=torch.int64, device=values.device)]
     missing = len(values) if at_least is None else at_least
     # numpy compares and finds places in a fifth of torch's time, but has no bfloat16.
@@ -175,9 +202,13 @@ def all_above(values: Tensor, floor: float, at_least: int | None = None) -> Tens
 
 
 def _scratch_for(block: Any) -> tuple[Any, Any]:
-    """Returns memory for magnitudes and a mask of a block; the same in each call of a thread.
+    """Returns memory for the magnitudes of `TILE_ELEMENTS` values, and for a bool mask of them.
 
-    New memory would take as long as comparing. Threads do not share it.
+    Each call of a thread with the same dtype returns the same memory, since allocating it would
+    take as long as comparing. Different threads get different memory.
+
+    Args:
+        block: numpy array with the dtype of the values.
     """
     kept: dict[Any, tuple[Any, Any]] = _kept.__dict__
     if block.dtype.name not in kept:
@@ -187,35 +218,45 @@ def _scratch_for(block: Any) -> tuple[Any, Any]:
 
 
 def all_reaching(values: Tensor, threshold: float) -> Tensor:
-    """Returns the places of |x| >= threshold, or nan, ascending. For a CPU only.
+    """Returns the places of values with |x| >= threshold, and of nan, ascending. For a CPU only.
 
-    A threshold of 0 takes all values but zeros. fp64 values that fp32 rounds up to the threshold
-    are taken, too.
+    A threshold of 0 takes all values except zeros. fp64 values that would be rounded up to the
+    threshold in fp32 are taken, too.
+
+    Args:
+        values: [numel]; not mutated.
+        threshold: At least 0.
     """
     rounded = np.float32(min(threshold, torch.finfo(torch.float32).max))
     return all_above(values, float(np.nextafter(rounded, np.float32(0))))
 
 
 def true_places(mask: Tensor) -> Tensor:
-    """Returns the places where a flat mask on a CPU is true, [n] int64; 5 x as fast as torch."""
+    """Returns the places where a flat mask is true, [n] int64, ascending. For a CPU only.
+
+    It takes a fifth of the time of `torch.nonzero`.
+    """
     return torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
 # --- about k values of a bucket, on a CPU --------------------------------------------------------
 
 FEWEST, MOST = 2 / 3, 4 / 3
-"""Fewest and most values that may reach a threshold, as shares of k; otherwise it is set anew."""
+"""Fewest and most values that may reach a kept threshold, as shares of k. If fewer or more values
+reach it, `LocalThreshold` sets it anew."""
 
 FEW = 4
-"""A sample is used to look for `count` values only among more than FEW x count values: with fewer
-it would not leave out enough to pay."""
+"""`largest` uses a sampled threshold only if there are more than FEW x count values. Among fewer
+values, the threshold would leave out too few to save time."""
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Returns the places of the largest |x|; of equal ones the first count. For a CPU only.
+    """Returns the places of the `count` largest |x|. For a CPU only.
+
+    If not all of several equal values can be taken, the first of them are.
 
     Args:
-        values: [numel] fp32; not mutated. nan counts as largest; zeros are never taken.
+        values: [numel] fp32; not mutated. nan counts as the largest value; zeros are never taken.
         count: Number of places wanted, at least 0.
 
     Returns:
@@ -230,9 +271,13 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 
 def _candidates(values: Tensor, count: int) -> Tensor:
-    """Returns places, ascending, of values that include the `count` largest, and no zeros."""
+    """Returns places, ascending, of values among which are the `count` largest, but no zeros.
+
+    If fewer than `count` values are not 0, returns the places of all values that are not 0.
+    """
     if len(values) > FEW * count:
-        # Five standard deviations of the sample's count below it: very rarely too few are found.
+        # The threshold is so low that too few values are found very rarely (five standard
+        # deviations). Then all values are candidates.
         floor = float(sampled_floor(values[None], count, num_deviations=5.0))
         places = all_above(values, floor)
         if len(places) >= count:
@@ -241,24 +286,30 @@ def _candidates(values: Tensor, count: int) -> Tensor:
 
 
 def _places_of_largest(sizes: Tensor, count: int) -> Tensor:
-    """Returns the places of the `count` largest of `sizes`, all above 0 or nan, ascending."""
+    """Returns the places of the `count` largest of `sizes`, ascending; of equal ones the first.
+
+    Args:
+        sizes: [n] fp32 magnitudes, each above 0 or nan; not mutated.
+        count: Number of places wanted, at least 1. If it is n or more, all places are returned.
+    """
     if count >= len(sizes):
         return torch.arange(len(sizes))
-    # The smallest magnitude of the `count` largest, with nan as inf.
+    # The smallest of the `count` largest magnitudes. A nan counts as inf.
     floor = float(sizes.topk(count, sorted=False).values.nan_to_num_(nan=math.inf).amin())
     own = sizes.numpy()
     is_kept = ~(own <= floor)
     room = count - np.count_nonzero(is_kept)
     if room > 0:
         is_kept[np.flatnonzero(own == floor)[:room]] = True
-    # There may be more than `count` nan.
+    # If there are more than `count` nan, all of them are kept so far.
     return torch.from_numpy(np.flatnonzero(is_kept)[:count])
 
 
 def corrected(threshold: float, sizes: Tensor, k: int) -> float:
-    """Returns the threshold that k values would have reached, if the tail is a power law.
+    """Returns the threshold that k values would have reached.
 
-    The exponent is Hill's estimate.
+    Assumes that the number of values beyond a threshold is a power of the threshold. The exponent
+    is Hill's estimate, from the values that have reached the used threshold.
 
     Args:
         threshold: Threshold that was used, above 0.
@@ -272,11 +323,12 @@ def corrected(threshold: float, sizes: Tensor, k: int) -> float:
 class LocalThreshold:
     """Finds about k values of a bucket with a threshold that is kept from step to step.
 
-    Used by a rank of a sparse all-reduce to select what it sends. At times exactly k values are
+    A rank of a sparse all-reduce selects with it what it sends. At times exactly k values are
     looked for, which sets the threshold anew.
 
     Attributes:
-        value: Magnitude that values have to reach. 0 means that it is not known yet.
+        value: Magnitude that values have to reach in the next step. 0 means that it is not known,
+            so that the next step looks for exactly k values.
     """
 
     def __init__(self, value: float = 0.0) -> None:
@@ -286,17 +338,18 @@ class LocalThreshold:
     def find(self, values: Tensor, k: int, *, is_exact: bool) -> tuple[Tensor, Tensor]:
         """Returns the places of large values, ascending, and these values.
 
-        The threshold for the next step counts only after `commit`.
+        Also computes the threshold for the next step, which `commit` makes `value`.
 
         Args:
             values: [numel] fp32, on a CPU; not mutated.
             k: Number of values to look for, at least 1.
-            is_exact: True means exactly the k largest. False means those that reach the threshold,
-                if they are between 2 k / 3 and 4 k / 3.
+            is_exact: True means that the k largest values are returned. False means that all values
+                that reach the threshold are returned, if these are between 2 k / 3 and 4 k / 3
+                values, and otherwise the k largest.
 
         Returns:
-            [n] int64 places and [n] fp32 values without zeros. n is k, or between the bounds above,
-            or the number of values other than 0 if that is less.
+            [n] int64 places and [n] fp32 values, none of them 0. n is k, or between 2 k / 3 and
+            4 k / 3, or the number of values other than 0 if that is less.
         """
         self._next = self.value
         if not is_exact and self.value > 0:
@@ -312,13 +365,17 @@ class LocalThreshold:
         return self._note(places, values.index_select(0, places))
 
     def _note(self, places: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+        """Makes the smallest magnitude of `found` the next threshold; returns both arguments."""
         self._next = float(found.abs().min()) if len(found) else 0.0
         return places, found
 
     def commit(self) -> None:
-        """Keeps the threshold of the last `find` for the next step: the optimizer has stepped."""
+        """Makes the threshold that the last `find` computed the one of the next step.
+
+        To be called once the optimizer has stepped.
+        """
         self.value = self._next
 
     def discard(self) -> None:
-        """Drops the threshold of the last `find`: its step is left out."""
+        """Drops the threshold that the last `find` computed, because its step is left out."""
         self._next = self.value

@@ -1,7 +1,8 @@
 """Codecs that send one bit for each element, its sign, and perhaps scales for each block.
 
-A bit is 1 where x < 0, so that zero, of either sign, counts as positive. Scales belong to blocks,
-not to buckets: fusing tensors of different scale into one bucket then costs no accuracy.
+A bit is 1 if x < 0, so that zero, of either sign, counts as positive. A scale is computed for each
+block (a fixed number of neighbouring elements), not for a bucket. So if tensors of different
+magnitude are fused into one bucket, only blocks that contain elements of two tensors lose accuracy.
 """
 
 from abc import abstractmethod
@@ -21,15 +22,15 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class _BlockSigns(BlockCodec):
-    """Base of codecs that send signs and statistics of each block; subclasses choose these.
+    """Base of codecs that send the signs of a block's elements, and fp32 statistics of the block.
 
-    Bit i of a row is 1 where x_i < 0.
+    Subclasses say which statistics. Bit i of a row is 1 if x_i < 0.
     """
 
     kind: ClassVar[Kind] = "contractive"
     _bits: ClassVar[int] = 1
     _num_scratch: ClassVar[int] = 0
-    """Number of temporary tensors that decoding a tile needs."""
+    """Number of temporary tensors in the shape of a tile that `_scale` needs."""
 
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
@@ -45,27 +46,37 @@ class _BlockSigns(BlockCodec):
 
     @abstractmethod
     def _measure(self, tile: Tensor, negative: Tensor, scales: Tensor) -> None:
-        """Writes the statistics of each block into `scales`.
+        """Computes the statistics of each block and writes them into `scales`.
 
         Args:
-            tile: [r, b, elements of a block]; not mutated.
-            negative: 1 where an element is less than zero, 0 elsewhere, in fp32; may be changed.
-            scales: [r, b, num_statistics]; overwritten.
+            tile: [r, b, elements of a block] fp32: b blocks of each of r rows; not mutated.
+            negative: fp32 in the shape of `tile`: 1 where an element is below 0, and 0 elsewhere.
+                May be mutated.
+            scales: [r, b, number of statistics] fp32; overwritten.
         """
 
     @abstractmethod
     def _scale(self, negative: Tensor, scales: Tensor, tile: Tensor, scratch: list[Tensor]) -> None:
-        """Writes decoded elements into `tile`; `negative` is uint8 (0 or 1), and may be changed."""
+        """Writes decoded elements into `tile`.
+
+        Args:
+            negative: [r, b, elements of a block] uint8: 1 where an element was below 0, and 0
+                elsewhere. May be mutated.
+            scales: [r, b, number of statistics] fp32, as `_measure` wrote them; not mutated.
+            tile: [r, b, elements of a block] fp32; overwritten.
+            scratch: `_num_scratch` temporary tensors in the shape of `tile`; may be overwritten.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class EFSignSGD(_BlockSigns):
-    """Sends C(x) = mean|x| sign(x) for each block: 32 B / (B + 32) times fewer bytes than fp32.
+    """Sends the sign of each element, and the mean magnitude of each block: C(x) = mean|x| sign(x).
 
+    That is 1 / 32 + 1 / B of the bytes of fp32, for blocks of B elements.
     |C(x) - x|^2 = (1 - d) |x|^2 with d = |x|_1^2 / (n |x|_2^2) in each block of n elements
     (Karimireddy et al. 2019, "Error feedback fixes SignSGD", section 4). The mean is computed as
-    the sum of |x| / n, which cannot overflow. It loses digits where |x| is below n 2^-126; there d
-    is smaller, though not negative.
+    the sum of |x| / n, to avoid overflow. If |x| is below n 2^-126, the mean loses digits, so that
+    d is smaller, though not negative.
 
     Args:
         block_size: B, number of elements that share a mean: a multiple of 8 from 8 to 65536. The
@@ -80,7 +91,7 @@ class EFSignSGD(_BlockSigns):
     @override
     def _measure(self, tile: Tensor, negative: Tensor, scales: Tensor) -> None:
         parts = torch.abs(tile, out=negative).mul_(1 / tile.shape[2])
-        # Rounding may make the mean of the largest fp32 numbers overflow.
+        # By rounding, the computed mean of numbers near the largest fp32 number may be inf.
         scales.copy_(parts.sum(2, keepdim=True).clamp_(max=_LARGEST))
 
     @override
@@ -90,13 +101,14 @@ class EFSignSGD(_BlockSigns):
 
 @dataclass(frozen=True, kw_only=True)
 class OneBit(_BlockSigns):
-    """Sends two means for each block of B elements: of those below zero, and of all others.
+    """Sends two means for each block: of the elements below 0, and of all other elements.
 
-    A bit says which of the block's two means an element decodes to, in 32 B / (B + 64) times fewer
-    bytes than fp32. With N the sum of the c elements below zero and P the sum of the n - c others,
-    |C(x) - x|^2 = |x|^2 - N^2 / c - P^2 / (n - c) in each block. That is never more than with
-    `EFSignSGD` (Seide et al. 2014, "1-bit stochastic gradient descent", section 3). Where |x| is
-    below n 2^-126, means lose digits.
+    A bit for each element says which of the two means of its block it decodes to. For blocks of B
+    elements that is 1 / 32 + 2 / B of the bytes of fp32. In a block of n elements, let N be the sum
+    of the c elements below 0, and P the sum of the n - c others. Then
+    |C(x) - x|^2 = |x|^2 - N^2 / c - P^2 / (n - c), which is at most the error of `EFSignSGD` (Seide
+    et al. 2014, "1-bit stochastic gradient descent", section 3). If |x| is below n 2^-126, the
+    means lose digits.
 
     Args:
         block_size: B, number of elements that share two means: a multiple of 8 from 8 to 65536.
@@ -117,14 +129,15 @@ class OneBit(_BlockSigns):
         count = negative.sum(2)
         below = torch.clamp(tile, max=0, out=negative).mul_(1 / numel).sum(2)
         others = torch.clamp(tile, min=0, out=negative).mul_(1 / numel).sum(2)
-        # The mean of no elements is 0.
+        # If there are no such elements, their mean is 0.
         below.mul_(numel / count.clamp(min=1)).clamp_(min=-_LARGEST)
         others.mul_(numel / (numel - count).clamp_(min=1)).clamp_(max=_LARGEST)
         torch.stack((below, others), 2, out=scales)
 
     @override
     def _scale(self, negative: Tensor, scales: Tensor, tile: Tensor, scratch: list[Tensor]) -> None:
-        # `where` takes ten times as long on a CPU, and `lerp` may overflow.
+        # Computed as negative x first mean + (1 - negative) x second mean, since `where` takes ten
+        # times as long on a CPU, and `lerp` may overflow.
         tile.copy_(negative)
         others = torch.sub(1, tile, out=scratch[0]).mul_(scales[..., 1:])
         tile.mul_(scales[..., :1]).add_(others)
@@ -132,17 +145,18 @@ class OneBit(_BlockSigns):
 
 @dataclass(frozen=True, kw_only=True)
 class SignSGD(Codec):
-    """Sends the sign of each element, for a vote: C(x) = -1 where x < 0, otherwise +1.
+    """Sends the sign of each element, for a vote: C(x) = -1 if x < 0, and otherwise +1.
 
-    Each rank sends signs, the owner adds them up, and the sign of the sum comes back. The sign of 0
-    is +1; so is a tie of an even number of ranks. There is no scale: the learning rate is the size
-    of each element's step. 32 times fewer bytes than fp32 (Bernstein et al. 2018, "signSGD",
-    section 2, and "signSGD with majority vote").
+    Each rank sends signs, the owner of a shard adds them up, and the sign of the sum comes back.
+    The sign of 0 is +1, and so is the result of a tie. There is no scale. So with plain SGD each
+    element of a parameter changes by the learning rate. Takes 1/32 of the bytes of fp32 (Bernstein
+    et al. 2018, "signSGD", section 2, and "signSGD with majority vote").
 
-    Wire: [bit i is x_i < 0 | zeros to a multiple of 4].
+    Bytes of a row: bit i is 1 if x_i < 0; then zeros up to a multiple of 4 bytes.
 
     Args:
-        halves: "both" (the default), or "reduce": then the mean of the signs comes back.
+        halves: "both" (the default) means that the sign of the sum comes back. "reduce" means that
+            the mean of the signs comes back, uncompressed.
         error_feedback: Must not be True, since errors of votes are not kept.
     """
 
@@ -166,17 +180,21 @@ class SignSGD(Codec):
             tile.copy_(_signs(unpack_bits(packed, tile.shape[2])))
 
     def _tiles(self, rows: Tensor, wire: Tensor, num_scratch: int = 0) -> Tiles:
-        """Yields tiles of rows [r, b, elements], bits [r, b, bytes], temporaries like the rows."""
+        """Yields tiles of `rows` and of their packed bits, and temporaries; see `block_tiles`.
+
+        A tile is rows [r, b, elements], bits [r, b, bytes], then `num_scratch` temporaries in the
+        shape of the rows. Blocks have 8 elements here, a byte of bits.
+        """
         packed, size = wire[:, : _packed_bytes(rows.shape[1])], BLOCK_SIZES[0]
         return block_tiles(rows, packed, block_size=size, bits=1, num_scratch=num_scratch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signum(SignSGD):
-    """Sends the signs of a running mean, m = momentum m + (1 - momentum) g, for a vote.
+    """Sends the signs of a running mean of gradients g, m = momentum m + (1 - momentum) g.
 
-    A `RunningMean` keeps m on each rank. Votes are counted as in `SignSGD`. The optimizer must have
-    no momentum (Bernstein et al. 2018, "signSGD", algorithm 2).
+    A `RunningMean` keeps m on each rank. The signs are a vote, as in `SignSGD`. An optimizer with
+    momentum is refused (Bernstein et al. 2018, "signSGD", algorithm 2).
 
     Args:
         momentum: Factor by which m decays in each step, in [0, 1). The default is 0.9.
@@ -198,7 +216,8 @@ class Signum(SignSGD):
     @property
     @override
     def takes_weight_decay(self) -> bool:
-        # A vote is +1 or -1 with any momentum, so that weight decay always weighs the same.
+        # The result of a vote is +1 or -1 with any momentum. So weight decay has the same strength
+        # relative to it, with or without momentum.
         return True
 
     @override
@@ -207,16 +226,17 @@ class Signum(SignSGD):
 
 
 class RunningMean(Memory):
-    """Keeps Signum's running mean, m = momentum m + (1 - momentum) g, whose signs are sent.
+    """Keeps the running mean of `Signum`, m = momentum m + (1 - momentum) g, whose signs are sent.
 
-    Bernstein et al. 2018, "signSGD", algorithm 2.
+    g is the gradient of this rank. See Bernstein et al. 2018, "signSGD", algorithm 2.
     """
 
     names: ClassVar[tuple[str, ...]] = ("running_mean",)
 
     @override
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
-        # Only the first round of a step decays m; later rounds add their gradients to it.
+        # m decays once a step: in the first round (see `_now`). Later rounds of the step only add
+        # their gradients to it.
         decay = 1.0 if self._has_pending else self.momentum
         before, mean = self._latest("running_mean", rows), self._next("running_mean", rows)
         torch.mul(before, decay, out=mean)
@@ -228,14 +248,18 @@ class RunningMean(Memory):
 
 
 def _packed_bytes(numel: int) -> int:
+    """Returns the number of bytes that hold `numel` bits."""
     return -(-numel // 8)
 
 
 def _pack(negative: Tensor, packed: Tensor) -> None:
-    """Packs fp32 values that are 0 or 1; through int8, as CPUs convert slowly to bool or uint8."""
+    """Packs fp32 values that are 0 or 1 into the bits of `packed`; see `pack_bits`.
+
+    They are converted to int8 first, since CPUs convert fp32 slowly to bool or uint8.
+    """
     pack_bits(negative.to(torch.int8).view(torch.uint8), packed)
 
 
 def _signs(negative: Tensor) -> Tensor:
-    """Returns int8 -1 or +1 for uint8 1 or 0, in the same memory."""
+    """Turns uint8 1 into int8 -1, and 0 into +1, in place. Returns an int8 view of `negative`."""
     return negative.view(torch.int8).mul_(-2).add_(1)

@@ -1,4 +1,4 @@
-"""Codecs that send k elements of each row as they are; all other elements arrive as zeros.
+"""Codecs that send k elements of each row unchanged; all other elements arrive as zeros.
 
 A place is the index of an element in its row.
 """
@@ -17,23 +17,24 @@ from lightning_dear.compression.selectors import SELECTORS, select
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(FewOfMany, Codec):
-    """Sends the k largest |x|, as k fp32 values and then k int32 places: 8 k bytes.
+    """Sends the elements of a row with the k largest |x|, as k fp32 values and then k int32 places.
 
-    Contractive, |C(x) - x|^2 <= (1 - d) |x|^2, with d = k / numel where `selector` is exact (Stich
-    et al. 2018, "Sparsified SGD with memory", section 2). The selector "sampled" finds about k
-    elements and may leave slots of the message empty. An empty slot holds value 0 and place 0,
-    which changes nothing, since decoding adds values.
+    A row takes 8 k bytes. Contractive: |C(x) - x|^2 <= (1 - d) |x|^2, with d = k / numel if
+    `selector` is "exact" (Stich et al. 2018, "Sparsified SGD with memory", section 2). The selector
+    "sampled" finds about k elements. If it finds fewer, slots of the message stay empty. An empty
+    slot holds value 0 and place 0, which changes nothing, since decoding adds values.
 
     With error feedback, an element whose gradient g stays the same waits until its residual is as
-    large as the elements that are sent, about mean|g| / density. It waits for about
-    mean|g| / (density |g|) steps: an average element for 1 / density steps, one with a tenth of the
-    average gradient for 10 / density. In the gather half each owner selects the k largest of the
-    sums that have arrived.
+    large as the elements that are sent, about mean|g| / density. So it waits for about
+    mean|g| / (density |g|) steps: an element with an average gradient for 1 / density steps, an
+    element with a tenth of that for 10 / density steps. In the gather half each owner encodes its
+    shard of the mean, and so selects the k largest elements again.
 
     Args:
         density: Share of the elements that are sent, in (0, 1]. The default is 0.01.
-        selector: "exact" (the default) uses `torch.topk`. "sampled" uses a threshold that is
-            estimated from a sample; see `lightning_dear.compression.selectors`.
+        selector: "exact" (the default) finds the k largest elements with `torch.topk`. "sampled"
+            is faster and finds about k, with a threshold that is estimated from a sample; see
+            `lightning_dear.compression.selectors`.
         halves: See `Codec`.
         error_feedback: See `Compressor`.
     """
@@ -62,32 +63,34 @@ class TopK(FewOfMany, Codec):
         empty = places == numel
         places = places.masked_fill_(empty, 0)
         field(wire, torch.float32, 0, k).copy_(rows.gather(1, places).masked_fill_(empty, 0.0))
-        # As int32: torch's int64 places would double the bytes for each of them.
+        # Sent as int32, since torch's int64 places would take twice as many bytes.
         field(wire, torch.int32, 4 * k, k).copy_(places)
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
         values, places = self._fields(wire)
-        # Added, not assigned: empty slots name place 0, and must not overwrite the value sent from
-        # there.
+        # Values are added, not assigned: empty slots hold place 0, and must not overwrite a value
+        # that was sent from there.
         rows.zero_().scatter_add_(1, places, values)
 
     def sent_mask(self, wire: Tensor, mask: Tensor) -> None:
         """Marks the elements that were sent: those for which a value other than 0 arrives.
 
-        A slot whose value is 0 takes nothing from the residual, whether it is empty or not. So an
-        element whose v is 0 keeps its momentum, as in Lin et al. 2018, who compare |v| > threshold.
+        A slot of value 0 does not count, whether it is empty or holds an element that is 0. So in
+        `DGC` an element whose v is 0 keeps its momentum u, as in Lin et al. 2018, who compare
+        |v| > threshold.
 
         Args:
             wire: [R, wire_bytes(numel)], filled by `encode`; not mutated.
-            mask: [R, numel] bool or uint8, contiguous; overwritten, with 1 where sent.
+            mask: [R, numel] bool or uint8, contiguous; overwritten with 1 where an element was
+                sent, and 0 elsewhere.
         """
         values, places = self._fields(wire)
-        # Empty slots name place 0, which may have been sent, too: only values other than 0 count.
+        # Added, not assigned: empty slots hold place 0, and must not clear its mark.
         mask.zero_().view(torch.uint8).scatter_add_(1, places, (values != 0).view(torch.uint8))
 
     def _fields(self, wire: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns [R, k] values and [R, k] int64 places of `wire`."""
+        """Returns the values in `wire`, [R, k], a view, and their places, [R, k] int64."""
         k = wire.shape[1] // 8
         return field(wire, torch.float32, 0, k), field(wire, torch.int32, 4 * k, k).long()
 
@@ -96,18 +99,21 @@ class TopK(FewOfMany, Codec):
 class DGC(TopK):
     """Sends the k largest elements of a velocity: top-k with momentum correction (Lin et al. 2018).
 
-    Bytes are those of `TopK`. On each rank a `Velocity` replaces plain error feedback:
-    u = momentum u + g and v = v + u (section 3.2, momentum correction). v is encoded, and where it
-    was sent u and v become 0 (section 3.3, momentum factor masking). The optimizer must have no
-    momentum, and no weight decay, which would have to be added before u. Local gradient clipping
-    (3.2) is left out. For warm-up (3.3) use a `CompressionSchedule`.
+    Messages are those of `TopK`. On each rank a `Velocity` replaces plain error feedback. With g
+    the gradient, u = momentum u + g and v = v + u (section 3.2, momentum correction). v is encoded,
+    and u and v become 0 where v was sent (section 3.3, momentum factor masking). An optimizer with
+    momentum is refused. Weight decay that the optimizer adds to gradients is refused, too, unless
+    `momentum` is 0: it would have to be part of u. Local gradient clipping (3.2) is left out. For
+    warm-up (3.3) use a `CompressionSchedule`.
 
-    Owners select the k largest of the sums again, with plain error feedback, so that bytes do not
-    grow with the number of ranks. (In the paper every rank gets all that any rank has selected.)
+    In the gather half owners select the k largest elements of their shard of the mean, with plain
+    error feedback, so that bytes do not grow with the number of ranks. (In the paper every rank
+    gets all elements that any rank has selected.)
 
-    What waits in v grows as momentum does. With momentum m an element waits at most about
-    1 / (1 - m) steps longer than with `TopK`; with heavy-tailed gradients about half as long. With
-    a density of 1 nothing waits and nothing is masked: that is SGD with momentum.
+    The part of v that waits grows with momentum, too. With momentum m an element waits at most
+    about 1 / (1 - m) steps longer than with `TopK`; with heavy-tailed gradients it waits about half
+    as long as with `TopK`. With a density of 1 nothing waits and nothing is masked: that is SGD
+    with momentum.
 
     Args:
         density: Share of the elements that are sent, in (0, 1]. The default is 0.001.
@@ -143,9 +149,11 @@ class DGC(TopK):
 
 
 class Velocity(Memory):
-    """Keeps DGC's u = momentum u + g and v = v + u, which become 0 where v was sent.
+    """Keeps u = momentum u + g and v = v + u of `DGC`, which become 0 where v was sent.
 
-    u is kept as "momentum", v as "residual" (Lin et al. 2018, sections 3.2 and 3.3).
+    u is kept as "momentum", and v as "residual" (Lin et al. 2018, sections 3.2 and 3.3). v is what
+    is encoded. If all of v was sent, because the density is 1 or the step is not compressed, only v
+    becomes 0.
     """
 
     names: ClassVar[tuple[str, ...]] = ("momentum", "residual")
@@ -158,7 +166,8 @@ class Velocity(Memory):
         if is_first:
             torch.mul(self._latest("momentum", rows), self.momentum, out=momentum)
             torch.add(self._latest("residual", rows), momentum, out=waiting)
-        # Only the first round of a step decays u; later rounds add their gradients to u and v.
+        # u decays once a step: in the first round (see `_now`). Later rounds of the step only add
+        # their gradients to u and v.
         momentum.add_(gradients)
         waiting.add_(gradients)
         self._has_pending = True
@@ -168,8 +177,8 @@ class Velocity(Memory):
     def note_sent(self, rows: Tensor, wire: Tensor, encoded: Encoded, scale: Tensor | None) -> None:
         codec = encoded.codec
         if not isinstance(codec, TopK) or codec.density == 1:
-            # All of v was sent. u is kept, as SGD with momentum keeps it: only elements that have
-            # waited in v for several steps have to lose their momentum.
+            # All of v was sent. u is kept, as SGD with momentum does. Masking is meant only for
+            # elements that have waited in v for several steps.
             self._next("residual", rows).zero_()
             return
         sent = torch.empty_like(rows, dtype=torch.bool)
@@ -180,18 +189,21 @@ class Velocity(Memory):
 
 @dataclass(frozen=True, kw_only=True)
 class RandomK(FewOfMany, Codec):
-    """Sends k elements at random places that all ranks draw alike: 4 k bytes, no places.
+    """Sends k elements at random places, which are equal on all ranks and so need not be sent.
 
-    A row of numel elements is cut into k strata, at floor(i numel / k), whose lengths differ by at
-    most 1. One element of each stratum is sent, at the same place in all rows of a call. (Stich et
-    al. 2018, "Sparsified SGD with memory", section 2, draw k places from the whole row.)
+    A row takes 4 k bytes. A row of numel elements is cut into k strata, at floor(i numel / k),
+    whose lengths differ by at most 1. One element of each stratum is sent, at the same places in
+    all rows of a call. (Stich et al. 2018, "Sparsified SGD with memory", section 2, draw k places
+    from the whole row.)
 
-    A start is drawn at random in each stratum, and the following ceil(numel / k) steps send one
-    element after the other from there. Then another start is drawn. So each element is sent once in
+    A starting place is drawn at random in each stratum. The following ceil(numel / k) steps send
+    the elements of the stratum one after the other from there, and go on at its beginning after its
+    end. Then another starting place is drawn. So each element is sent at least once in
     ceil(numel / k) steps, and waits for at most 2 ceil(numel / k) - 1 steps, however small it is.
-    Both halves of a step send the same places, since at others the mean has nothing new.
+    Both halves of a step send elements at the same places, since at other places the mean of what
+    arrived is 0.
 
-    Rows with the same places may be added up, so that a reduce-scatter sums them. Contractive:
+    Rows with the same places may be added up. So a reduce-scatter sums encoded rows. Contractive:
     E|C(x) - x|^2 <= (1 - d) |x|^2 with d = 1 / ceil(numel / k).
 
     Args:
@@ -222,20 +234,29 @@ class RandomK(FewOfMany, Codec):
 
 
 def _draw(rows: Tensor, k: int, generator: Generator | None) -> Tensor:
-    """Returns one place of each stratum, [k] int64, ascending.
+    """Returns one place of each stratum of a row, [k] int64, ascending.
 
-    Successive seeds of the generator give all places of a stratum before any comes again.
+    It depends on the seed of `generator`, from which no number is drawn. As many successive seeds,
+    from a multiple on, as the longest stratum has elements give all places of each stratum.
+
+    Args:
+        rows: [R, numel]; its shape and device count.
+        k: Number of strata.
+        generator: Generator in the state in which `encode` or `decode` got it.
+
+    Raises:
+        ValueError: If `generator` is None.
     """
     if generator is None:
         raise ValueError("randomk needs a generator: pass encode and decode equally seeded ones.")
     longest = -(-rows.shape[1] // max(1, k))
     number, turn = divmod(generator.initial_seed(), max(1, longest))
-    # Drawn on the CPU, since other devices draw other numbers from the same seed.
+    # Starts are drawn on the CPU, since other devices draw other numbers from the same seed.
     drawing = Generator().manual_seed(number)
     bounds = torch.arange(k + 1, device=rows.device) * rows.shape[1] // max(1, k)
-    # Integers are drawn, since an fp32 number in [0, 1) reaches only 2^24 places of a long stratum.
-    # The range is so much larger than a stratum that the remainder is nearly uniform. The tensor is
-    # pinned, so that the host does not wait for the copy to the device.
+    # Integers are drawn, since an fp32 number in [0, 1) has only 2^24 values, fewer than the places
+    # of a long stratum. Their range is so much larger than a stratum that the remainder is nearly
+    # uniform. The tensor is in pinned memory, so that the host does not wait for the copy to a GPU.
     host: Any = {"generator": drawing, "device": "cpu", "pin_memory": rows.is_cuda}
     drawn = torch.randint(turn, 2**62 + turn, (k,), **host).to(rows.device, non_blocking=True)
     return bounds[:-1] + drawn % bounds.diff()

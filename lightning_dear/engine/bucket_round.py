@@ -26,8 +26,9 @@ from lightning_dear.exchange import Exchange
 
 UNUSED, USED, LATE = 0, 1, 2
 """A rank's flag for a parameter in one round, one byte. The maximum over ranks counts. UNUSED means
-that the parameter has no gradient on this rank. USED means that its gradient is in its bucket. LATE
-means that a gradient came after its bucket was launched, so that one more round is needed."""
+that this rank has no gradient, or other value, for the parameter. USED means that it lies in its
+bucket; it may be 0. LATE means that a gradient came after its bucket was launched, so that one more
+round is needed."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,14 @@ class Note(Protocol):
         """Returns this rank's bytes for this round: [num_bytes] uint8 on `device`."""
         ...
 
-    def hear(self, maxima: Sequence[int], *, is_late: bool) -> None:
+    def hear(self, maxima: Sequence[int], *, is_of_round_before: bool) -> None:
         """Receives the maximum over ranks of each byte, equal on all ranks. May raise.
 
         Args:
             maxima: The maxima, [num_bytes]. In the first round on NCCL all are 0, whatever ranks
                 have sent, since there is no round before.
-            is_late: Whether the maxima are those of the round before (NCCL), instead of those of
-                this round (gloo).
+            is_of_round_before: True on NCCL: the maxima are those of the round before. False on
+                gloo: they are those of this round.
         """
         ...
 
@@ -112,7 +113,7 @@ class Signal:
         """Returns what `ask` returns; see `Note`."""
         return torch.full((1,), self.ask(), dtype=torch.uint8, device=device)
 
-    def hear(self, maxima: Sequence[int], *, is_late: bool = False) -> None:
+    def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
         """Stores the maximum in `heard`, and calls `on_heard` unless it is 0; see `Note`."""
         (self.heard,) = maxima
         if self.heard:
@@ -141,7 +142,7 @@ class Notes:
         return sum(note.num_bytes for note in self._notes)
 
     def write(self, room: Tensor) -> None:
-        """Asks each note that sends bytes for this rank's, and writes them into `room`.
+        """Gets this rank's bytes from each note that sends any, and writes them into `room`.
 
         Args:
             room: Overwritten, [num_bytes] uint8.
@@ -163,15 +164,15 @@ class Notes:
         Raises:
             Exception: What a note raises, on all ranks.
         """
-        is_late = not collectives.wait_blocks_host
-        if is_late:
+        # On NCCL `finish` has made only the device wait: to read now would block the host.
+        if is_of_round_before := not collectives.wait_blocks_host:
             earlier, self._earlier = self._earlier, collectives.streams.read_later(room)
             maxima = [0] * len(room) if earlier is None else earlier()
         else:
             maxima = room.tolist()
         for note in self._notes:
             own, maxima = maxima[: note.num_bytes], maxima[note.num_bytes :]
-            note.hear(own, is_late=is_late)
+            note.hear(own, is_of_round_before=is_of_round_before)
 
 
 class BucketRound:
@@ -180,18 +181,26 @@ class BucketRound:
     To be used wherever ranks average values that lie in buckets: gradients, or differences of
     weights. In each round every rank
 
-    1. writes its values, times `weight.scale`, into `Bucket.gradients` of the round's buckets,
-    2. calls `mark_full` and `launch_full` as buckets become full, and `launch_all` at the end,
-    3. calls `finish`. Then `Bucket.mean` of each bucket holds the weighted mean of this rank's
-       shard. `used` says for which parameters any rank had values.
+    1. may call `expect`, so that messages of faster ranks can arrive early,
+    2. writes its values, times `weight.scale`, into `Bucket.gradients` of the round's buckets, and
+       zeros where it has none,
+    3. calls `mark_full` and `launch_full` as buckets become full, and `launch_all` at the end,
+    4. calls `finish`. Then `Bucket.mean` of each bucket holds the weighted mean: of this rank's
+       shard, or of the whole bucket if it is all-reduced. `used` says which parameters any rank
+       had values for.
 
-    After the means were used, `end_step` keeps the residuals that encoding has left. `drop` instead
+    After the last round of a step every rank calls `Exchange.note_used`, which completes what a
+    compressor keeps, and `Exchange.check`, which raises if values were not finite. Then the means
+    may be used. Afterwards `end_step` keeps the residuals that encoding has left. `drop` instead
     forgets the means, and restores the residuals of before. The round neither reads values from
     parameters nor writes means to them. A step usually has one round. It has another one for late
     gradients (LATE), or if a backward follows after the means were reduced. The means of all rounds
-    add up (`set_means_aside`).
+    add up (`set_means_aside`). All ranks must launch the same buckets, and
+    call `finish`, `end_step` and `drop` equally often.
 
-    All ranks must launch the same buckets and call `finish`, `end_step` and `drop` equally often.
+    To make a round, `bucket.allocate` makes the buffers of a plan, and `exchange.new_exchange` an
+    exchange over them. `PlanLifecycle` does so for training, tests/engine/test_bucket_round.py
+    without a module.
 
     Args:
         flat: The buckets of a plan, and where each parameter lies in them.
@@ -208,7 +217,8 @@ class BucketRound:
             once `finish` has returned.
         late: Indices of the parameters that were LATE on a rank in the last round of this step.
         has_means: Whether buckets hold means of this step, to which another round adds.
-        weight: Weight of this rank's gradients; to be assigned to between steps.
+        weight: Weight of this rank's gradients, equal on all ranks at first; to be assigned to
+            between steps, and again after a new plan.
         written_on: CUDA streams on which buckets of this round are written. Launches wait for them.
             The writer adds each stream. On a CPU it holds only None.
         watched: Bucket numbers that a thread waits for, see `watch`. Empty until `watch` is called

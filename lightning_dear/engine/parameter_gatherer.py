@@ -57,8 +57,8 @@ class ParameterGatherer:
             through a reference that no gate sees; see `ForwardRecorder.ungated`.
         waiting: Reason -> context that is entered around every wait.
         on_arrival: Called with a bucket number once the bucket has arrived, by the thread that
-            waits for it. With gathered gradients it steps the bucket. None means that nothing is
-            called.
+            waits for it. With gathered gradients it steps the bucket. It is not called for a bucket
+            of which nothing is gathered. None means that nothing is called.
 
     Attributes:
         pending: Bucket number -> work of its all-gather, until it was waited for; read-only. An

@@ -124,6 +124,7 @@ class Pipeline:
         what = options or ExchangeOptions(), instruments, ModuleTree(module)
         training = self.training = Training(module, collectives, fusion, *what)
         self.remark: str | None = None
+        # `int()` does nothing, and returns 0.
         self.before_change: Callable[[], object] = int
         self._first_number, self._shares_groups = first_number, shares_groups
         self._check(optimizers, optimizers, or_else)

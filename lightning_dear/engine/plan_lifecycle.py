@@ -124,7 +124,7 @@ class PlanLifecycle:
             self.trained.watch(self._on_gradient)
 
     def start(self) -> ActivePlan:
-        """Makes a plan from the recorded step, and what the plan needs. Collective, blocks."""
+        """Makes a plan from the recorded step (or finds one), and builds it. Collective, blocks."""
         training, collectives = self._training, self._training.collectives
         self.recording = Recording.agreed(self.trained, collectives, training.options)
         tensors = self.recording.tensors

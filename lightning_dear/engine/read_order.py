@@ -29,7 +29,7 @@ untyped_storage
 """
 
 _METADATA = frozenset(_READ_NOTHING.split())
-"""Names of torch functions that look at a tensor without reading its values."""
+"""Names of torch functions that take a tensor and do not read its values."""
 
 _DATA_GETTERS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 """Names of tensor attributes through which values can be read."""

@@ -131,15 +131,15 @@ class SharedOptions:
             return False
         return options_of(self._optimizer) != self._options
 
-    def hear(self, maxima: Sequence[int], *, is_late: bool = False) -> None:
+    def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
         """Compares the options of all ranks one by one, if their hashes differ; see `Note`.
 
         Then it is collective and blocks. It does nothing if all ranks have sent the same hash.
 
         Args:
             maxima: Maximum over ranks of each byte.
-            is_late: Whether the maxima, and so the options to compare, are those of the round
-                before (NCCL).
+            is_of_round_before: Whether the maxima, and so the options to compare, are those of the
+                round before (NCCL).
 
         Raises:
             ValueError: On all ranks, if options differ; names the option.
@@ -148,5 +148,5 @@ class SharedOptions:
         if not any(maxima) or sum(maxima) == 255 * len(maxima) // 2:
             return
         what = f"step with different options: {type(self._optimizer).__name__} {self._number}"
-        options = self._before if is_late else self._options
+        options = self._before if is_of_round_before else self._options
         check_options(what, self._training.collectives.all_gather_object(options))

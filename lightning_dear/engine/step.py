@@ -104,7 +104,7 @@ class OptimizerPipeline:
     def follow(self) -> None:
         """Drops the plan, since the optimizer has other parameters now. Collective, blocks.
 
-        Raises RuntimeError if buckets were launched or reduced since the last step or `zero_grad`.
+        Raises RuntimeError after a backward that sends gradients, until a step or `zero_grad`.
         """
         active, is_idle = self.plans.active, self.progress.state in _NOTHING_IS_SENT
         if active is not None and not (is_idle and not active.round.has_begun):

@@ -54,7 +54,7 @@ class Backward(Enum):
     """The kind of backward that runs at present. It decides whether its gradients go to buckets."""
 
     NONE = "no backward that the strategy was told of; its gradients are sent like those of LAST"
-    LOCAL = "other backwards of the same step follow; its gradients add up in `.grad`"
+    LOCAL = "gradient accumulation: more backwards of the step follow; gradients add up in `.grad`"
     LAST = "the last backward of a step: its gradients are sent while it runs, or before the step"
 
 

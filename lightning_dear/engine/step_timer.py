@@ -168,7 +168,7 @@ class StepTimer:
             hook.remove()
 
     def _measured(self) -> ModelTimes | None:
-        """Returns the times of the step. None means that no forward or backward was measured in it.
+        """Returns the times of the step. None means that its forward or backward is missing.
 
         Blocks until the device has reached all marks.
         """

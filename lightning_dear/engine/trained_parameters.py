@@ -245,7 +245,8 @@ def check_layout(
 ) -> tuple[ExchangeOptions, str | None]:
     """Checks models, optimizers and options, and compares them between ranks. Collective, blocks.
 
-    Every rank raises if any rank finds a problem.
+    Every rank raises if any rank finds a problem. Values of weights are not compared: the strategy
+    has broadcast rank 0's weights before.
 
     Args:
         module: Module whose parameters are trained.

@@ -24,8 +24,8 @@ def new_exchange(
 
     Args:
         options: Says what each half carries, and how it is compressed.
-        codecs: For each bucket the codec of its tensors. None means the codec of `options`. Read
-            only if `options.compressor` is a codec.
+        codecs: For each bucket, in the order of bucket numbers, the codec of its tensors. None
+            means the codec of `options`. Read only if `options.compressor` is a codec.
         traffic: The buckets, and the collectives that move them.
     """
     compressor = options.compressor

@@ -1,7 +1,7 @@
 """Exchanges: the one that sends buckets uncompressed, and the base of those that compress them.
 
-The base class `CompressedExchange` looks for inf and nan before gradients are encoded, and keeps
-residuals only of steps that are made.
+The base class `CompressedExchange` looks for inf and nan before gradients are encoded. It keeps new
+residuals only if the step is made with those gradients.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ None means that there is no loss scale."""
 
 
 class GradientsNotFinite(RuntimeError):
-    """Some rank's gradients have nan or inf. All ranks raise it, before any weight changes."""
+    """Some rank's gradients have nan, inf, or values too large for the compressor.
+
+    All ranks raise it, before any weight changes. Raised only with a compressor, and only on CPUs;
+    see `CompressedExchange.hear_found_inf`.
+    """
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Traffic:
         is_of_gradients: True if the gather half gathers mean gradients, False if it gathers
             parameters (the paper).
         uncompressed: Numbers of the buckets that are not compressed although there is a compressor.
-        loss_scale: Called at each encoding.
+        loss_scale: Returns the present loss scale. Called whenever a bucket is encoded.
     """
 
     collectives: Collectives
@@ -58,7 +62,7 @@ class Traffic:
 
 
 class Exchange:
-    """Reduces gradients to the owners of shards, and gathers parameters or means from these.
+    """Reduces gradients to the owners of shards, and gathers parameters or means from the owners.
 
     This class sends buckets uncompressed; subclasses compress them. A bucket that is all-reduced
     gets the whole mean gradient on every rank at once, by the backend's own all-reduce, as in
@@ -86,27 +90,37 @@ class Exchange:
     # --- the two halves ---------------------------------------------------------------------------
 
     def reduce_calls(self, bucket: Bucket) -> Sequence[str]:
-        """Returns the names of the collectives that reduce the bucket, in order.
+        """Returns the names of the collectives that reduce the bucket, in launch order.
 
-        `launch_reduce` launches the first one. The wait of its work launches all others.
+        Launches nothing. `launch_reduce` launches the first one, except that gTopk sends nothing
+        before the wait. All others are launched by the wait of a work, of this bucket or another.
         """
         return ["all_reduce" if bucket.role.is_all_reduced else "reduce_scatter"]
 
     def calls_behind_sums(self) -> Sequence[str]:
         """Returns the names of the collectives that the last `note_used` has launched.
 
-        Each of them is for all buckets together.
+        Each of them is for all buckets together. Only static Ok-Topk names any. Those of Ok-Topk
+        and TopkDSA on gloo, where messages are matched by tag and not by order, are left out.
         """
         return []
 
     def expect_reduce(self, bucket: Bucket) -> None:
-        """Posts the receives of the bucket's gradients. `launch_reduce` must follow."""
+        """Posts the receives of the bucket's gradients. `launch_reduce` must follow.
+
+        Does nothing for a bucket that is all-reduced, and on NCCL. Does not block.
+        """
         # An all-reduce posts its own receives.
         if not bucket.role.is_all_reduced:
             self.collectives.expect_reduce_scatter(bucket.received, self.tag_of(bucket))
 
     def launch_reduce(self, bucket: Bucket) -> Work:
-        """Starts to sum the bucket's gradients; after `wait`, `bucket.mean` holds their mean."""
+        """Starts to sum `bucket.gradients` over ranks. Collective, does not block.
+
+        After the work's `wait`, `bucket.mean` holds the sum, which is the mean gradient, because
+        ranks have weighted their gradients before: of this rank's shard or, if the bucket is
+        all-reduced, of the whole bucket. The rest of `bucket.gradients` is then undefined.
+        """
         if bucket.role.is_all_reduced:
             if bucket.role.has_master:
                 # Summed in fp32, as a reduce-scatter sums. Older versions of gloo have no bf16.
@@ -116,16 +130,24 @@ class Exchange:
         return self.collectives.launch_reduce_scatter(*buffers, self.tag_of(bucket))
 
     def expect_gather(self, bucket: Bucket) -> None:
-        """Posts the receives of the gather half. The memory must not be read before the gather."""
+        """Posts the receives of the gather half, if the bucket is gathered. Does not block.
+
+        From then on other ranks' shards may arrive in the memory that is gathered into, which must
+        not be read before the gather has been waited for.
+        """
         if not bucket.role.is_all_reduced:
             self.collectives.expect_all_gather(self._gathered(bucket), self.tag_of(bucket))
 
     def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
         """Does the local part of the gather now. Does not block.
 
+        In this class it copies the stepped shard to the buffer that is gathered. It does nothing if
+        gradients are gathered.
+
         Returns:
-            A function that launches the gather. After the work's `wait` the bucket's parameters
-            have their new values or, if gradients are gathered, `bucket.gradients` holds the mean.
+            A function that launches the gather (nothing, if the bucket is all-reduced). After the
+            work's `wait` the bucket's parameters have their new values or, if gradients are
+            gathered, `bucket.gradients` holds the mean.
         """
         if not self._is_of_gradients:
             bucket.publish()
@@ -140,8 +162,8 @@ class Exchange:
 
     def _gathered(self, bucket: Bucket) -> Tensor:
         """Returns the buffer of the all-gather: every rank's shard is written into it, in place."""
-        # When means are gathered, the local gradients have been reduced already, so that other
-        # ranks' means may overwrite them.
+        # When means are gathered, the local gradients are no longer needed: they have been reduced,
+        # so that other ranks' means may overwrite them.
         return bucket.gradients if self._is_of_gradients else bucket.landing
 
     def launch_gather(self, bucket: Bucket) -> Work:
@@ -149,14 +171,22 @@ class Exchange:
         return self.prepare_gather(bucket)()
 
     def launch_gather_gradients(self, bucket: Bucket) -> Work:
-        """Starts to fill `bucket.gradients` with the mean of every rank's shard, in place."""
+        """Starts to gather the means of all shards into `bucket.gradients`, uncompressed.
+
+        Must be called before the step, by all ranks. This rank's shard of `bucket.gradients` must
+        hold its mean already. Does nothing if the bucket is all-reduced. Does not block.
+        """
         if bucket.role.is_all_reduced:
             return Work.done()
         tag = self.tag_of(bucket) + GRADIENT_TAGS
         return self.collectives.launch_all_gather(bucket.gradients, tag)
 
     def sync(self, bucket: Bucket) -> None:
-        """Gathers the stepped shards of a bucket with lag, uncompressed. Collective, blocks."""
+        """Gathers the shards of a bucket that lags, uncompressed, so that replicas equal shards.
+
+        Shards that are masters of 16-bit parameters are rounded. Collective, blocks. Does nothing
+        for other buckets.
+        """
         if bucket.role.lags:
             Exchange.prepare_gather(self, bucket)().wait()
             bucket.note_published()
@@ -164,28 +194,36 @@ class Exchange:
     # --- hooks between the halves, which only some subclasses need --------------------------------
 
     def take_found_inf(self) -> Tensor | bool:
-        """Whether a gradient that was reduced since the last call had nan or inf. Local."""
+        """Returns whether this rank has encoded nan or inf since the last call. Local.
+
+        A value too large for the compressor counts, too. Always False without a compressor. In two
+        hops it blocks (the host, or on NCCL the stream) until the host's sums have been encoded.
+        """
         return False
 
     def hear_found_inf(self, found: Tensor) -> None:
-        """Takes the ranks' common answer: `found` is true if any rank has found nan or inf."""
+        """Takes the ranks' common answer: `found` is true if any rank's `take_found_inf` was."""
         # Nothing to do for uncompressed gradients, since nan or inf is in their mean.
 
     def look_again(self) -> None:
-        """Repeats the check for nan and inf on means that a hook may have changed.
+        """Checks means, which a hook may have changed, for nan and inf, on all ranks.
 
-        Collective. May block.
+        With a compressor it is collective, and blocks (the host, or on NCCL the stream). Without
+        one it does nothing.
         """
 
     @property
     def voting(self) -> AbstractSet[int]:
-        """Numbers of the buckets in which each rank's sign is a vote, and a rank cannot abstain."""
+        """Numbers of the buckets whose codec votes: each rank's sign counts, and none may abstain.
+
+        Empty unless the compressor is such a codec.
+        """
         return frozenset()
 
     def refuse_votes(self, names: Sequence[str]) -> None:
-        """Refuses the step: some ranks have no gradient for these parameters of voting buckets.
+        """Makes `check` refuse the step: some ranks have no gradient for these parameters.
 
-        All ranks call it with the same names. `check` raises the error.
+        All ranks call it with the same names, of parameters in `voting` buckets.
         """
 
     def add_earlier(self, bucket: Bucket, earlier: Tensor | None, *, is_empty: bool) -> None:
@@ -200,13 +238,15 @@ class Exchange:
             bucket.mean.add_(earlier)
 
     def note_used(self, used: Sequence[bool], *, keeps: bool) -> None:
-        """Takes note of the parameters that the step will change; see `CompressedBucket`.
+        """Stores which parameters are unused, so that their residuals stay unsent.
 
-        A subclass may launch collectives here, which `calls_behind_sums` names.
+        See `CompressedBucket.note_used`. Does nothing without a compressor. All ranks must call it:
+        `SparseExchange` launches collectives here, and blocks, if `keeps` is True.
 
         Args:
             used: By parameter index, whether any rank had a gradient.
-            keeps: Whether the gradients of unused parameters are put back into residuals.
+            keeps: Whether the means of unused parameters, which are residuals that were sent, are
+                put back into residuals. False leaves them: that was done before in this step.
         """
 
     # --- around a step ----------------------------------------------------------------------------
@@ -215,7 +255,7 @@ class Exchange:
     def compression_ratio(self) -> float:
         """Bytes of both halves without compression, divided by those sent with it.
 
-        In two hops only the bytes between hosts count.
+        In two hops only the bytes between hosts count. 1.0 without a compressor.
         """
         return 1.0
 
@@ -235,10 +275,13 @@ class Exchange:
         raise ValueError(f"{compressor.name} cannot start mid-run. Set the strategy's compressor=.")
 
     def check(self) -> None:
-        """Raises `RuntimeError` if the reduced gradients must not be used for a step."""
+        """Raises `RuntimeError` if the compressor has refused the reduced gradients. Local.
+
+        All ranks raise alike. The refusal ends with `commit` or `discard`.
+        """
 
     def commit(self) -> None:
-        """Keeps new residuals, as the step was made with the reduced gradients."""
+        """Keeps new residuals, since the step was made with the reduced gradients."""
 
     def discard(self) -> None:
         """Forgets gradients reduced since the last step, and their residuals: no step was made."""
@@ -246,11 +289,11 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Sending:
-    """A bucket that has been encoded, ready to be sent.
+    """A bucket that has been encoded, or all buckets, ready to be sent.
 
     Attributes:
-        launch: Launches the message. Does not block.
-        decode: Decodes what has arrived; recorded as the device's work. None means that nothing is
+        launch: Launches the message. Does not block, except in `SparseExchange.note_used`.
+        decode: Decodes what has arrived, and is recorded as device work. None means that nothing is
             to be decoded.
     """
 
@@ -263,16 +306,17 @@ class CompressedExchange(Exchange, ABC):
 
     Args:
         traffic: The buckets, and the collectives that move them.
-        compressor: Encodes the buckets.
+        compressor: Compressor of the strategy. A subclass may use others for some buckets.
     """
 
     def __init__(self, traffic: Traffic, compressor: Compressor) -> None:
         super().__init__(traffic)
         self._compressor, self._loss_scale = compressor, traffic.loss_scale
-        # Largest magnitude that may be sent -> the largest magnitude in each bucket that has this
-        # limit, as a tensor of one element.
+        # Limit (largest magnitude that may be sent) -> the largest magnitude that was found in each
+        # bucket with this limit, as a tensor of one element.
         self._found: dict[float, list[Tensor]] = {}
-        # Functions that block (the host, or the stream) until sums of a host have been encoded.
+        # Only in two hops: functions that block (the host, or on NCCL the stream) until this host's
+        # sums of a bucket have been encoded.
         self._encoding: list[Callable[[], object]] = []
         self._refusal: RuntimeError | None = None
         self._is_nan: Tensor | None = None
@@ -282,12 +326,18 @@ class CompressedExchange(Exchange, ABC):
 
     @override
     def launch_reduce(self, bucket: Bucket) -> Work:
-        """Encodes the bucket's gradients and launches the message. Does not block."""
+        """Encodes the bucket's gradients and launches the message. Does not block.
+
+        After the work's `wait`, which also decodes, `bucket.mean` holds the mean.
+        """
         return self._encode_now(bucket, partial(self._encode, bucket, self._loss_scale()))()
 
     @abstractmethod
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
-        """Encodes the bucket's gradients, which are multiplied by the loss scale `scale`."""
+        """Encodes the bucket's gradients, which backward has multiplied by the loss scale `scale`.
+
+        A `scale` of None means 1. Also looks for inf, see `_look_for_inf`.
+        """
 
     def _encode_now(
         self, bucket: Bucket | None, encode: Callable[[], Sending]
@@ -299,6 +349,7 @@ class CompressedExchange(Exchange, ABC):
         return partial(self._launch, bucket, self._as_device_work("encode", bucket, encode))
 
     def _launch(self, bucket: Bucket | None, sending: Sending) -> Work:
+        """Launches the message. Returns its work, whose `wait` also decodes. Does not block."""
         work = sending.launch()
         if sending.decode is None:
             return work
@@ -314,6 +365,10 @@ class CompressedExchange(Exchange, ABC):
     # --- gradients that are not finite ------------------------------------------------------------
 
     def _look_for_inf(self, rows: Tensor, largest: float = math.inf) -> None:
+        """Stores the largest magnitude in `rows`, without waiting for a device.
+
+        `take_found_inf` is True later if it is nan, or more than `largest` or the dtype's maximum.
+        """
         most = min(largest, torch.finfo(rows.dtype).max)
         self._found.setdefault(most, []).append(largest_of(rows))
 
@@ -325,16 +380,18 @@ class CompressedExchange(Exchange, ABC):
         found, self._found = self._found, {}
         are_small = [torch.stack(ones) <= most for most, ones in found.items()]
         if encoding:
-            # This ran on the second stream: tensors that it allocated may be freed from here on.
+            # `_look_for_inf` has made its tensors on the second stream. That stream must wait for
+            # the reads above before it reuses their memory (see `Streams.beside`).
             self.collectives.streams.lead_readers()
         return ~torch.cat(are_small).all() if are_small else False
 
     @override
     def hear_found_inf(self, found: Tensor) -> None:
-        """If `found`, makes all means nan, so that a loss scale backs off; see `check`.
+        """If `found`, makes all means nan, so that a loss scale skips the step and backs off.
 
-        If the host can read `found` without waiting for a device, `check` refuses the step instead
-        of leaving it to nan. If it cannot, means that are decoded later become nan, too.
+        If the step is made all the same (there is no loss scale), it depends on the device. On CPUs
+        `check` raises `GradientsNotFinite`. On an accelerator, where the host would have to wait
+        for `found`, all gathered means or parameters become nan, too.
         """
         is_host = found.is_cpu and self.collectives.streams.current() is None
         if self.collectives.wait_blocks_host and is_host:
@@ -359,15 +416,16 @@ class CompressedExchange(Exchange, ABC):
         self._look_at_means()
 
     def _look_at_means(self, says: Tensor | None = None) -> Tensor:
-        """Asks whether any rank has found inf in a mean, and whether any rank's `says` is true.
+        """Finds out whether a mean of any rank has nan or inf, and whether any `says` is true.
 
-        Collective, blocks (the host, or the stream).
+        Also does what `hear_found_inf` does with the first answer. Collective, blocks (the host, or
+        on NCCL the stream).
 
         Args:
             says: This rank's answer to another question, as a bool tensor. None means no.
 
         Returns:
-            [2] uint8: both answers.
+            [2] uint8: both answers, equal on all ranks.
         """
         for coded in self.coded:
             self._look_for_inf(coded.bucket.mean)
@@ -386,11 +444,11 @@ class CompressedExchange(Exchange, ABC):
 
     @override
     def use(self, compressor: Compressor, *, is_idle: bool = True) -> None:
-        """Changes the compressor, on all ranks alike; see `Exchange.use`.
+        """Changes the compressor, on all ranks alike; see `Exchange.use`. Local.
 
         The new compressor must be `Fp32`, or keep the same memories between steps as the first one.
-        A bucket that is configured for another codec than the first keeps that one, unless the new
-        one is `Fp32`.
+        A bucket that was made with another codec than the first (by `groups`, or `Fp32` by the
+        plan) goes back to its own codec, unless the new compressor is `Fp32`.
         """
         self._next = None if is_idle else compressor
         for coded in self.coded if is_idle else ():
@@ -418,6 +476,7 @@ class CompressedExchange(Exchange, ABC):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
+        """Forgets the step's refusal or nan, and takes the compressor that `use` has put off."""
         self._refusal = self._is_nan = None
         self._encoding = []
         if self._next is not None:
@@ -425,7 +484,10 @@ class CompressedExchange(Exchange, ABC):
 
 
 def largest_of(numbers: Tensor) -> Tensor:
-    """Returns the largest magnitude, or nan if there is a nan, without waiting for a device."""
+    """Returns the largest magnitude, or nan if there is a nan, as a scalar tensor.
+
+    The host does not wait for a device.
+    """
     if not saves_calls(numbers.device):
         low, high = numbers.aminmax()
         return torch.maximum(low.abs_(), high.abs_())

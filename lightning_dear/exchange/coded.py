@@ -1,5 +1,7 @@
 """The exchange that encodes buckets row by row. The rank that encodes keeps what encoding loses.
 
+With a codec whose error feedback is off, what encoding loses is dropped.
+
 Reduce half, one of:
 
     gradients + residual -> encode -> all-to-all -> decode, sum -> mean
@@ -11,9 +13,9 @@ Gather half, one of:
     mean + owner's residual -> encode -> all-gather -> decode -> mean
     stepped shard - replica -> encode -> all-gather -> decode, add -> replica
 
-Every rank, the owner too, decodes the bytes that were sent, so that all ranks have the same bits.
-Sums are made in fp32 and in rank order; if NCCL sums the bytes, in NCCL's order. The gather half
-may also travel uncompressed.
+In the gather half every rank, the owner too, decodes the bytes that were sent, so that all ranks
+have the same bits. Sums are made in fp32 and in rank order; if NCCL sums (encoded bytes that add
+up, or a host's gradients), in NCCL's order. The gather half may also travel uncompressed.
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ from lightning_dear.exchange.options import ExchangeOptions
 class CodedExchange(CompressedExchange):
     """Encodes the halves that the codec names: both, or the reduce half only.
 
-    A half is encoded when it is launched, and decoded when it is waited for. It is decoded into the
-    bucket's gradients, whose content is not needed then: no parameter is read, and so none gets a
-    gradient, before the gather half has arrived.
+    A half is encoded when it is launched (in two hops, when the host's sums have arrived), and
+    decoded when it is waited for. Gradients in fp32 lend their memory to the decoded values. In the
+    reduce half they are encoded by then. In the gather half there are none yet: no parameter is
+    read before that half has arrived.
 
     Args:
         traffic: The buckets, in which each rank owns a shard, and their collectives.
@@ -69,19 +72,25 @@ class CodedExchange(CompressedExchange):
 
     @override
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
-        """Encodes the bucket's gradients: row r is the shard of rank r."""
+        """Encodes the bucket's gradients in one hop: row r is the shard of rank r."""
         coded = self.coded[bucket.number]
         flat = coded.own_gradients(bucket.gradients.float())
         return self._encode_rows(coded, scale, flat.view(self.collectives.world.size, -1))
 
     def _encode_rows(self, coded: CodedBucket, scale: Tensor | None, rows: Tensor) -> Sending:
+        """Adds the residual to `rows`, looks for inf, and encodes. `rows` is mutated."""
         coded.compensate(rows, scale)
         self._look_for_inf(rows, coded.most if scale is None else coded.compressor.largest)
         return coded.encode_reduce(rows, scale)
 
     @override
     def launch_reduce(self, bucket: Bucket) -> Work:
-        """Encodes and sends, or in two hops sums on the host and encodes that. Does not block."""
+        """Encodes and sends the gradients. Does not block.
+
+        In two hops it sends the gradients within the host, uncompressed. The host's sums are
+        encoded when they have arrived, and then sent to the other hosts. If any codec of the
+        options votes, there is one hop.
+        """
         coded, scale = self.coded[bucket.number], self._loss_scale()
         reduction = coded.reduction
         if not isinstance(reduction, HostsReduction):
@@ -104,9 +113,10 @@ class CodedExchange(CompressedExchange):
 
     @override
     def add_earlier(self, bucket: Bucket, earlier: Tensor | None, *, is_empty: bool) -> None:
-        """Keeps earlier votes if this round had no gradient; otherwise refuses the step.
+        """Adds the means of both rounds, unless the bucket's codec votes.
 
-        Votes of two rounds do not add up. Means of codecs that do not vote are added.
+        Votes of two rounds do not add up. If the round that has ended had no gradient, the earlier
+        votes count. Otherwise `check` refuses the step.
         """
         if earlier is None or not self.coded[bucket.number].compressor.votes:
             super().add_earlier(bucket, earlier, is_empty=is_empty)
@@ -128,7 +138,10 @@ class CodedExchange(CompressedExchange):
 
     @override
     def refuse_votes(self, names: Sequence[str]) -> None:
-        """Refuses the step, because an absent gradient would vote for +1: 0 has a positive sign."""
+        """Makes `check` refuse the step.
+
+        A rank without a gradient would vote for +1, because the sign of 0 is positive.
+        """
         first = ", ".join(f"'{name}'" for name in names[:3])
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         self._refusal = RuntimeError(
@@ -152,7 +165,8 @@ class CodedExchange(CompressedExchange):
     def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
         """Encodes this rank's shard of the mean, or the lag of its parameters.
 
-        The returned function sends it to all ranks.
+        If the bucket's gather half is not encoded, prepares an uncompressed gather instead, after
+        `CodedBucket.flush`. The returned function sends the shard to all ranks.
         """
         coded = self.coded[bucket.number]
         if coded.is_sent_back:
@@ -162,6 +176,7 @@ class CodedExchange(CompressedExchange):
         return partial(self._send_as_it_is, coded, super().prepare_gather(bucket))
 
     def _send_as_it_is(self, coded: CodedBucket, launch: Callable[[], Work]) -> Work:
+        """Launches the uncompressed gather, whose `wait` also calls `Bucket.note_published`."""
         return launch().then(coded.bucket.note_published)
 
     @property

@@ -24,22 +24,24 @@ from lightning_dear.torch_modes import plain_mode, saves_calls
 class Reduction:
     """Sends the encoded gradients of one bucket to the owners of the shards, and sums them there.
 
-        all-to-all, then decode world_size rows and sum them       any codec
+        all-to-all, then decode world_size rows and sum them       all other codecs
         reduce-scatter, which sums, then decode one row            codecs whose bytes add up
 
-    Both send the same number of bytes. The second way decodes fewer rows, and backends are fastest
-    at it: the bytes are fp32 values, which are summed like uncompressed gradients.
+    Both ways send the same number of bytes. The reduce-scatter decodes fewer rows, and backends are
+    faster at it: the bytes are fp32 values, which are summed like uncompressed gradients.
 
     Args:
         compressor: Codec that encodes the rows.
         collectives: Launches the messages.
-        outgoing: [world_size, nbytes] uint8, contiguous: row r goes to rank r.
+        outgoing: [world_size, nbytes] uint8, contiguous: row r goes to rank r. In a reduce-scatter
+            the sum overwrites this rank's own row.
 
     Attributes:
         call: Name of the collective, for `Exchange.reduce_calls`.
         wires: [n, nbytes] uint8: the rows to decode after `wait`. The sum of the n decoded rows is
             the sum over ranks.
-        rows: Slice of n of the bucket's world_size rows, into which `wires` is decoded.
+        rows: Which n rows `wires` is decoded into, of the bucket's gradients viewed as
+            [world_size, -1].
     """
 
     def __init__(self, compressor: Codec, collectives: Collectives, outgoing: Tensor) -> None:
@@ -59,14 +61,14 @@ class Reduction:
             self.rows = slice(0, world_size)
 
     def expect(self, tag: int) -> None:
-        """Posts the receives. `launch` must follow, with the same tag."""
+        """Posts the receives (not on NCCL). `launch` must follow, with the same tag."""
         if self._adds_up:
             self._collectives.expect_reduce_scatter(self._received, tag)
         else:
             self._collectives.expect_messages("reduce_scatter", self._received, tag)
 
     def launch(self, tag: int) -> Work:
-        """Launches the message. Does not block.
+        """Launches the message. Does not block. After the work's `wait`, `wires` may be decoded.
 
         `outgoing` must not be mutated before `wait`.
 
@@ -80,11 +82,12 @@ class Reduction:
 
 
 class HostsReduction(Reduction):
-    """Sums within each host, encodes the sums, and exchanges the bytes between hosts.
+    """Sums within each host, encodes the sums, and sends the bytes between hosts.
 
-    Each rank of a host encodes a part of the sums. The gather half uses the memory of `outgoing`,
-    too, so that a bucket may be gathered only when its sends have ended. That holds because with a
-    codec no bucket is gathered during backward.
+    Each rank of a host encodes a part of the sums: the shards of the ranks with its place on their
+    hosts. The gather half uses the memory of `outgoing`, too, so that a bucket may be gathered only
+    when the sends of its reduce half have ended. That holds because with a codec no bucket is
+    gathered during backward.
 
     Args:
         collectives: Launches the messages; it must have two hops.
@@ -109,10 +112,11 @@ class HostsReduction(Reduction):
 
         Args:
             tag: Tag of the messages, equal on all ranks.
-            encode: Called with the sums, [hosts, elements of a shard] fp32. Fills `outgoing`.
+            encode: Called with the sums, [hosts, elements of a shard] fp32. Must fill `outgoing`.
 
         Returns:
-            The work, and a function that blocks until `encode` has run.
+            The work of both hops, and a function that blocks (the host, or on NCCL the stream)
+            until `encode` has run.
         """
 
         def encoded(sums: Tensor) -> Tensor:
@@ -129,22 +133,22 @@ class CodedBucket(CompressedBucket):
     Args:
         bucket: Bucket whose gradients and mean are read and mutated.
         options: Options whose compressor is a codec.
-        compressor: Codec that the bucket's tensors are configured for, from `options.compressor` or
-            from one of its groups.
+        compressor: Codec of the bucket's tensors: `options.compressor`, or that of one of its
+            groups.
         traffic: The collectives, and whether the plan leaves this bucket uncompressed.
 
     Attributes:
         tag: Tag of the bucket's messages. It is unique over all optimizers' buckets, so that it
             also seeds the random numbers of the codec.
         outgoing: [rows, bytes of a shard] uint8: the encoded bytes. In the reduce half row r goes
-            to rank r (in two hops row h to host h). In the gather half, when those bytes have
-            arrived, row r is the shard of rank r, encoded there.
+            to rank r (in two hops row h to host h). In the gather half the same memory is used
+            again: after that half's `wait`, row r is the shard that rank r has encoded.
         nbytes: Bytes of the whole bucket, encoded.
         reduction: Sends `outgoing` to the owners in the reduce half.
         is_sent_back: Whether the gather half is encoded, too.
-        most: Largest magnitude that may be sent without a loss scale; inf means no limit. Beyond it
-            the step is refused, because the residual of a clipped value would take more than one
-            further step to send.
+        most: Largest magnitude that may be sent without a loss scale; inf means no limit. A larger
+            one counts as inf in `take_found_inf`, because the residual of a clipped value would
+            take more than one further step to send.
     """
 
     compressor: Codec
@@ -156,8 +160,8 @@ class CodedBucket(CompressedBucket):
     ) -> None:
         assert isinstance(options.compressor, Codec)
         collectives = traffic.collectives
-        # A bucket that is never encoded loses nothing, but the optimizer has no momentum, which the
-        # compressor brings for all buckets.
+        # A bucket that a group of `Fp32` keeps uncompressed needs no residual. It needs momentum if
+        # the strategy's compressor brings that, because the optimizer then has none.
         has_momentum = compressor.is_identity and options.compressor.brings_momentum
         keeps = options.compressor if has_momentum else compressor
         device, numel = bucket.gradients.device, bucket.gradients.numel()
@@ -169,10 +173,11 @@ class CodedBucket(CompressedBucket):
         encoded = [slice(place * shard, (place + 1) * shard) for place in places]
         worker = keeps.worker_memory(shard * len(places), device)
         if options.encodes_both and not bucket.role.lags:
-            # An owner of lagging parameters keeps no residual: what one difference of parameters
-            # has left out is part of the next difference.
+            # The owner of a shard that lags keeps no residual: what one encoded difference of
+            # parameters has left out is part of the next difference.
             owner = compressor.owner_memory(shard, device)
-        # A bucket that the plan leaves uncompressed keeps its residual, as in a dense step.
+        # A bucket that the plan leaves uncompressed has memories, too, whose residuals it sends, as
+        # in a step without compression.
         used = Fp32() if bucket.number in traffic.uncompressed else compressor
         parts = None if self._together == 1 else encoded
         super().__init__(bucket, used, worker, owner, world_size, parts)
@@ -206,17 +211,22 @@ class CodedBucket(CompressedBucket):
     # --- the reduce half ------------------------------------------------------------------------
 
     def own_gradients(self, gradients: Tensor) -> Tensor:
-        """Returns this rank's flat gradients, prepared for the sum over ranks. May mutate them."""
+        """Returns this rank's flat gradients, prepared for the sum over ranks.
+
+        If the memory has momentum, sets the padding of `gradients` to 0, in place. Otherwise
+        returns them as they are.
+        """
         if self._keeps_momentum:
             # A nan in the padding would stay in the momentum for ever.
             gradients.index_fill_(0, self._padding, 0.0)
         return gradients
 
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
-        """Adds the residual to `rows`, in place; `rows` is all that this rank encodes.
+        """Adds the residual, or momentum, to `rows`, in place; see `Memory.compensate`.
 
         Args:
-            rows: [R, n] fp32, multiplied by the loss scale.
+            rows: [R, n] fp32: all that this rank encodes, multiplied by the loss scale. The padding
+                becomes 0.
             scale: Loss scale. None means 1.
         """
         self.worker.compensate(rows, scale)
@@ -224,7 +234,10 @@ class CodedBucket(CompressedBucket):
         rows.view(-1).index_fill_(0, self._worker_padding, 0.0)
 
     def encode_reduce(self, rows: Tensor, scale: Tensor | None) -> Sending:
-        """Encodes `rows`, as `compensate` has left them, into `outgoing`. Does not block."""
+        """Encodes `rows`, as `compensate` has left them, into `outgoing`. Does not block.
+
+        The residual of `rows` becomes pending, until `commit` or `discard`.
+        """
         reduction, votes = self.reduction, self.compressor.votes
         outgoing = self.outgoing[: len(rows)]
         encoded = self._encode("reduce", rows, outgoing)
@@ -235,6 +248,7 @@ class CodedBucket(CompressedBucket):
     def _sum(
         self, reduction: Reduction, encoded: Encoded, scale: Tensor | None, *, votes: bool
     ) -> None:
+        """Decodes the messages in `reduction.wires`, and writes their sum into the mean."""
         mean = self.bucket.mean
         sum_in_source_order(list(self._decode(reduction.wires, reduction.rows, encoded)), mean)
         if votes:
@@ -248,32 +262,34 @@ class CodedBucket(CompressedBucket):
     def encode_gather(
         self, is_nan: Tensor | None, look: Callable[[Tensor, float], None]
     ) -> Sending:
-        """Encodes this rank's shard of the mean into its row of `outgoing`.
+        """Encodes this rank's shard of the mean into its row of `outgoing`. Does not block.
 
         If parameters are gathered, encodes the lag instead: the stepped shard minus the replica.
-        Mutates the mean, which is not needed any more once the shard has been stepped.
+        The lag is written into the memory of the mean, which is not needed after the shard was
+        stepped. The owner's residual is committed at once.
 
         Args:
-            is_nan: Bool tensor: whether all decoded values are made nan, because many codecs cannot
-                send nan. None means that they are not.
-            look: Called with the values that are encoded and `most`, if `most` is finite, to look
-                for larger values.
+            is_nan: Bool tensor: True makes all values nan that any rank decodes, because many
+                codecs cannot send nan. None means False.
+            look: If `most` is finite, called with the values to encode and `most`, to look for
+                larger values. What it finds makes the next step refused.
         """
         lags, mean = self.bucket.role.lags, self.bucket.mean
         mean = self.bucket.lag(mean) if lags else mean
         row = mean.view(1, -1).float()
         self.owner.compensate(row, None)
         if self.most < math.inf:
-            # This step cannot be undone any more. The next step is refused, on all ranks.
+            # This step is being made and cannot be refused any more. If a value is larger, the next
+            # `take_found_inf` tells, and the next step is refused, on all ranks.
             look(row, self.most)
         for part in self._own_unused:
             row[:, part].zero_()
         if lags:
-            # All ranks must see an update that is not finite. Codecs can send nan, but not always
-            # inf.
+            # All ranks must see an update that is not finite. Codecs that send differences can send
+            # nan, but not always inf: adding 0 times the largest value turns inf into nan.
             largest = largest_of(row)
             if is_nan is not None:
-                # If means are nan, an optimizer that steps by signs makes a finite update.
+                # An optimizer that steps by signs makes a finite update even if means are nan.
                 largest.masked_fill_(is_nan, math.nan)
             row.add_(largest, alpha=0.0)
         row.view(-1).index_fill_(0, self._own_padding, 0.0)
@@ -292,14 +308,15 @@ class CodedBucket(CompressedBucket):
     ) -> None:
         """Decodes the gather half: adds the differences to the parameters, or writes the mean.
 
-        A difference of a parameter that no rank has used is not added. It is part of the difference
-        that is sent when the parameter is used again.
+        The mean goes into `bucket.gradients`. The difference of a parameter that no rank has used
+        is not added. It is part of the difference that is sent when the parameter is used again.
         """
         # The thread that waits may be inside a context of the user's, such as autocast.
         with plain_mode(self.bucket.parameters.device.type):
             dtype = encoded.codec.wire_dtype if saves_calls(wire.device) else None
             if dtype is not None and self.bucket.role.lags and not unused:
-                # The bytes are the differences: such codecs send nan, and 0 in the padding.
+                # The bytes are the differences themselves. Nothing is left to do for `is_nan` and
+                # the padding: such codecs send nan, and 0 in the padding.
                 numel = self.bucket.parameters.numel() // len(wire)
                 self.bucket.follow(field(wire, dtype, 0, numel))
                 return
@@ -316,7 +333,11 @@ class CodedBucket(CompressedBucket):
                 self.bucket.gradients.copy_(rows.view(-1))
 
     def flush(self) -> None:
-        """Adds the owner's residual to the mean, which is then gathered uncompressed."""
+        """Adds the owner's residual to the mean, which is then gathered uncompressed.
+
+        The residual becomes 0 (with a rate below 1 it shrinks), except for unused parameters. Does
+        nothing if the owner keeps no residual.
+        """
         if self.owner.names:
             row = self.bucket.mean.view(1, -1).float()
             self.owner.compensate(row, None)
@@ -326,9 +347,9 @@ class CodedBucket(CompressedBucket):
     # --- both -----------------------------------------------------------------------------------
 
     def _decode(self, wire: Tensor, part: slice, encoded: Encoded) -> Tensor:
-        """Decodes `wire` into the rows `part` of the gradients, and returns these rows.
+        """Decodes `wire` into rows `part` of the gradients' memory, and returns these rows.
 
-        If gradients are not fp32, the decoded rows are new fp32 tensors.
+        If gradients are not fp32, the rows are new fp32 tensors, and the gradients do not change.
         """
         rows = self.bucket.gradients.view(self._world_size, -1)[part]
         if rows.dtype != torch.float32:
@@ -337,9 +358,10 @@ class CodedBucket(CompressedBucket):
         return rows
 
     def _encode(self, half: str, rows: Tensor, wire: Tensor) -> Encoded:
+        """Encodes `rows` into `wire`. Returns how, for decoding. Counts up `counts[half]`."""
         compressor = self.compressor
         # The gather half is encoded once a step, so that its count is the same in all rounds of a
-        # step: these then draw the same places, and their values add up.
+        # step. All rounds then draw the same places, at which their values add up.
         turn = self.counts["gather" if self.is_sent_back else "reduce"]
         self.counts[half] += 1
         seed = None

@@ -21,16 +21,18 @@ are never negative."""
 
 
 class CompressedBucket(ABC):
-    """One bucket that is compressed: its residuals, counts and seed, and the step's commit.
+    """One bucket of a compressed exchange: its residuals, counts and seed, and the step's commit.
+
+    Every bucket of such an exchange has one, also a bucket that the plan leaves uncompressed.
 
     Args:
         bucket: Bucket whose mean is read and mutated.
-        compressor: Compressor of the bucket.
-        worker: What this rank keeps of the gradients that it encodes.
-        owner: What this rank keeps of the mean of its own shard.
+        compressor: Compressor of the bucket; `Fp32` if the plan leaves it uncompressed.
+        worker: Memory for what this rank encodes in the reduce half, such as the residual.
+        owner: Memory for what this rank encodes in the gather half: the mean of its own shard.
         world_size: Number of ranks.
-        encoded: Slices of the bucket that this rank encodes, in the order in which `worker` holds
-            them. None means the whole bucket.
+        encoded: Slices of the bucket that this rank encodes in the reduce half, in the order in
+            which `worker` holds them. None means the whole bucket.
 
     Attributes:
         bucket: Same as the argument.
@@ -42,12 +44,13 @@ class CompressedBucket(ABC):
         compressor: Compressor in use at present.
         configured: Compressor that the bucket was made with. A schedule may replace it for a time.
         encoded: Same as the argument, with a slice of the whole bucket instead of None.
-        counts: "reduce" or "gather" -> how often that half was encoded. Equal on all ranks, but not
-            in all buckets.
+        counts: "reduce" or "gather" -> how often that half was encoded (with sparse all-reduces:
+            number of sparse steps). Equal on all ranks, but not in all buckets.
         seed: Seed of all random numbers of the bucket, equal on all ranks; or `NO_SEED`.
-        factors: Parameter index -> low-rank factor, equal on all ranks. To be read or overwritten
-            only between steps. Empty unless the compressor is `PowerSGD`.
-        tally: Figures of the bucket's last sparse step. None means that there are no sparse steps.
+        factors: Parameter index -> low-rank factor Q, equal on all ranks. To be read or overwritten
+            only between steps. Empty unless the strategy's compressor is `PowerSGD`.
+        tally: Figures of the bucket's last sparse step. None means that the bucket is of no sparse
+            exchange.
     """
 
     tally: Tally | None = None
@@ -69,8 +72,9 @@ class CompressedBucket(ABC):
         self.counts = {"reduce": 0, "gather": 0}
         self.seed = NO_SEED
         self.factors: dict[int, Tensor] = {}
-        # The residuals of unused parameters go back to the senders. In a reduced bucket its owner
-        # takes all of them. In an all-reduced bucket each rank takes 1/world_size.
+        # Residuals that were sent for a parameter that no rank has used go back into residuals (see
+        # `note_used`). In a reduced bucket the owner takes all of their mean. In an all-reduced
+        # bucket, where every rank has that mean, each takes 1/world_size.
         self._num_owners = world_size if bucket.role.is_all_reduced else 1
         # Offset from the bucket's index of this rank's shard to its index in `worker`.
         begins = accumulate((part.stop - part.start for part in self.encoded), initial=0)
@@ -84,10 +88,10 @@ class CompressedBucket(ABC):
         self._padding, self._own_padding, self._worker_padding = self._find_padding()
 
     def _find_padding(self) -> tuple[Tensor, ...]:
-        """Returns the indices of the padding: in the bucket, in this rank's shard, in `worker`.
+        """Returns the indices of the padding: in the bucket, in the slice `own`, in `worker`.
 
-        Padding belongs to no parameter. Decoding, or marking a mean as nan, leaves values there
-        that nothing overwrites.
+        Padding belongs to no parameter. It must be set to 0 before encoding, since decoding, or
+        marking a mean as nan, leaves other values there.
         """
         # Computed on the CPU, since `nonzero` on a device makes the host wait.
         is_padding = torch.ones(self.spec.padded_numel, dtype=torch.bool)
@@ -98,11 +102,17 @@ class CompressedBucket(ABC):
         return tuple(part.nonzero()[:, 0].to(device) for part in parts)
 
     def part_of(self, flat: Tensor) -> Tensor:
-        """Returns what `worker` holds of the flat bucket `flat`; a copy, unless that is all."""
+        """Returns the slices `encoded` of `flat`, joined. `flat` has the length of the bucket.
+
+        The result is `flat` itself if `encoded` is a single slice, which is the whole bucket.
+        """
         return flat if len(self.encoded) == 1 else torch.cat([flat[part] for part in self.encoded])
 
     def whole_of(self, kept: Tensor) -> Tensor:
-        """Returns `kept`, laid out as `worker`, as a flat bucket, with 0 in all other places."""
+        """Reverses `part_of`: returns a flat bucket, `kept` in the slices `encoded`, 0 elsewhere.
+
+        Returns `kept` itself if `encoded` is a single slice, which is the whole bucket.
+        """
         if len(self.encoded) == 1:
             return kept
         flat = kept.new_zeros(self.spec.padded_numel)
@@ -113,7 +123,8 @@ class CompressedBucket(ABC):
     def use(self, compressor: Compressor) -> None:
         """Encodes with `compressor` from the next reduction on. Messages in flight are not changed.
 
-        Between reductions only.
+        Must not be called between the launch and the `wait` of a reduction. Does nothing if
+        `compressor` equals the present one.
         """
         if compressor != self.compressor:
             # New buffers, because messages in flight are still decoded from the old ones.
@@ -121,7 +132,9 @@ class CompressedBucket(ABC):
             self._make_room()
 
     def start_anew(self, seed: int | None) -> None:
-        """Resets counts, factors and all that steers selection. Residuals stay as they are.
+        """Resets counts, factors, thresholds and regions to those of a first step.
+
+        Residuals and momentum stay as they are.
 
         Args:
             seed: Seed of random numbers from now on. None means that the seed stays as it is.
@@ -131,9 +144,9 @@ class CompressedBucket(ABC):
             self.seed = seed
 
     def _seed_of(self, key: str) -> int:
-        """Returns the seed of a random generator; each `key` and `seed` give another one.
+        """Returns a seed for a random generator, derived from `seed` and `key`.
 
-        Equal on all ranks.
+        It is equal on all ranks that call with the same key.
         """
         # Without a seed the key alone, as in the versions that had no seed.
         seeded = key if self.seed == NO_SEED else f"{self.seed} {key}"
@@ -142,33 +155,34 @@ class CompressedBucket(ABC):
 
     @abstractmethod
     def _make_room(self) -> None:
-        """Allocates new buffers for the messages of `compressor`."""
+        """Allocates new message buffers, whose sizes follow from the present `compressor`."""
 
     @property
     def steering(self) -> Tensor | None:
-        """[n] fp64 for checkpoints: what steers this rank's selection in sparse steps.
+        """[n] fp64 for checkpoints: number of sparse steps, thresholds and regions of this rank.
 
-        None means that this bucket has no sparse steps.
+        They decide which entries the next sparse step selects. None means that the bucket is of no
+        sparse exchange.
         """
         return None
 
     def steer(self, steering: Tensor) -> None:
-        """Selects by `steering` from now on, if it comes from a bucket like this one.
+        """Restores what the property `steering` has returned, as far as it fits this bucket.
 
-        Between steps only.
+        Must be called between steps. Does nothing if the bucket is of no sparse exchange.
         """
 
     @property
     def rate(self) -> float:
-        """Rate of both memories, which are of one codec; 1 if they keep nothing."""
+        """`Memory.rate` of `worker` and `owner`, which are of one codec; 1 if both keep nothing."""
         return (self.worker if self.worker.names else self.owner).rate
 
     @property
     def residual_norms(self) -> list[Tensor]:
-        """2-norms of the residuals: of this rank's gradients, and of its shard's mean.
+        """2-norms of the residuals of `worker` and `owner`, as scalar tensors, without the padding.
 
-        The residuals are divided by the memories' rates, so that codecs can be compared. A memory
-        without a residual has no entry.
+        They are divided by `Memory.rate`, so that codecs can be compared. A memory without a
+        residual has no entry, so that there are 0 to 2 entries.
         """
         pairs = (self.worker, self._worker_padding), (self.owner, self._own_padding)
         return [
@@ -179,29 +193,33 @@ class CompressedBucket(ABC):
         ]
 
     def commit(self) -> None:
-        """Keeps what the last encodings have left out: the step was made."""
+        """Keeps the new residuals of `worker`: the step was made.
+
+        Those of `owner` are committed when the gather half is encoded.
+        """
         self.worker.commit()
 
     def discard(self) -> None:
-        """Forgets what the last encodings have left out: the gradients are not used for a step."""
+        """Drops the new residuals of `worker`: the gradients are not used for a step."""
         self.worker.discard()
 
     def detach(self) -> None:
-        """Drops the flat buffers; what is kept between steps stays."""
+        """Drops the flat buffers, after which nothing can be sent. Residuals stay readable."""
         # A user who reads residuals after training holds this object, which must not keep the flat
         # buffers alive.
         del self.bucket, self._padding, self._worker_padding
 
     def note_used(self, used: Sequence[bool], scale: Tensor | None, *, keeps: bool) -> None:
-        """Takes note of parameters that no rank has used, so that no gradient is sent for them.
+        """Stores which slices belong to parameters that no rank has used. Local.
 
-        The mean of such a parameter consists of residuals alone.
+        An encoded gather half then sends 0 for them. Their means need not be 0: they consist of
+        residuals that were sent, which `keeps` undoes.
 
         Args:
             used: By parameter index, whether any rank had a gradient.
             scale: Loss scale, by which the mean is multiplied. None means 1.
-            keeps: True adds the means of unused parameters back to `worker`'s residuals, and makes
-                these means 0. False leaves them.
+            keeps: True adds the means of unused parameters, in the range `own`, to the residuals of
+                `worker`, and makes these means 0. False leaves both as they are.
         """
         self._unused = tuple(
             slice(piece.offset, piece.offset + piece.numel)
@@ -215,7 +233,7 @@ class CompressedBucket(ABC):
                 continue
             own_unused.append(slice(begin - own.start, end - own.start))
             if keeps:
-                # A residual has no loss scale.
+                # Means are multiplied by the loss scale, and residuals are not.
                 mean = self.bucket.mean[own_unused[-1]]
                 share = mean / self._num_owners
                 place = slice(begin + self._own_shift, end + self._own_shift)

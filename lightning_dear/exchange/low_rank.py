@@ -4,21 +4,21 @@
     mean P -> orthonormal P -> Q = M^T P -> all-reduce                            (after backward)
     mean gradient = P Q^T, on every rank; residual = M - P Q^T, with this rank's own Q
 
-A bucket's P is sent when the bucket is full. The Qs follow after backward; each Q is computed while
-the Qs before it travel. All ranks launch in the same order: every P in reduce order, then every Q
-in reduce order.
+A bucket's P is sent when the bucket is full. The Qs follow after backward, when the first work is
+waited for; each Q is computed while the Qs before it travel. All ranks launch in the same order:
+every P in reduce order, then every Q in reduce order.
 
 Nothing in backward may wait for another rank, not even for a P. Backward can have collectives of
 its own, such as those of SyncBatchNorm. A rank that waits in one of them fills no more buckets
 until all ranks are there. If another rank waits meanwhile for the P of such a bucket, both wait for
 ever.
 
-Nor can a Q be launched in backward as soon as its P has arrived, without a wait. On each rank that
-would be between other Ps, but all-reduces are matched by their order. A process group for the Qs
-would give them an order of their own on gloo, at the price of as many connections again. It would
-not help on NCCL, which needs one order over all groups, and whose host runs too far ahead of the
-device to find that a P has arrived. So backward hides the communication of the Ps, and not that of
-the Qs.
+A Q cannot be launched in backward without a wait either, as soon as its P has arrived. Each rank
+would launch it between other Ps, but all-reduces are matched by their order. A process group for
+the Qs would give them an order of their own on gloo, at the price of as many connections again. It
+would not help on NCCL, which needs one order over all groups, and whose host runs too far ahead of
+the device to find that a P has arrived. So backward hides the communication of the Ps, and not that
+of the Qs.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ class LowRankBucket(CompressedBucket):
 
     Args:
         bucket: Bucket that is all-reduced, or of a single rank; its mean is read and mutated.
-        compressor: Says which tensors are factored, and gives the rank of their factors.
-        traffic: All tensors, and whether the plan leaves this bucket uncompressed.
+        compressor: Says which tensors are factored, and gives the matrix rank of their factors.
+        traffic: All parameters, and whether the plan leaves this bucket uncompressed.
 
     Attributes:
         messages: Buffers of the next reduction.
-        largest: Largest magnitude that may be sent. With larger values, sums of squares over all
-            ranks might overflow. inf means that nothing is factored.
+        largest: Largest magnitude that may be sent. A larger one counts as inf, because sums of
+            squares over all ranks might overflow. inf means no limit: nothing is factored.
     """
 
     messages: Messages
@@ -149,19 +149,21 @@ class LowRankBucket(CompressedBucket):
     def compensated(self, scale: Tensor | None) -> Tensor:
         """Returns the bucket's gradients plus residual, flat fp32, for the encoding that follows.
 
-        May be a view of the bucket's mean, which is then mutated.
+        The gradients are read from the bucket's mean, which is the same memory. A mean of fp32 is
+        mutated, and is what is returned.
         """
-        # The mean of 16-bit weights is fp32 already. `float` copies only an fp64 mean; `decode`
-        # writes the result back into that.
+        # `float` copies only a mean of fp64, into which `decode` writes the result back.
         self._flat = self.bucket.mean.float()
         self.worker.compensate(self._flat, scale)
         return self._flat.index_fill_(0, self._padding, 0.0)
 
     @exact_products()
     def encode_first(self) -> Messages:
-        """Writes the first message, P = M Q, and returns both messages' buffers.
+        """Writes the first message, every P = M Q and all other tensors, from `compensated`.
 
-        `encode_second` and `decode` need these buffers, which `use` may replace meanwhile.
+        Returns:
+            The buffers of both messages, to be given to `encode_second` and `decode`: `use` may
+            replace `self.messages` meanwhile.
         """
         messages = self.messages
         self.counts["reduce"] += 1
@@ -175,7 +177,10 @@ class LowRankBucket(CompressedBucket):
 
     @exact_products()
     def encode_second(self, messages: Messages, scale: Tensor | None) -> None:
-        """Writes the second message, Q = M^T P, with P made orthonormal from the mean P."""
+        """Writes the second message, Q = M^T P, with P made orthonormal from the mean P.
+
+        To be called when the first message has arrived. Makes the residual pending.
+        """
         for matrix in messages.matrices.values():
             own, left, right = self._own(matrix), matrix.left, matrix.right
             left.copy_(orthonormal(left))
@@ -189,7 +194,10 @@ class LowRankBucket(CompressedBucket):
 
     @exact_products()
     def decode(self, messages: Messages) -> None:
-        """Writes the mean gradient, P Q^T, into the bucket's mean."""
+        """Writes the mean gradient into the bucket's mean: P Q^T, and the tensors sent whole.
+
+        To be called when both messages have arrived. Keeps the new factors until `commit`.
+        """
         for number, matrix in messages.matrices.items():
             torch.mm(matrix.left, matrix.right.t(), out=self._own(matrix))
             # The next step needs only the space that Q's columns span. Orthonormal columns keep
@@ -202,6 +210,7 @@ class LowRankBucket(CompressedBucket):
             self._flat = self.bucket.mean
 
     def _own(self, matrix: Matrix) -> Tensor:
+        """Returns M, a view of the gradients plus residual, [n, m]."""
         return self._flat[matrix.where].view(len(matrix.left), -1)
 
     # --- around a step --------------------------------------------------------------------------
@@ -224,7 +233,9 @@ class LowRankBucket(CompressedBucket):
 
 
 class LowRankExchange(CompressedExchange):
-    """All-reduces the two factors of each matrix, and all other tensors uncompressed.
+    """All-reduces two factors of each tensor that is factored, and all other tensors uncompressed.
+
+    If no tensor of any bucket is factored, rank 0 warns.
 
     Args:
         traffic: The buckets, which are all-reduced, and their collectives.
@@ -260,8 +271,8 @@ class LowRankExchange(CompressedExchange):
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
         """Encodes the bucket's first message.
 
-        Must be called for all buckets, in reduce order, before the first of them is waited for: the
-        first wait launches the second messages of all buckets.
+        Must be called for all buckets of a round, in reduce order, before the work of any is waited
+        for: the first wait launches the second messages of all buckets that were launched before.
         """
         low = self.coded[bucket.number]
         # Looks before encoding, since the factors of inf or nan may be finite.
@@ -271,19 +282,23 @@ class LowRankExchange(CompressedExchange):
         return Sending(launch, partial(low.decode, messages))
 
     def _launch_first(self, low: LowRankBucket, messages: Messages, scale: Tensor | None) -> Work:
+        """Launches the bucket's P. Returns a work whose `wait` launches the Qs; see `_arrive`."""
         first = self._all_reduce(low.bucket, messages.first)
-        # After backward, in which nothing may wait for another rank: see the top of this file.
+        # Called by the first wait, after backward, in which nothing may wait for another rank: see
+        # the top of this file.
         self._unsent.append(partial(self._launch_second, first, low, messages, scale))
         return Work(partial(self._arrive, low))
 
     def _launch_second(
         self, first: Work, low: LowRankBucket, messages: Messages, scale: Tensor | None
     ) -> None:
+        """Blocks until the bucket's P has arrived, then encodes and launches its Q."""
         first.wait()
         self._as_device_work("encode", low.bucket, low.encode_second, messages, scale)
         self._seconds[low.number] = self._all_reduce(low.bucket, messages.second)
 
     def _arrive(self, low: LowRankBucket) -> None:
+        """Launches all Qs that are not launched yet, and blocks until this bucket's has arrived."""
         while self._unsent:
             self._unsent[0]()
             # Removed only after the call, so that a wait that has failed fails again.
@@ -293,7 +308,7 @@ class LowRankExchange(CompressedExchange):
 
     def _all_reduce(self, bucket: Bucket, message: Tensor) -> Work:
         if not message.numel():
-            # The bucket has no matrix, on no rank.
+            # Nothing in this bucket is factored, on any rank, so that no rank launches.
             return Work.done()
         return self.collectives.launch_all_reduce(message, self.tag_of(bucket))
 

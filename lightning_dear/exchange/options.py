@@ -15,7 +15,7 @@ from lightning_dear.compression.groups import Groups, check_groups, codec_for
 from lightning_dear.planning.plan import BucketPlan
 
 GATHERS = ("parameters", "gradients")
-"""Names of what the gather half may carry."""
+"""Values of the option `gather`, which names what the gather half carries; see `Setting`."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,12 @@ class ExchangeOptions(Setting):
     Attributes:
         compressor: Compressor of the halves that it names (see `Compressor.halves`). None means no
             compression.
-        groups: (pattern, codec) pairs: other codecs for the parameters whose names match.
+        groups: (pattern, codec) pairs: codecs for the parameters whose names match the pattern,
+            in place of `compressor`.
 
     Raises:
-        ValueError: If `gather` is unknown, or if options exclude each other.
+        ValueError: If `gather` is unknown, if a compressor does not fit the other options, or if
+            decouple is False without gather="gradients".
     """
 
     compressor: Compressor | None = None
@@ -50,7 +52,10 @@ class ExchangeOptions(Setting):
 
     @cached_property
     def all_reduces(self) -> bool:
-        """Whether every rank gets whole means during backward, so that nothing is gathered."""
+        """Whether the reduce half gives every rank the whole mean of all buckets.
+
+        Then nothing is gathered. If False, a plan may still all-reduce some buckets.
+        """
         return not self.decouple or (self.compressor is not None and self.compressor.all_reduces)
 
     @cached_property
@@ -60,23 +65,27 @@ class ExchangeOptions(Setting):
 
     @cached_property
     def encodes_differences(self) -> bool:
-        """Whether the gather half sends the encoded difference of shard and replica."""
+        """Whether the gather half sends encoded differences of shards and replicas.
+
+        So it is if both halves are encoded and parameters are gathered.
+        """
         return not self.is_of_gradients and self.encodes_both
 
     def codec_of(self, name: str, num_dimensions: int) -> Codec | None:
-        """Returns the codec of the tensor with this name.
+        """Returns the codec of the tensor with this name, from `groups` or `compressor`.
 
-        None means that it is not encoded row by row.
+        None means that the compressor is no codec, or that there is none.
         """
         if not isinstance(self.compressor, Codec):
             return None
         return codec_for(self.groups, self.compressor, name, num_dimensions)
 
     def check(self, collectives: Collectives, num_optimizers: int) -> None:
-        """Refuses options that these collectives or that many optimizers do not allow.
+        """Refuses options that do not fit the collectives or the number of optimizers. Local.
 
         Raises:
-            ValueError: If a compressor needs gloo, or if several optimizers would all-reduce.
+            ValueError: If a sparse all-reduce sends messages of variable length and the collectives
+                cannot (NCCL), or if all buckets are all-reduced and there are several optimizers.
         """
         compressor = self.compressor
         looks_up_counts = isinstance(compressor, SparseAllReduce) and not compressor.is_static
@@ -87,7 +96,8 @@ class ExchangeOptions(Setting):
                 " many numbers travel depends on the gradients, which with NCCL the host would"
                 " have to wait for."
             )
-        # Each rank's backward fills the buckets of two optimizers in an order of its own.
+        # All-reduces are matched by order, and each rank's backward may fill the buckets of two
+        # optimizers in another order.
         if self.all_reduces and num_optimizers > 1:
             name = None if self.compressor is None else self.compressor.name
             what = "decouple=False" if name is None else f"compressor={name!r}"
@@ -98,23 +108,26 @@ class ExchangeOptions(Setting):
 
     @cached_property
     def is_scattered(self) -> bool:
-        """Whether each rank has only the sums of its own region when the reduce half has ended."""
+        """Whether a sparse all-reduce sums each region of a bucket at one rank (Ok-Topk, TopkDSA).
+
+        If so, buckets have the role SCATTERED. False for codecs, and without a compressor.
+        """
         return self.compressor is not None and self.compressor.is_scattered
 
     def ranks_together(self, collectives: Collectives) -> int:
-        """Returns the number of ranks that sum on their host and each encode a part of that sum.
+        """Returns how many ranks first sum on their host, and then each encode a part of that sum.
 
-        1 means that each rank encodes its own gradients. That is so in one hop, if gradients are
-        not encoded, if a codec votes, or if the compressor does not encode row by row.
+        In two hops that is all ranks of a host. 1 means that each rank encodes its own gradients,
+        if they are encoded at all. 1 is returned in one hop, and if `encodes_row_by_row` is False.
         """
         is_summed = collectives.hops == 2 and self.encodes_row_by_row
         return collectives.world.ranks_a_host if is_summed else 1
 
     @cached_property
     def encodes_row_by_row(self) -> bool:
-        """Whether every compressor encodes row by row and none votes, so that sums can be encoded.
+        """Whether every compressor is a codec and none votes, so that a host's sum can be encoded.
 
-        Votes of a host's sum would not be votes of its ranks.
+        False without a compressor. A vote of a host's sum would not be the votes of its ranks.
         """
         codecs = [self.compressor, *(compressor for _, compressor in self.groups)]
         return all(isinstance(codec, Codec) and not codec.votes for codec in codecs)
@@ -138,7 +151,8 @@ class ExchangeOptions(Setting):
 def default_gather(compressor: Compressor | None, groups: Groups = ()) -> str:
     """Returns what the gather half carries if the user does not say.
 
-    That is "parameters", unless a codec cannot send differences of parameters.
+    That is "gradients" if a compressor of both halves cannot send differences of parameters (its
+    `lag` is not "small"). Otherwise it is "parameters".
     """
     codecs = [] if compressor is None else [compressor, *(other for _, other in groups)]
     send_differences = all(codec.halves == "reduce" or codec.lag == "small" for codec in codecs)
@@ -146,11 +160,14 @@ def default_gather(compressor: Compressor | None, groups: Groups = ()) -> str:
 
 
 def why_not_all_reduce(options: ExchangeOptions, *, is_one_optimizer: bool) -> str | None:
-    """Returns why no bucket of a plan may be all-reduced. None means that it may.
+    """Returns why a plan may not all-reduce some of its buckets. None means that it may.
+
+    The text is a part of error messages.
 
     Args:
         options: Options of the exchange.
-        is_one_optimizer: Whether no other optimizer uses the same process groups.
+        is_one_optimizer: Whether no other optimizer uses the same process groups. If others do, no
+            bucket may be all-reduced.
     """
     if options.compressor is not None and options.all_reduces:
         name = options.compressor.name

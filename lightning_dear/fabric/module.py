@@ -25,7 +25,7 @@ from lightning_dear.engine.training import REFUSALS
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
 
 _PART = "_lightning_dear_part"
-"""Attribute of an optimizer that was set up, with its `OptimizerPipeline`."""
+"""Name of the attribute in which an optimizer that was set up has its `OptimizerPipeline`."""
 
 _training: WeakSet[DearModule] = WeakSet()
 """Modules of this process that were set up with an optimizer and still exist."""
@@ -36,15 +36,17 @@ class DearModule(Module):
 
     Forwards with gradients run in the pipeline. Other forwards wait for all parameters first.
 
-    Training ends when this object is deleted. Then the module is an ordinary module again, with the
-    new values, and its optimizers raise in `step`.
+    Training ends when this object is deleted, in `end`, and when the module is set up again. Then
+    the module is an ordinary module again, with the new values. Its optimizers raise in `step`
+    until they are set up again.
 
     Args:
         module: The user's module.
-        pipeline: Pipeline of the module. None means that it was set up without an optimizer.
+        pipeline: Pipeline of the module. None means that it was set up without an optimizer, so
+            that forwards are the module's own.
 
     Attributes:
-        has_run: Whether a training forward has run since the last step of the module's optimizers.
+        has_run: Whether a training forward has run since the last step of any of its optimizers.
         is_sync_blocked: Whether a `no_sync` block is entered, so that backwards send nothing.
     """
 
@@ -68,11 +70,13 @@ class DearModule(Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward.
 
-        With gradients, it waits at each read for that parameter. Without gradients it first blocks
-        until all parameters are complete.
+        With gradients, each read of a parameter waits for that parameter. Without gradients (under
+        `torch.no_grad`, or if all trained parameters are frozen) it first blocks until all
+        parameters are complete. Without a pipeline it waits for nothing.
 
         Raises:
-            RuntimeError: If Fabric has compiled this object instead of the module.
+            RuntimeError: In the first call, if Fabric has compiled this object instead of the
+                module.
         """
         if not self._was_called:
             self._refuse_compiling()
@@ -117,13 +121,17 @@ class DearModule(Module):
         return self.pipeline is not None and optimizer in self.pipeline.optimizers
 
     def end(self) -> None:
-        """Ends the training now. Blocks until the last step's parameters are complete."""
+        """Ends the training now. Blocks until the last step's parameters are complete.
+
+        Collective if gradients were launched that no step has used. Does nothing without a
+        training.
+        """
         if self.pipeline is not None:
             self._ending()
             self.pipeline = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the pipeline, so that copies and pickles are for inference only."""
+        """Leaves out the pipeline, so that copies and unpickled objects are for inference only."""
         return {**self.__dict__, "pipeline": None, "_ending": None}
 
 
@@ -139,7 +147,8 @@ def part_of(optimizer: Optimizer) -> OptimizerPipeline | None:
 def finish_at_exit() -> None:
     """Blocks until the last step's all-gathers are done, so that all ranks have all parameters.
 
-    Does nothing if an exception ends the process, since other ranks may never send their part.
+    It waits for all modules that this process trains, and warns if an all-gather fails. Does
+    nothing if an uncaught exception ends the process: other ranks may never send their part.
     """
     # Python sets `sys.last_value` when it prints an uncaught exception.
     if getattr(sys, "last_value", None) is not None:
@@ -157,7 +166,10 @@ def finish_at_exit() -> None:
 
 
 def finishing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls `function` and then `finish_at_exit`, for processes that run no exit handlers."""
+    """Returns the result of `function`, and calls `finish_at_exit` after it.
+
+    For processes that run no exit handlers. If `function` raises, `finish_at_exit` is not called.
+    """
     result = function(*args, **kwargs)
     finish_at_exit()
     return result
@@ -236,9 +248,10 @@ def check_have_optimizer(module: Module, trained: Sequence[DearModule]) -> None:
 
 
 def _claim(part: OptimizerPipeline) -> None:
-    """Notes `part` in its optimizer, and changes the optimizer's class. Mutates the optimizer.
+    """Stores `part` in its optimizer, and changes the optimizer's class. Mutates the optimizer.
 
-    The new class is `_ZeroGradReachesInner` in front of the old one, with the old one's name.
+    The new class is a subclass of `_ZeroGradReachesInner` and of the old class, with the old
+    class's name. If an earlier training has ended, `step` no longer raises.
     """
     optimizer, kind = part.optimizer, type(part.optimizer)
     setattr(optimizer, _PART, part)
@@ -253,8 +266,9 @@ class _ZeroGradReachesInner(Optimizer):
     """Makes `zero_grad` of Fabric's optimizer wrapper call `zero_grad` of the optimizer inside.
 
     An optimizer's class gets this base as long as the optimizer is trained. The class of Fabric's
-    wrapper derives from the optimizer's class. So it would run the class's `zero_grad` on the
-    wrapper, and not the `zero_grad` that the pipeline has assigned to the optimizer inside.
+    wrapper derives from the optimizer's class. Without this base the wrapper would run the class's
+    `zero_grad` on itself, and not the `zero_grad` that the pipeline has assigned to the optimizer
+    inside.
     """
 
     @override

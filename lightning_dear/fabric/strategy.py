@@ -56,12 +56,12 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     """Trains under Fabric as `lightning_dear.DearStrategy` does under a Trainer.
 
     Every `fabric.setup(model, *optimizers)` makes a pipeline. The model is trained until the object
-    that `fabric.setup` returned for it is deleted.
+    that `fabric.setup` returned for it is deleted, or the model is set up again.
 
     Args:
         precision: Same as `precision_plugin` of `lightning_dear.DearStrategy`, which also describes
             the options that are not listed here.
-        fusion: Same as there, but without planners that measure.
+        fusion: Same as there, but planners that measure steps are refused.
         **ddp_options: Options that need a Trainer, and other options of `DDPStrategy`. All of them
             are refused by name.
 
@@ -93,7 +93,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         **ddp_options: Any,
     ) -> None:
         given = refusals.checked_options(DearFabricStrategy.__init__, locals())
-        # Checked first, because the messages of later checks give advice for a Trainer.
+        # Checked first, because the messages of `_take_options` give advice for a Trainer.
         modules.check_without_trainer(resolve_fusion(fusion, bucket_cap_mb))
         self._take_options(given)
         self._setups: list[weakref.ref[DearModule]] = []
@@ -137,7 +137,11 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def setup_module(self, module: Module) -> DearModule:  # type: ignore[override]
-        """Wraps `module` for inference, with rank 0's weights on all ranks. Collective. Blocks."""
+        """Wraps `module` for inference, with rank 0's weights on all ranks. Collective. Blocks.
+
+        A `backward` raises if a parameter of this module has a gradient then, unless a trained
+        module has the parameter, too.
+        """
         refusals.check_module_states(module)
         _sync(module, self.world_size)
         return self._remember(DearModule(module))
@@ -159,14 +163,27 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> Any:
-        """Makes a pipeline, and ends an earlier training of the same module. Collective. Blocks."""
+        """Makes a pipeline, and ends an earlier training of the same module. Collective. Blocks.
+
+        All ranks get rank 0's weights. The new pipeline takes over the state of optimizers that the
+        earlier training had, too. With several trained modules, and a backend that matches messages
+        by order (NCCL), no gradient is sent in backward.
+
+        Returns:
+            The wrapped module and the optimizers, and in Lightning 2.6 and later also `scheduler`.
+
+        Raises:
+            ValueError: If the precision, the optimizers, the module or the number of optimizers
+                are not supported, or if the module shares parameters with another trained module.
+        """
         refusals.check_precision(self.precision)
         refusals.check_optimizers(optimizers, self.precision)
         refusals.check_module_states(module)
         collectives = self._new_collectives()
         others = [one.pipeline for one in self._trained if one.module is not module]
         own = [part.plans.number for other in others for part in other.parts]
-        # From all ranks, because another rank may still have a model that this rank has deleted.
+        # Numbers of all ranks, because another rank may still have a model that this rank has
+        # deleted.
         taken = set(chain(*collectives.all_gather_object(own)))
         self._options.check(collectives, len(optimizers) + len(taken))
         number = self._next_number(len(optimizers), taken)
@@ -209,7 +226,10 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         )
 
     def _end_training_of(self, module: Module) -> list[OptimizerPipeline]:
-        """Ends the training of `module`, if any. Returns its parts, which keep optimizer state."""
+        """Ends the training of `module`. Returns its parts, which still hold the optimizers' state.
+
+        Empty if `module` is not being trained. Otherwise blocks, see `DearModule.end`.
+        """
         parts: list[OptimizerPipeline] = []
         for one in self._trained:
             if one.module is module:
@@ -228,10 +248,15 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Runs backward, and sends the gradients of `module` meanwhile. Collective. Does not block.
+        """Runs backward, and launches messages with the gradients of `module` meanwhile.
 
         If `module` is no `DearModule`, gradients are sent of all modules that have run a training
-        forward since their last step.
+        forward since their last step. In a `no_sync` block nothing is sent of that module.
+        Collective if gradients are sent. Blocks for other ranks only in the first step of a module,
+        which makes the plan.
+
+        Raises:
+            RuntimeError: If a module that was set up without an optimizer has a gradient.
         """
         trained = self._trained
         with ExitStack() as stack:
@@ -261,9 +286,9 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Scales the mean gradient to at most `max_norm`, and returns its norm before.
+        """Scales the mean gradient to a norm of at most `max_norm`; returns its norm before.
 
-        Collective. Blocks.
+        Collective. Blocks. If there is a GradScaler, the gradient is unscaled first.
 
         Raises:
             RuntimeError: If the norm is not finite and `error_if_nonfinite`. No gradient is scaled
@@ -285,7 +310,10 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     def clip_gradients_value(
         self, module: Module, optimizer: Optimizer, clip_val: float | int
     ) -> None:
-        """Clips each element of the mean gradient to [-clip_val, clip_val]. Collective. Blocks."""
+        """Clips each element of the mean gradient to [-clip_val, clip_val]. Collective. Blocks.
+
+        If there is a GradScaler, the gradient is unscaled first.
+        """
         mean = self._part(optimizer).mean
         self.precision.unscale_gradients(optimizer)
         mean.clip_by_value(float(clip_val))
@@ -308,7 +336,9 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole state in torch's format, on every rank's CPU. Collective. Blocks.
 
-        While `save_checkpoint` runs, only rank 0 gets whole tensors, since only it writes.
+        While `save_checkpoint` runs, only rank 0 gets whole tensors, since only rank 0 writes the
+        file. Other ranks get stand-ins without data. The state of an optimizer that was never set
+        up with a model is returned as plain Fabric returns it.
         """
         part = modules.part_of(unwrapped(optimizer))
         if part is None:
@@ -319,7 +349,10 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     def save_checkpoint(
         self, path: str | Path, state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Writes an ordinary checkpoint file, with the format number. Collective. Blocks."""
+        """Writes an ordinary checkpoint file on rank 0. Collective. Blocks.
+
+        If `state` holds a `DearModule` or an optimizer, the format number is written into the file.
+        """
         if any(isinstance(one, (DearModule, Optimizer)) for one in state.values()):
             state = dict(state)
             stamp(state)
@@ -336,11 +369,13 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         """Reads the file on every rank, and loads its entries into `state`. Collective. Blocks.
 
         Returns:
-            The entries of the file that are not in `state`. All entries if `state` is None.
+            The entries of the file that are not in `state`. All entries if `state` is None or
+            empty.
 
         Raises:
             ValueError: If the file is damaged or has an unknown format number. Nothing is loaded
-                then. Also if an optimizer's state belongs to another optimizer class.
+                then. Also if an optimizer's state belongs to another optimizer class. Other entries
+                may have been loaded by then.
         """
         plain = self.checkpoint_io
         self.checkpoint_io = checking = _CheckingIO(plain)
@@ -354,7 +389,10 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         return rest
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out modules with their process groups, since launchers pickle the strategy."""
+        """Leaves out modules that were set up, since launchers pickle the strategy.
+
+        Their process groups cannot be pickled.
+        """
         return {**self.__dict__, "_setups": []}
 
     # --- for users, besides the methods of `PipelineStrategy` -----------------------------------
@@ -425,7 +463,7 @@ class _FinishingLauncher(_MultiProcessingLauncher):  # type: ignore[misc]
 
 
 class _CheckingIO(_WrappingCheckpointIO):  # type: ignore[misc]
-    """Wraps a `CheckpointIO`, and refuses damaged checkpoints and those of later versions.
+    """Wraps a `CheckpointIO`, and reads checkpoints through `checked`, which refuses damaged ones.
 
     Attributes:
         checks_digests: Whether to compare local files with the digests in them.

@@ -1,4 +1,8 @@
-"""Loads and drops masters, the fp32 copies of weights, in an optimizer's state."""
+"""Loads and drops masters in an optimizer's state.
+
+A master is the copy of a weight that the optimizer steps: in fp32 for a 16-bit parameter, and also
+for parameters whose differences a compressor encodes.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,17 @@ from torch.optim import Optimizer
 from lightning_dear.bucket import LOW_PRECISION
 
 MASTER_KEY = "master_weight"
-"""Key of an optimizer's state for a parameter: its fp32 master. The optimizer steps the master, and
-the parameter gets its rounded values."""
+"""Key of an optimizer's state for a parameter: its master. The optimizer steps the master. A 16-bit
+parameter gets the rounded values. A parameter whose differences are encoded lags behind it."""
 
 
 class AdoptedState(NamedTuple):
-    """Says whether optimizer state that was taken over had masters.
+    """Says whether optimizer state that was taken over had masters. Ranks may differ.
 
     Attributes:
-        brings_masters: Whether masters were taken over.
-        loses_masters: Whether masters were dropped whose values differ from the weights.
+        brings_masters: Whether a piece of this rank took over its master.
+        loses_masters: Whether masters were dropped whose values differ from the weights. From
+            `hand_on`, which compares no values: whether any masters were dropped.
     """
 
     brings_masters: bool
@@ -33,7 +38,11 @@ def undo_casts(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Restores the state of 16-bit parameters to the dtypes that `state_dict` has.
 
     `Optimizer.load_state_dict` casts floating-point state to the dtype of the parameter. Call this
-    right after it. Mutates `optimizer.state`.
+    right after it. Mutates `optimizer.state`. State of other parameters is left as it is.
+
+    Args:
+        optimizer: Optimizer into which `state_dict` was loaded.
+        state_dict: The argument of that `load_state_dict`.
     """
     saved_groups = (group["params"] for group in state_dict["param_groups"])
     groups = (group["params"] for group in optimizer.param_groups)
@@ -52,7 +61,8 @@ def differs(master: Tensor | None, parameter: Tensor, *, is_rounded: bool = Fals
     Args:
         master: Loaded master of the parameter. None means no master, and the result is False.
         parameter: The parameter.
-        is_rounded: Whether to round the master to the parameter's dtype before it is compared.
+        is_rounded: Whether to round the master to the parameter's dtype before it is compared. If
+            not, any value that rounding would change counts as different.
     """
     if master is None:
         return False
@@ -61,10 +71,10 @@ def differs(master: Tensor | None, parameter: Tensor, *, is_rounded: bool = Fals
 
 
 def drop_masters(optimizer: Optimizer) -> bool:
-    """Removes all masters from `optimizer.state`, so that training goes on from the weights.
+    """Removes all masters from `optimizer.state`, so that training goes on from the weights. Local.
 
     Returns:
-        Whether a removed master differs from its weights.
+        Whether a removed master differs from its weights. False also if there was none.
     """
     # A list, because `any` would stop at the first difference and leave the other masters there.
     return any([differs(own.pop(MASTER_KEY, None), one) for one, own in optimizer.state.items()])

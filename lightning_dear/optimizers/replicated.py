@@ -1,4 +1,4 @@
-"""Steps the user's optimizer on whole parameters, when mean gradients have been gathered."""
+"""Steps the user's optimizer on whole parameters, whose mean gradients every rank has."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ReplicatedOptimizer(SteppedPieces):
     all-gathers of the mean gradients are launched. The optimizer's own step finds no gradient then
     and updates nothing. `step_bucket` makes the update later, once a bucket's gradient is gathered.
 
-    If every rank has whole gradients before the step (one rank, or all-reduced buckets), the
-    optimizer's own step makes an ordinary update and nothing is gathered.
+    If every rank has whole gradients before the step (one rank without a compressor, or all-reduced
+    buckets), the optimizer's own step makes an ordinary update and nothing is gathered.
 
     The state is in `optimizer.state`, as under plain torch.
 
@@ -46,8 +46,8 @@ class ReplicatedOptimizer(SteppedPieces):
     def adopt_state(self) -> AdoptedState:
         """Drops masters from `optimizer.state`, and takes over nothing. Local.
 
-        State stays in `optimizer.state`. Masters are not stepped here, so they would be outdated
-        when a later run loads them.
+        Other state stays in `optimizer.state`. Masters are not stepped here, so they would be
+        outdated when a later run loads them.
         """
         return AdoptedState(False, drop_masters(self.optimizer))
 
@@ -56,10 +56,10 @@ class ReplicatedOptimizer(SteppedPieces):
     def begin_step(self, order: Iterable[int]) -> Iterator[Sequence[int]]:
         """Prepares the step, and yields the buckets whose mean gradients may be gathered now.
 
-        Steps nothing. Yields buckets in the order of their bucket numbers, one at a time, so that
-        the caller launches each gather. If whole gradients are there already, no bucket is yielded
-        and the optimizer's own step updates the parameters. The caller must call `restore` if
-        anything raises.
+        Steps nothing. Yields buckets in the order of their bucket numbers, one at a time. The
+        caller launches the gather of each. If every rank has whole gradients already, no bucket is
+        yielded, and `.grad` holds them until `restore`, so that the optimizer's own step updates
+        the parameters. The caller must call `restore` if anything raises.
 
         Args:
             order: Not used: no bucket is stepped now, so none is ready before another.
@@ -67,8 +67,8 @@ class ReplicatedOptimizer(SteppedPieces):
         self._has_begun = True
         buffers = self.shards.buffers
         if all(placement.gradient is None for placement in buffers.placements):
-            # At world size 1 there are no gradient buffers: autograd has left the gradients in
-            # `.grad`, where the optimizer finds them.
+            # Without gradient buffers (world size 1, no compressor) autograd has left the gradients
+            # in `.grad`, where the optimizer finds them.
             return
         if not self._decouple:
             self._shows_gradients = True
@@ -81,7 +81,7 @@ class ReplicatedOptimizer(SteppedPieces):
         self._leave_only_managed()
 
     def finish(self) -> Sequence[int]:
-        """Ends the step after the optimizer's own step has returned.
+        """Ends the step after the optimizer's own step has returned, and calls `restore`.
 
         Returns:
             Numbers of the buckets to gather now: always none, `begin_step` has yielded them all.
@@ -98,8 +98,9 @@ class ReplicatedOptimizer(SteppedPieces):
     def _leave_only_managed(self) -> None:
         """Takes parameters that are in no bucket out of the optimizer's groups, until `restore`.
 
-        Such a parameter, frozen since, may still have a gradient in `.grad`, which the optimizer's
-        own step would use. Parameters in buckets have none: it was moved into the bucket.
+        Such a parameter, for example one that was frozen, may still have a gradient in `.grad`,
+        which the optimizer's own step would use. Parameters in buckets have None in `.grad`, since
+        their gradients were moved into the buckets. So the optimizer's own step updates nothing.
         """
         managed = {id(parameter) for parameter in self.shards.parameters}
         self._set_params_aside()
@@ -117,10 +118,11 @@ class ReplicatedOptimizer(SteppedPieces):
     # --- afterwards ---------------------------------------------------------------------------
 
     def step_bucket(self, number: int) -> None:
-        """Updates the parameters of a bucket whose mean gradient has been gathered.
+        """Updates the parameters of a bucket whose mean gradient has been gathered. Local.
 
-        Call it once for each bucket of a step. Torch contexts of the caller, such as autocast, do
-        not count.
+        Call it once for each bucket of a step. Parameters that no rank used stay as they are.
+        `.grad` holds the mean gradient during the update, and its former value afterwards. Torch
+        contexts of the caller, such as autocast, have no effect on the update.
 
         Args:
             number: The bucket number.
@@ -150,22 +152,23 @@ class ReplicatedOptimizer(SteppedPieces):
             finally:
                 for place, gradient in zip(places, before, strict=True):
                     place.parameter.grad = gradient
-        # Put back only after success: after an error the next bucket raises the error above.
+        # Put back only after success: after an error the next call raises the RuntimeError above.
         self._deferred = deferred
 
 
 class DeferredStep:
-    """A step of an optimizer that is made later, bucket by bucket, with the options of now.
+    """A step of an optimizer that is made later, bucket by bucket, in calls of `run`.
 
-    Keeps the learning rates and all other options and attributes that the optimizer has when the
-    object is made.
+    It is made with the learning rates and all other options and attributes that the optimizer has
+    when this object is made.
 
     Each call of `run` steps with a twin: an object of the optimizer's class with the same
     attributes and the same `state`, and with copies of the groups. So the step does not see options
     that were changed meanwhile. Counters that the twin changes in its groups or attributes are lost
-    with it. The optimizer's own, empty step has counted once for all buckets. A counter inside a
-    container, such as a list, is shared with the twins and so counted by every bucket.
-    `why_not_tensorwise` refuses an optimizer whose steps depend on such a counter.
+    with it. The optimizer's own step, which updates nothing, has counted once for all buckets. A
+    counter inside a container that is an attribute, such as a list, is shared with the twins and so
+    counted by every bucket. The trial of `why_not_tensorwise` refuses an optimizer whose steps
+    depend on such a counter.
 
     Args:
         optimizer: The user's optimizer. `run` mutates its `state`.
@@ -182,7 +185,7 @@ class DeferredStep:
         self._options = [_copied(group) for group in optimizer.param_groups]
 
     def run(self, parameters: Mapping[int, Sequence[Tensor]]) -> None:
-        """Steps some parameters with the gradients in their `.grad`.
+        """Steps some parameters, in place, with the gradients in their `.grad`.
 
         Args:
             parameters: Index of a parameter group -> the parameters of the group to step now.

@@ -1,7 +1,8 @@
 """Steps the user's optimizer on this rank's shards: 1/world_size of the work and of the state.
 
-The optimizer's parameter groups hold the user's parameters. Only from the end of the closure to the
-end of the optimizer's own step, pieces of the parameters take their place, bucket by bucket.
+The optimizer's parameter groups hold the user's parameters. Pieces of the parameters take their
+place from the end of the closure to the end of the optimizer's own step, bucket by bucket. They
+also do while an early bucket is stepped, and in the block of `on_shards`.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, differs,
 from lightning_dear.torch_modes import saves_calls
 
 MAX_RUN_NUMEL = 1 << 16
-"""Most elements that one call of the optimizer steps on a CPU. The overhead of a call is about the
-time of stepping that many elements, so smaller buckets are stepped together."""
+"""Most elements of several buckets that one call of the optimizer steps on a CPU. The overhead of a
+call is about the time of stepping that many elements, so smaller buckets are stepped together."""
 
 MAX_RUN_NUMEL_OF_DEVICES = 1 << 23
 """Same as `MAX_RUN_NUMEL`, on accelerators, which step tens of elements in a nanosecond."""
 
 _PROFILED: Any = private_names.PROFILED_STEP.of(Optimizer)(print)
-"""Has the code of the wrapper that torch puts around `step` to profile it and to call hooks."""
+"""torch's wrapper of `step`, which profiles it and calls hooks. `__code__` tells such wrappers."""
 
 _STEP_HOOKS = (private_names.STEP_PRE_HOOKS.name, private_names.STEP_POST_HOOKS.name)
 
 
 def inner_step(optimizer: Optimizer, **arguments: Any) -> None:
-    """Calls the class's `step` without torch's hooks and profiling, also in `super().step()`."""
+    """Calls the class's `step` unprofiled. No hooks of `optimizer` run, nor in `super().step()`."""
     step: Any = type(optimizer).step
     own = step.__wrapped__ if getattr(step, "__code__", None) is _PROFILED.__code__ else step
     hooks = {name: vars(optimizer)[name] for name in _STEP_HOOKS}
@@ -98,7 +99,7 @@ class Shards:
     """One optimizer's parameters under one plan, and this rank's pieces of them.
 
     Attributes:
-        buffers: Flat buffers of the plan. Without buckets before the first plan and after the last.
+        buffers: Flat buffers of the plan. They have no buckets before the first and after the last.
         parameters: Parameters that the optimizer trains, by parameter index.
         layouts: (shape, strides) of each parameter. State is stored in the order of these strides.
         group_of: Parameter index -> index of its parameter group.
@@ -128,7 +129,7 @@ class SpreadState:
     chunks: list[tuple[Tensor, list[Chunk]]]
 
     def take(self, key: str, of: Set[Parameter]) -> SpreadState:
-        """Removes the state under `key` of the parameters `of`, and returns it."""
+        """Removes the state under `key` of the parameters `of`, and returns it. Mutates `self`."""
         entries = [(one, its) for one, its in self.entries.items() if one in of and key in its]
         own = {one: {key: its.pop(key)} for one, its in entries}
         taken = {id(its[key]) for its in own.values()}
@@ -154,7 +155,7 @@ class SteppedPieces:
         device: Device that the parameters had when the plan began, through which state is sent.
             After a fit Lightning moves the parameters to the CPU.
         stepped_early: Numbers of the buckets that were stepped in the backward of this step.
-        state_at_end: `optimizer.state` when the training ended. Another object means a later load.
+        state_at_end: `optimizer.state` when the training ended; a later load assigns another dict.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -176,7 +177,7 @@ class SteppedPieces:
         self._hooks: Sequence[RemovableHandle] = ()
 
     def attach(self, buffers: FlatBuffers, parameters: Sequence[Parameter]) -> None:
-        """Makes this rank's pieces under a new plan. Local."""
+        """Makes this rank's pieces under a new plan, and forgets `left`. Local."""
         self.left = None
         in_bucket = {bucket.number: shard_pieces(bucket) for bucket in buffers.buckets}
         self.pieces = list(chain(*in_bucket.values()))
@@ -199,7 +200,7 @@ class SteppedPieces:
         for piece in self.pieces:
             kept = self.shards.state.get(piece.parameter)
             piece.gradient = None
-            # `parameter` is the key of the state, and a view would keep the flat buffer alive.
+            # A view as key of the state would keep the flat buffer alive. A master is no view.
             if not piece.role.has_master:
                 piece.parameter = torch.empty(0)
             if kept:
@@ -209,7 +210,7 @@ class SteppedPieces:
     def state_of(self, piece: Piece) -> Mapping[str, Any]:
         """Returns the optimizer state of `piece`, which is empty if it has not been stepped.
 
-        An fp32 master is added under MASTER_KEY once the piece has state or was stepped. Not
+        A piece's master is added under MASTER_KEY once the piece has state or was stepped. Not
         before: torch's optimizers would take a parameter with any state for a stepped one.
         """
         state: Mapping[str, Any] = self.shards.state.get(piece.parameter, {})
@@ -218,7 +219,7 @@ class SteppedPieces:
         return state
 
     def leave(self, left: SpreadState | None) -> None:
-        """Drops the pieces of an ended plan, and keeps their state `left` for the next plan."""
+        """Drops an ended plan's pieces. Keeps their state for the next plan, unless it is None."""
         self.pieces, self.left, self.shards = (), left, Shards()
 
     # --- mean gradients -------------------------------------------------------------------------
@@ -242,10 +243,10 @@ class SteppedPieces:
                 piece.parameter.grad = gradient.view(-1) if is_plain else self._own_gradient(piece)
 
     def _own_gradient(self, piece: Piece) -> Tensor:
-        """Returns a view of the parameter's own `.grad`, in storage order; for world size 1."""
+        """Returns the piece of the parameter's `.grad`, which it first puts in storage order."""
         parameter = self.shards.parameters[piece.tensor_index]
         assert parameter.grad is not None
-        # Rearranged here, because `as_flat` would copy the whole gradient for every piece.
+        # Put in storage order here: `as_flat` would copy the whole gradient for every piece.
         if parameter.grad.stride() != parameter.stride():
             parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
         return as_flat(parameter.grad, parameter.stride())[piece.start : piece.stop]
@@ -263,7 +264,7 @@ class SteppedPieces:
 
     @contextmanager
     def on_shards(self, *extra: Tensor) -> Iterator[None]:
-        """Puts the tensors `extra` and all pieces into the optimizer's groups in the block."""
+        """A context in which the optimizer has the tensors `extra`, and all pieces with state."""
         self._swap()
         try:
             self._put(self.shards.in_bucket)
@@ -288,7 +289,7 @@ class SteppedPieces:
         self._state, self.optimizer.state = self.optimizer.state, self.shards.state
 
     def restore(self) -> None:
-        """Puts the user's parameters and state back, also after a step that raised. Idempotent."""
+        """Puts the user's parameters and state back, if pieces have taken their place."""
         if self._params is None:
             return
         for group, parameters in zip(self.optimizer.param_groups, self._params, strict=True):
@@ -305,12 +306,12 @@ class ShardedOptimizer(SteppedPieces):
     """Steps the user's optimizer on this rank's pieces, bucket by bucket in one call of `step`.
 
     `optimizer.step(closure)` keeps its meaning for its caller. The closure runs once, and
-    `OptimizerPipeline` reduces the gradients. Then every bucket is stepped, in gather order, with
-    the options that the parameter groups have now. Buckets are stepped in runs, small ones
-    together. `begin_step` steps all runs but the last with the `step` of the optimizer's class, and
+    `OptimizerPipeline` reduces the gradients. Then buckets not stepped early are stepped, in gather
+    order, with the options that the parameter groups have now. A run is one bucket or several small
+    ones. `begin_step` steps all runs but the last with the `step` of the optimizer's class, and
     leaves the pieces of the last run in the groups for the call that the user has made.
 
-    The optimizer state of the pieces is kept here. Outside a step `optimizer.state` is the user's
+    The state of the pieces is in `shards.state`. Outside a step `optimizer.state` is the user's
     dict, which is normally empty. State that `load_state_dict` puts there is moved to the pieces
     before the next step.
 
@@ -334,8 +335,8 @@ class ShardedOptimizer(SteppedPieces):
     def begin_step(self, order: Iterable[int]) -> Iterator[Sequence[int]]:
         """Steps all runs but the last; yields each run's bucket numbers, to be gathered now.
 
-        Leaves the last run to the call of `optimizer.step` that is under way. The caller must call
-        `restore` if anything raises. Buckets that `order` does not name follow it.
+        Leaves the last run to the call of `optimizer.step` that is under way, and early buckets
+        out. The caller must call `restore` if anything raises. Buckets not in `order` come last.
         """
         wanted = dict.fromkeys((*order, *self.shards.in_bucket))
         late = [number for number in wanted if number not in self.stepped_early]
@@ -365,12 +366,12 @@ class ShardedOptimizer(SteppedPieces):
     def step_early(self, number: int) -> None:
         """Steps the early bucket `number`, whose gradient is reduced, while backward still runs.
 
-        `begin_step` then leaves this bucket out. All ranks must have used all its parameters.
+        All ranks must have used all its parameters: unused ones would be stepped, too.
         """
         for piece in self.shards.in_bucket[number]:
             piece.parameter.grad = piece.gradient
         self._swap()
-        # Noted before the step: if it raises, part of the state may be new already.
+        # Added before the step: if it raises, part of the state may be new, and must not be saved.
         self.stepped_early.add(number)
         try:
             self._put([number])
@@ -387,8 +388,8 @@ class ShardedOptimizer(SteppedPieces):
             for piece in stepped:
                 piece.was_stepped = True
             if self.shards.buffers.buckets[number].is_stepped_whole:
-                # Elsewhere the all-gather raises the versions, by which autograd sees that saved
-                # parameters were changed. This bucket gathers nothing.
+                # Autograd sees changes by version counters. In other buckets the all-gather raises
+                # these, and this bucket is not gathered.
                 changed = [parameters[piece.tensor_index] for piece in stepped]
                 torch.autograd.graph.increment_version(changed)
 
@@ -397,8 +398,8 @@ class ShardedOptimizer(SteppedPieces):
     def adopt_state(self) -> AdoptedState:
         """Moves the state of whole parameters from `optimizer.state` to the pieces. Local.
 
-        After `load_state_dict` all earlier state of the pieces is dropped. Otherwise only the given
-        entries replace it.
+        After `load_state_dict` all earlier state of the pieces is dropped. Otherwise only pieces of
+        parameters that are in `optimizer.state` get other state.
         """
         whole = self.optimizer.state
         was_loaded = self._was_loaded
@@ -447,7 +448,7 @@ class ShardedOptimizer(SteppedPieces):
                 piece.was_stepped = False
 
     def _warn_of_shards(self, optimizer: Optimizer) -> None:
-        """Pre-hook of `state_dict`: warns that sharded state is missing, unless `packed` calls."""
+        """Pre-hook of `state_dict`: warns once if sharded state is missing, except in `packed`."""
         own: Mapping[Any, Any] = self.shards.state if self.left is None else self.left.entries
         has_shards, is_filled = (any(s.values()) for s in (own, optimizer.state))
         if has_shards and not is_filled and not self._has_warned:

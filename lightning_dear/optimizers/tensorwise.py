@@ -2,8 +2,8 @@
 
 torch's own optimizers are known by class. Any other optimizer is tried: twins of it, with the
 options of its groups, step small tensors both whole and in the engine's way. After each step values
-and state must be equal bit by bit. The trial proves nothing for other shapes, for later steps, and
-for options that are set later.
+and state must be exactly equal. The trial proves nothing for other shapes, for later steps, and for
+options that are set later.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def why_not_elementwise(optimizer: Optimizer) -> str | None:
     """Says why the optimizer gives other results on parts of tensors than on whole ones. Local.
 
     Returns:
-        Sentences for the user, with what to use instead. None means that results are the same.
+        Sentences for the user, with what to use instead. None means that the optimizer is one of
+        `ELEMENTWISE` without unusual parameters, or that a trial found no difference.
     """
     name, why = type(optimizer).__name__, None
     if name.lower() in _WHOLE_TENSOR:
@@ -62,7 +63,8 @@ def why_not_tensorwise(optimizer: Optimizer) -> str | None:
     """Says why the optimizer gives other results if it steps one tensor at a time. Local.
 
     Returns:
-        Sentences for the user, with what to use instead. None means that results are the same.
+        Sentences for the user, with what to use instead. None means that the optimizer is one of
+        `_KNOWN`, or that a trial found no difference.
     """
     why = None if type(optimizer) in _KNOWN else find_difference(optimizer, on_parts=False)
     return why and (
@@ -89,8 +91,12 @@ def _names(kinds: frozenset[type[Optimizer]]) -> str:
 def why_not_steppable(optimizer: Optimizer, options: ExchangeOptions) -> str | None:
     """Says why the optimizer cannot be stepped in the way that `options` asks for. Local.
 
+    That way is to step whole tensors, each when its gradient has arrived, if gradients are
+    gathered. Otherwise it is to step parts of tensors.
+
     Returns:
-        Sentences for the user, with what to use instead. None means that it can.
+        Sentences for the user, with what to use instead. None means that it can, as far as a trial
+        shows.
     """
     name = type(optimizer).__name__
     wrapped = [type(one).__name__ for one in vars(optimizer).values() if isinstance(one, Optimizer)]
@@ -142,7 +148,8 @@ def choose_options(
 
     Returns:
         The chosen options, why an optimizer cannot be stepped with them, and a remark for the user.
-        None in place of a sentence means that there is nothing to say.
+        None in place of a sentence means that there is nothing to say. If neither options will do,
+        they are `options` with the reason.
     """
     problem, remark = _problem(optimizers, options), None
     names = dict.fromkeys(type(o).__name__ for o in optimizers if type(o) not in ELEMENTWISE)
@@ -180,12 +187,12 @@ _VARYING = {"params", "param_names", "lr", "initial_lr"}
 def find_difference(optimizer: Optimizer, *, on_parts: bool) -> str | None:
     """Tries whether steps in the engine's way equal steps on all whole tensors at once. Local.
 
-    An optimizer that draws torch's random numbers never passes, since both ways draw different
-    numbers. torch's generators are restored afterwards.
+    An optimizer that draws torch's random numbers hardly ever passes, since the two ways draw
+    different numbers. torch's generators are restored afterwards.
 
     Args:
-        optimizer: The optimizer, which is copied. Objects that it holds and that are no list, dict,
-            set or tensor are shared with the copies and may be mutated.
+        optimizer: The optimizer, which is copied and not stepped. Objects that it holds and that
+            are no list, dict, set or tensor are shared with the copies and may be mutated.
         on_parts: Whether the engine's way is to cut each tensor in two. If not, it is to step each
             tensor by itself, after an empty step.
 
@@ -216,12 +223,15 @@ def find_difference(optimizer: Optimizer, *, on_parts: bool) -> str | None:
 
 
 def _shapes(optimizer: Optimizer, *, tries_all: bool) -> dict[int, set[tuple[int, ...]]]:
-    """Returns the shapes to try, by the index of the first group with the same options.
+    """Returns the shapes to try. Groups with the same options, except lr, share one entry.
 
     Args:
         optimizer: The optimizer to try.
         tries_all: Whether to try all shapes with each group. If not, only those with as many
-            dimensions as the group's parameters: some optimizers accept only matrices.
+            dimensions as a parameter of the group: some optimizers accept only matrices.
+
+    Returns:
+        Index of the first group with some options -> shapes to try with these options.
     """
     first: dict[str, int] = {}
     shapes: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
@@ -287,7 +297,7 @@ class _Trial:
         self._put(self.pieces)
 
     def step(self, number: int) -> None:
-        """Makes step `number`. Its gradients depend only on `number`, so trials get equal ones."""
+        """Makes step `number`. All trials with the same shapes get the same gradients in it."""
         deferred = DeferredStep(self.twin)
         if self._way == "late":
             inner_step(self.twin)
@@ -312,7 +322,7 @@ class _Trial:
         row = torch.randn(most, generator=generator, dtype=torch.float32, device="cpu")
         row.mul_(_SCALES[number])
         if number % 4 == 1:
-            # A part of a gradient may be 0 although the rest is not, for instance in embeddings.
+            # The beginning is 0 and the rest is not, as it may be in the gradient of an embedding.
             row[:ALIGNMENT] = 0
         for one in self.pieces:
             own = row[one.where][: one.tensor.numel()].view(one.tensor.shape)
@@ -321,7 +331,8 @@ class _Trial:
     def first_difference(self, whole: _Trial) -> torch.Size | None:
         """Returns the shape of the first tensor whose values or state differ from `whole`'s.
 
-        None means that all are equal, bit by bit.
+        None means that all are exactly equal; nan counts as equal to nan. State that is no tensor
+        and no number is not compared.
         """
         for one in self.pieces:
             tensor = whole.pieces[one.number].tensor
@@ -343,7 +354,9 @@ def _new_tensor(shape: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _new_twin(optimizer: Optimizer, places: Sequence[int], in_place_of_others: Tensor) -> Any:
-    """Returns a copy of an optimizer as it was before its first step.
+    """Returns a copy of an optimizer as it was before its first step, without hooks.
+
+    The copy has no state of parameters. A learning rate of 0 is replaced by another one.
 
     Args:
         optimizer: The optimizer to copy.

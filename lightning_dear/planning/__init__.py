@@ -1,6 +1,8 @@
-"""Planners: functions of tensor sizes and measured times that return a `BucketPlan`.
+"""Planners, which decide which tensors share a bucket.
 
-Planning is pure: it touches no tensors and communicates with no other process.
+They decide by the sizes of tensors, and some of them by measured times. A planner returns a
+`BucketPlan`. Planning is pure: it touches no tensors and communicates with no other process. (But
+`FixedPlan` may read a file.)
 """
 
 from typing import Any
@@ -52,7 +54,7 @@ _PLANNERS: tuple[type[Any], ...] = (
     *(BayesianFusion, MergeCompFusion, MergeCompHeuristicFusion, AutoFusion),
 )
 FUSIONS: dict[str, type[Any]] = {planner.name: planner for planner in _PLANNERS}
-"""Name, as the option `fusion` takes it -> class of the planner."""
+"""Name of a planner, as the option `fusion` takes it -> its class."""
 
 
 def resolve_fusion(fusion: str | FusionPlanner, bucket_cap_mb: float | None) -> FusionPlanner:
@@ -60,12 +62,16 @@ def resolve_fusion(fusion: str | FusionPlanner, bucket_cap_mb: float | None) -> 
 
     Args:
         fusion: Name in `FUSIONS`, or a planner.
-        bucket_cap_mb: Cap of a bucket in MiB, for fusion="threshold" alone. None means the
-            planner's default.
+        bucket_cap_mb: Most MiB of a bucket, for fusion="threshold" alone. None means the planner's
+            default.
+
+    Returns:
+        A new planner with its default options if `fusion` is a name, and otherwise `fusion`.
 
     Raises:
-        ValueError: If the name is unknown, or if a cap is given with any other planner.
-        TypeError: If `fusion` is neither a name nor a planner.
+        ValueError: If the name is unknown, or if `bucket_cap_mb` is given and `fusion` is not
+            "threshold".
+        TypeError: If `fusion` is neither a name nor an object with a method `plan`.
     """
     if isinstance(fusion, str):
         check_name("fusion", fusion, FUSIONS)

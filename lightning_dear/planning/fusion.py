@@ -1,6 +1,8 @@
 """Planners with fixed rules, which need no measured times.
 
-They make one bucket for each tensor, one bucket for all tensors, or buckets of at most some size.
+They make a bucket for each tensor, one bucket for all tensors, or buckets up to some size. (Tensors
+of different families never share a bucket, nor do tensors with and without a gradient.) First-use
+order is the order in which forward first reads tensors.
 """
 
 import math
@@ -13,6 +15,7 @@ from lightning_dear.planning import plan as layout
 from lightning_dear.planning.plan import BucketPlan, Part, Specs, TensorSpec
 
 MIB = 1 << 20
+"""Number of bytes of a MiB."""
 
 _CAPS_PER_OCTAVE = 4
 """Caps that `ThresholdFusion.plans_of_caps` tries between a cap and twice that cap."""
@@ -27,7 +30,8 @@ class FusionPlanner(Protocol):
         """Returns a plan in which every element of every tensor lies in exactly one bucket. Pure.
 
         Args:
-            tensors: All tensors of one optimizer, with the orders of the recorded step.
+            tensors: All tensors of one optimizer, with the orders in which the recorded (first)
+                step read them and made their gradients.
             world_size: Number of ranks.
         """
 
@@ -35,9 +39,10 @@ class FusionPlanner(Protocol):
 class ThresholdFusion:
     """Fuses tensors, in the order in which forward first reads them, into buckets up to a cap.
 
-    The bucket nearest the model's input is smaller: backward completes it last and forward reads it
-    first, so that no computation hides its communication. A tensor larger than the cap is cut into
-    equal slices.
+    The bucket nearest the model's input has a smaller cap: backward fills it last and forward reads
+    it first, so that no computation hides its communication. A tensor that is larger than the cap
+    is cut into slices of about equal size, at most the cap each. Padding is not counted in the cap.
+    At world size 1 the caps do not apply.
 
     Args:
         bucket_cap_mb: Most MiB of a bucket. None means `default_cap_mb(world_size)`.
@@ -61,12 +66,15 @@ class ThresholdFusion:
                 raise ValueError(f"fusion={self.name!r}: {option} must be > 0 MiB, got {value!r}.")
 
     def caps_mb(self, world_size: int) -> tuple[float, float]:
-        """Returns (cap of the bucket nearest the input, cap of all other buckets), both in MiB."""
+        """Returns (cap of the bucket nearest the input, cap of all other buckets), both in MiB.
+
+        These are the options, or their defaults for `world_size`.
+        """
         cap_mb = default_cap_mb(world_size) if self.bucket_cap_mb is None else self.bucket_cap_mb
         return min(self.first_bucket_cap_mb, cap_mb), cap_mb
 
     def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
-        """Returns the plan: see `FusionPlanner`.
+        """Returns the plan that the class describes: see `FusionPlanner`. Pure.
 
         The caps do not apply at world size 1, where there is no communication to overlap.
         """
@@ -78,11 +86,12 @@ class ThresholdFusion:
     def plans_of_caps(
         self, tensors: Specs, world_size: int, least_mb: float, most_mb: float
     ) -> dict[float, BucketPlan]:
-        """Returns cap in MiB -> plan, for caps spaced evenly on a log scale.
+        """Returns a dict from caps in MiB to their plans, for caps spaced evenly on a log scale.
 
-        The cap of the bucket nearest the input does not change. If several caps make the same
-        buckets, only the smallest of these caps is returned. A cap that makes more than
-        `MAX_BUCKETS` buckets is left out, except for `most_mb`.
+        The cap of the bucket nearest the input is the same in all plans, but never larger than the
+        other cap. If several caps make the same buckets, only the smallest of these caps is
+        returned. A cap that makes more than `MAX_BUCKETS` buckets is left out, except for
+        `most_mb`.
 
         Args:
             tensors: All tensors of one optimizer.
@@ -107,31 +116,32 @@ def default_cap_mb(world_size: int) -> float:
     """Returns the default cap of a bucket in MiB: 4 for each rank, but at least 8 and at most 25.
 
     The cap grows with the world size because a bucket is cut into one message for each rank, and
-    each message costs the same time however small it is. 25 MiB is DistributedDataParallel's cap.
+    each message takes some time however small it is. 25 MiB is DistributedDataParallel's cap.
     """
     return min(max(4.0 * world_size, 8.0), 25.0)
 
 
 class NoFusion:
-    """Makes a bucket for every tensor (the paper's "without tensor fusion")."""
+    """Makes a bucket for every tensor ("without tensor fusion" in the DeAR paper)."""
 
     name = "none"
 
     def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
-        """Returns the plan: see `FusionPlanner`."""
+        """Returns a plan with a separate bucket for every tensor: see `FusionPlanner`. Pure."""
         return fuse_groups(self.name, tensors, world_size, [[tensor.index] for tensor in tensors])
 
 
 class SingleFusion:
-    """Makes one bucket for each family: the fewest messages, but nothing overlaps.
+    """Makes one bucket for each family of tensors, and another for tensors without a gradient.
 
-    Tensors without a gradient in the recorded step share another bucket for each family.
+    (Without a gradient in the recorded step, by family.) With one family that is the fewest
+    messages, but no communication overlaps with computation.
     """
 
     name = "single"
 
     def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
-        """Returns the plan: see `FusionPlanner`."""
+        """Returns the plan that the class describes: see `FusionPlanner`. Pure."""
         return _fuse(self.name, tensors, world_size)
 
 
@@ -140,15 +150,19 @@ def fuse_groups(
 ) -> BucketPlan:
     """Returns a plan with one bucket for each of `groups`. No tensor is cut. Pure.
 
-    Tensors that no group names, usually tensors without a gradient in the recorded step, get one
-    more bucket for each family. Such a bucket may be launched only when backward has ended, and no
-    tensor that got its gradient earlier should wait for that.
+    Tensors that are in no group, usually tensors without a gradient in the recorded step, get one
+    more bucket for each family. They are not added to other buckets: a bucket with such a tensor is
+    launched only when backward has ended, and the other gradients in it would wait for that.
 
     Args:
         name: Name of the plan.
         tensors: All tensors of one optimizer.
         world_size: Number of ranks.
-        groups: Indices of the tensors of each bucket; all tensors of a group have the same family.
+        groups: Indices of the tensors of each bucket; no index may occur twice. In the bucket they
+            are put into first-use order.
+
+    Raises:
+        ValueError: If the tensors of a group differ in their family.
     """
     by_index = {tensor.index: tensor for tensor in tensors}
     members = [[by_index.pop(index) for index in group] for group in groups]
@@ -172,14 +186,14 @@ def _fuse(
     """Returns the plan of greedy fusion in first-use order; see `ThresholdFusion`.
 
     Tensors without a gradient in the recorded step share no bucket with other tensors: their bucket
-    may be launched only when backward has ended, and other gradients should not wait for that.
+    is launched only when backward has ended, and other gradients in it would wait for that.
 
     Args:
         name: Name of the plan.
         tensors: All tensors of one optimizer.
         world_size: Number of ranks.
-        first_cap_bytes: Most bytes of the bucket nearest the input.
-        cap_bytes: Most bytes of all other buckets.
+        first_cap_bytes: Most bytes of the bucket nearest the input, of each family.
+        cap_bytes: Most bytes of each other bucket.
     """
     groups: dict[tuple[str, bool], list[TensorSpec]] = {}
     for tensor in sorted(tensors, key=use_key):
@@ -213,9 +227,9 @@ def _plan_of(
         name: Name of the plan.
         tensors: All tensors of one optimizer.
         world_size: Number of ranks.
-        parts: Contents of each bucket.
+        parts: Contents of each bucket, in first-use order.
     """
-    # sorted() is stable, so that several parts of one tensor stay in their order.
+    # sorted() is stable, so that several buckets that begin in the same tensor keep their order.
     in_use_order = sorted(parts, key=lambda bucket: use_key(bucket[0][0]))
     buckets = tuple(layout.bucket_of(bucket, world_size) for bucket in in_use_order)
     return BucketPlan(name, world_size, buckets, layout.reduce_order(buckets, tensors))
@@ -229,8 +243,8 @@ def runs_of(
     Args:
         items: Items in their order.
         nbytes: Returns the size of an item in bytes.
-        least: Bytes with which a run is complete; the last run may have fewer.
-        first_least: The same for the first run. None means `least`.
+        least: Fewest bytes of a run, except for the first and the last one.
+        first_least: Fewest bytes of the first run, unless it is the last. None means `least`.
     """
     runs: list[list[T]] = []
     filled = 0.0
@@ -245,7 +259,10 @@ def runs_of(
 
 
 def use_key(tensor: TensorSpec) -> tuple[bool, float, int]:
-    """Returns the sort key of first-use order; tensors without a gradient come last."""
+    """Returns the sort key of first-use order.
+
+    Tensors without a gradient come last, and before them those that forward did not read.
+    """
     first_use = float("inf") if tensor.first_use is None else tensor.first_use
     return not tensor.is_used, first_use, tensor.index
 
@@ -253,13 +270,20 @@ def use_key(tensor: TensorSpec) -> tuple[bool, float, int]:
 def _cuts(numel: int, first_cap: float, cap: float, unit: int) -> list[tuple[int, int]]:
     """Returns ranges [start, stop) that cover a tensor of `numel` elements.
 
-    The tensor stays whole if it fits into `first_cap`. Otherwise the first range has at most
-    `first_cap` elements, and the others are of equal size, at most `cap`. Every cut is at a
-    multiple of `unit`, so that no padding separates the slices of the tensor.
+    The tensor stays whole if it fits into `first_cap` or into `unit`. Otherwise the first range has
+    at most `first_cap` elements, and the other ranges are of equal size, at most `cap` (but at
+    least `unit`), except for the last one, which may be shorter. Every cut is at a multiple of
+    `unit`, so that no padding separates the slices of the tensor.
+
+    Args:
+        numel: Number of elements of the tensor.
+        first_cap: Most elements of the first range, which goes into the bucket being filled.
+        cap: Most elements of every other range.
+        unit: Number of elements of which a full bucket is a multiple.
     """
     if numel <= max(first_cap, unit):
         return [(0, numel)]
-    # At least one unit, or a cap below one unit would make empty ranges.
+    # At least one unit, since a cap below one unit would otherwise make empty ranges.
     first = max(int(first_cap) // unit, 1) * unit
     num_parts = -(-(numel - first) // max(int(cap) // unit * unit, unit))
     size = layout.aligned(-(-(numel - first) // num_parts), unit)

@@ -1,6 +1,7 @@
-"""What planners get to know of a training: times of a step, costs of the link and of the codec.
+"""What planners know about a training: times of a step, costs of collectives and of the codec.
 
-P is the number of ranks. A time in seconds that depends linearly on a size is alpha + beta x size.
+P is the number of ranks. The link is a rank's connection to the network. A time in seconds that
+depends linearly on a size is alpha + beta x size.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from lightning_dear.planning.plan import BucketPlan, BucketSpec
 
 @dataclass(frozen=True)
 class ModelTimes:
-    """Holds the seconds of one step without any communication.
+    """Holds the seconds of one step without communication, and what plans of the training may do.
 
     Attributes:
         forward_s: Seconds of the forward.
@@ -22,12 +23,13 @@ class ModelTimes:
         first_use_s: Tensor index -> seconds from the beginning of forward to the tensor's first
             read. A tensor that is missing here is not read in forward.
         ready_s: Tensor index -> seconds from the beginning of backward to the tensor's gradient. A
-            tensor that is missing here got no gradient and is sent when backward has ended.
-        step_s: Seconds of the optimizer step on this rank's shards of all buckets.
-        late_step_s: Seconds of the optimizer step on all buckets as wholes, in sum; each bucket is
-            stepped where forward first reads it. For gather="gradients"; 0 otherwise.
+            tensor that is missing here got no gradient. Its bucket is sent when backward has ended.
+        step_s: Seconds of the optimizer step, after backward, on this rank's shards of all buckets.
+        late_step_s: Seconds of the optimizer step on all buckets if every rank steps whole buckets
+            (gather="gradients"). Each bucket is then stepped in forward, before its first read. 0
+            otherwise.
         allows_early: Whether buckets may be stepped and gathered before backward has ended.
-        allows_all_reduce: Whether buckets may be all-reduced.
+        allows_all_reduce: Whether some buckets of a plan may be all-reduced.
         allows_cuts: Whether a tensor may be cut between two buckets.
     """
 
@@ -42,13 +44,16 @@ class ModelTimes:
     allows_cuts: bool = True
 
     def ready_of(self, bucket: BucketSpec) -> float:
-        """Returns the seconds from the beginning of backward to the last gradient of `bucket`."""
+        """Returns the seconds from the beginning of backward to the last gradient of `bucket`.
+
+        If a tensor in it got no gradient, that is the end of backward.
+        """
         return max(self.ready_s.get(piece.tensor, self.backward_s) for piece in bucket.slices)
 
     def first_use_of(self, bucket: BucketSpec) -> float:
         """Returns the seconds from the beginning of forward to the first read of `bucket`.
 
-        A bucket that forward does not read counts as read at the end of forward.
+        A tensor that forward does not read counts as read at the end of forward.
         """
         return min(self.first_use_s.get(piece.tensor, self.forward_s) for piece in bucket.slices)
 
@@ -58,13 +63,13 @@ def combined_times(
 ) -> ModelTimes:
     """Combines the times of several steps of a rank, or of several ranks, into one `ModelTimes`.
 
-    Each time is combined by itself; times of tensors are combined tensor by tensor. What is not
-    allowed in one of `times` is not allowed in the result.
+    Each time is combined separately; times of tensors are combined tensor by tensor. The result
+    allows only what all of `times` allow.
 
     Args:
         times: Times to combine; at least one.
-        combine: Returns one time for several: `median` for the steps of one rank, and `max` for
-            ranks, since a bucket can be exchanged only when the last rank has filled it.
+        combine: Returns one number for several: `median` for the steps of one rank, and `max` for
+            several ranks, since a bucket can be reduced only when the last rank has filled it.
     """
 
     def combined(rows: Sequence[Any]) -> Any:
@@ -72,7 +77,8 @@ def combined_times(
             return all(rows)
         if not isinstance(rows[0], Mapping):
             return combine(rows)
-        # Not every rank may have read, or got a gradient for, the same tensors.
+        # A tensor's time may be missing for some ranks or steps: these did not read it, or got no
+        # gradient for it. It is combined over the others.
         indices = sorted({index for row in rows for index in row})
         return {index: combine([row[index] for row in rows if index in row]) for index in indices}
 
@@ -81,13 +87,16 @@ def combined_times(
 
 @dataclass(frozen=True)
 class LinkCost:
-    """Holds the cost of one collective on a rank's link, which is the same in both directions.
+    """Holds the cost of one collective, as a line: alpha + beta x bytes that each rank sends.
+
+    Reduce-scatters and all-gathers cost the same.
 
     Attributes:
         alpha_s: Seconds that a collective takes however small it is.
-        beta_s: Seconds for each byte that the rank sends: 1 / rate.
-        all_reduce: Cost of the backend's all-reduce, which sends twice the bytes of one half. None
-            means that an all-reduce costs a reduce-scatter plus an all-gather.
+        beta_s: Seconds for each byte that the rank sends: 1 / rate of the link.
+        all_reduce: Cost of an all-reduce of the backend, in which a rank sends twice as many bytes
+            as in a reduce-scatter. None means that an all-reduce costs as much as a reduce-scatter
+            plus an all-gather.
     """
 
     alpha_s: float
@@ -97,18 +106,22 @@ class LinkCost:
     def reduce_scatter_s(self, nbytes: float, world_size: int) -> float:
         """Returns the seconds to reduce-scatter `nbytes`: alpha + beta x nbytes x (P-1)/P.
 
-        Returns 0 at world size 1.
+        Returns 0 at world size 1, where nothing is sent.
         """
         if world_size == 1:
             return 0.0
         return self.alpha_s + self.beta_s * sent_bytes(nbytes, world_size)
 
     all_gather_s = reduce_scatter_s
-    """Seconds to all-gather `nbytes`: as to reduce-scatter them, since a rank sends as much."""
+    """Seconds to all-gather `nbytes`: as many as to reduce-scatter them, since a rank sends as many
+    bytes."""
 
     def all_reduce_s(self, nbytes: float, world_size: int) -> float:
-        """Returns the seconds to all-reduce `nbytes`: see `all_reduce`. 0 at world size 1."""
-        # Two halves cost the start of a collective twice.
+        """Returns the seconds to all-reduce `nbytes`, with the costs in `all_reduce`.
+
+        Returns 0 at world size 1, where nothing is sent.
+        """
+        # A reduce-scatter plus an all-gather are two collectives, so that alpha counts twice.
         cost = self.all_reduce or LinkCost(2 * self.alpha_s, self.beta_s)
         return cost.reduce_scatter_s(2 * nbytes, world_size)
 
@@ -120,12 +133,12 @@ def sent_bytes(nbytes: float, world_size: int) -> float:
 
 @dataclass(frozen=True)
 class Train:
-    """Holds a measurement of a train: several collectives that were under way at once.
+    """Holds a measurement of a train: several collectives that are launched at once.
 
     Attributes:
         count: Number of collectives.
-        sent_bytes: Bytes that a rank sent in each of them.
-        seconds: Seconds from the first launch until all had ended.
+        sent_bytes: Bytes that a rank sends in each collective.
+        seconds: Seconds from the first launch until all collectives have ended.
     """
 
     count: int
@@ -137,17 +150,17 @@ def fitted(*, many: Train, few: Train, small: Train, long: Train) -> LinkCost:
     """Returns the alpha and beta that follow from four measured trains. Neither is below 0.
 
     Every train also takes a fixed time: until its first message is under way, and until the last
-    rank has received the last message. The difference of two trains cancels most of that time, and
-    in a long train the rest weighs little.
+    rank has received the last message. This time cancels, mostly, in the difference of two trains.
+    The rest of it weighs little against a long train.
 
     Args:
         many: Train that sends as many bytes in sum as `few`, in more collectives. It takes longer
-            only because it starts more collectives, which tells alpha.
-        few: Train of fewer and larger collectives; used for alpha only.
-        small: Train that sends the fewest bytes in sum. It tells beta, together with `long`.
+            only because it starts more collectives. So the difference of both gives alpha.
+        few: Train of fewer and larger collectives than `many`.
+        small: Train that sends the fewest bytes in sum. The difference to `long` gives beta.
         long: Train that sends the most bytes in sum.
     """
-    # Noise may make the train with more starts the faster one, and so the difference negative.
+    # By noise, `many` may be faster than `few`, and the difference negative.
     alpha_s = max((many.seconds - few.seconds) / (many.count - few.count), 0.0)
     starts_s = alpha_s * (long.count - small.count)
     more_bytes = long.count * long.sent_bytes - small.count * small.sent_bytes
@@ -158,25 +171,25 @@ def fitted(*, many: Train, few: Train, small: Train, long: Train) -> LinkCost:
 Way = Literal["half", "to_owners", "both_halves", "all_gather", "all_reduce"]
 """How the encoded gradients of a bucket reach the ranks.
 
-half: In a reduce-scatter, to the owners of shards.
-to_owners: In an all-to-all, to the owners of shards, which sum the rows that arrive.
-both_halves: As with to_owners; the owners then send the sums to all ranks, still in backward.
-all_gather: The encoded gradients of each rank are sent to all ranks, which sum them.
-all_reduce: In one all-reduce.
+half: A reduce-scatter sends them to the owners of shards, already summed.
+to_owners: An all-to-all sends them to the owners of shards, which sum the rows that arrive.
+both_halves: Same as to_owners, but the owners then send the sums to all ranks, still in backward.
+all_gather: The encoded gradients of each rank are sent to all ranks, and each rank sums them.
+all_reduce: One all-reduce sums them on all ranks.
 
-Planners only know "half"; the simulator knows all of them.
+Planners calculate as with "half" in any case. The simulator distinguishes them.
 """
 
 
 @dataclass(frozen=True)
 class Linear:
-    """Computes alpha + beta x elements."""
+    """A linear function of a number, usually of a number of elements: alpha + beta x number."""
 
     alpha: float = 0.0
     beta: float = 0.0
 
     def of(self, numel: float) -> float:
-        """Returns the value for `numel` elements."""
+        """Returns alpha + beta x `numel`."""
         return self.alpha + self.beta * numel
 
 
@@ -188,16 +201,18 @@ class BucketCost:
     `LinkCost`.
 
     Attributes:
-        encode_s: Seconds to encode the bucket and to start its messages. Spent in backward, once
-            the bucket's last gradient is there.
-        sum_s: Seconds to decode and sum the bytes of all ranks. Spent after backward, once these
-            have arrived.
-        publish_s: Seconds to encode this rank's shard and to start its messages. Spent in the
-            optimizer step, once the shard has been stepped.
-        decode_s: Seconds to decode what was gathered. Spent in forward, at the bucket's first read.
-        reduce_bytes: Size of the bucket in the reduce half, with the shards of all ranks; a rank
-            sends (P-1)/P of it.
-        gather_bytes: The same in the gather half.
+        encode_s: Seconds to encode the bucket's gradients and to start their messages. Spent in
+            backward, once the bucket's last gradient is there.
+        sum_s: Seconds to decode and sum the bytes of all ranks. Spent after backward, once the
+            bytes have arrived.
+        publish_s: Seconds to encode this rank's shard for the gather half and to start its
+            messages. Spent in the optimizer step, once the shard has been stepped.
+        decode_s: Seconds to decode what was gathered. Spent in forward, before the bucket's first
+            read.
+        reduce_bytes: Bytes of the (encoded) bucket in the reduce half, the shards of all ranks
+            together. A rank sends (P-1)/P of them.
+        gather_bytes: Bytes of the (encoded) bucket in the gather half, the shards of all ranks
+            together. A rank sends (P-1)/P of them.
         way: How the encoded gradients travel: see `Way`.
         reduce_starts: Same as the attribute of `CodecCost`.
     """
@@ -216,26 +231,28 @@ class BucketCost:
 class CodecCost:
     """Holds what a codec costs, as functions of a number of elements.
 
-    Without arguments it stands for no codec: values travel uncompressed, and nothing is spent on
-    them. In a half that is not encoded, only starting messages costs something.
+    Made without arguments it stands for no codec: values travel uncompressed, and no time is spent
+    on encoding. For a half that is not encoded, `encode` or `encode_shard` holds the time to start
+    its messages.
 
     Attributes:
         encode: Elements of a bucket -> seconds to encode it, to update the residual, and to start
             its messages.
         decode_sum: Elements of a bucket -> seconds to decode what all ranks have sent for this
-            rank's shard and to sum it. If encoded rows are summed on their way, seconds to decode
-            the sum, and to sum if the host does that.
+            rank's shard and to sum it. If a reduce-scatter sums encoded rows
+            (`Codec.is_summable`), seconds to decode the sum, and to add up the rows if the host
+            does that.
         encode_shard: Elements of a shard -> seconds for its owner to encode it and to start its
             messages.
         decode: Elements of a bucket -> seconds to decode what was gathered.
-        reduce_bytes: Elements of a shard -> bytes of the gradients that are encoded for its owner.
-            None means that they travel uncompressed.
-        gather_bytes: Elements of a shard -> bytes of what its owner has encoded. None means that it
-            travels uncompressed.
+        reduce_bytes: Elements of a shard -> bytes of the gradients that one rank encodes for the
+            owner of the shard. None means that gradients travel uncompressed.
+        gather_bytes: Elements of a shard -> bytes that the owner of the shard encodes for all
+            ranks. None means that the gather half travels uncompressed.
         way: How the encoded gradients travel: see `Way`.
-        reduce_starts: How often the reduce half pays for the start of a message: number of messages
-            that are sent one after the other. None means as often as any half in this network.
-            Planners always assume None.
+        reduce_starts: Number of messages of the reduce half that are sent one after the other, for
+            each of which the start counts. None means as many as an uncompressed half has in the
+            simulated network. Planners do not read this attribute.
     """
 
     encode: Linear = Linear()
@@ -255,7 +272,8 @@ class CodecCost:
             itemsize: Bytes of an uncompressed element.
             world_size: Number of ranks.
         """
-        # A rank encodes one row for each rank in the reduce half, and its shard in the gather half.
+        # In both halves a row of bytes is the encoding of one shard, and a bucket has one row for
+        # each rank.
         shard = numel / world_size
 
         def size(wire: Linear | None) -> float:
@@ -281,13 +299,13 @@ class CodecCosts:
         compressed: Costs of a bucket that the training's codec compresses. The default stands for a
             training without a codec.
         uncompressed: Costs of a bucket that a plan leaves uncompressed although there is a codec.
-        may_mix: Whether a plan may leave buckets uncompressed. False without a codec, and with
-            codecs that do not bring back gradients, such as voting ones.
+        may_mix: Whether a plan may leave buckets uncompressed. False without a codec, with a codec
+            that votes (see `Codec`), and with `Fp32`, which compresses nothing.
         may_plan: Whether planners may try other buckets with this codec. False for sparse
-            all-reduces.
-        unseen_s: Seconds of a step that none of the costs explains, such as ranks that wait for
-            each other; added to the prediction of every plan. Negative if the measured steps were
-            shorter than predicted.
+            all-reduces. Read by the simulator only.
+        unseen_s: Seconds of a measured step that the costs do not explain, such as those in which
+            ranks wait for each other. Added to the prediction of every plan. Negative if the
+            measured step was shorter than its prediction.
         fitted_to: Plan whose measured step gave `unseen_s`. None means that no step was measured.
     """
 
@@ -300,7 +318,7 @@ class CodecCosts:
 
     @property
     def are_none(self) -> bool:
-        """Tells whether the training has no codec."""
+        """Tells whether these costs stand for a training without a codec."""
         return self.compressed == CodecCost()
 
     def of(self, plan: BucketPlan, number: int) -> CodecCost:

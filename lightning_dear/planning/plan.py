@@ -18,34 +18,35 @@ _FIELDS = {"name", "world_size", "tensors", "buckets", "reduce_order", "early"}
 _ORDERS = ("reduce_order", "early", "all_reduced", "uncompressed")
 
 MAX_BUCKETS = 1 << 12
-"""Most buckets of one optimizer. Message tags of two optimizers are at least this far apart."""
+"""Most buckets of one optimizer; training refuses a plan with more. The message tags of two
+optimizers are at least this far apart, so that no two buckets share a tag."""
 
 ALIGNMENT = 64
-"""Tensors start, and shards are cut, at multiples of this many elements. torch's fused CPU kernels
-compute the tail of a tensor by other instructions than its vectorised part, so that an element that
-moved from one to the other would get other bits."""
+"""In a bucket, tensors begin at multiples of this many elements, and so do shards. torch's fused
+CPU kernels compute the last few elements of a tensor by other instructions than all elements before
+them. Without alignment, an update's last bits would depend on where shards are cut."""
 
 
 def aligned(numel: int, multiple: int = ALIGNMENT) -> int:
-    """Returns `numel` rounded up to a multiple."""
+    """Returns `numel`, rounded up to a multiple of `multiple`."""
     return -(-numel // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Describes one parameter for planners.
+    """Describes one parameter for planners, as recorded in the first step of training.
 
     Attributes:
-        index: Index of the parameter in the engine's list of parameters.
+        index: Index of the parameter among the trained parameters of its optimizer.
         name: Qualified name of the parameter in the module.
-        numel: Number of elements.
-        itemsize: Bytes of an element.
-        family: Key made of dtype, device and codec. Tensors of different families never share a
-            bucket.
-        first_use: Position among the first reads of the recorded forward. None means that the
-            forward did not read it.
-        ready: Position among the gradients of the recorded backward. None means that it got no
-            gradient.
+        numel: Number of elements of the parameter.
+        itemsize: Bytes of one element of the parameter.
+        family: Key made of dtype, type of device and codec. Tensors of different families never
+            share a bucket.
+        first_use: Place of the parameter, from 0, in the order in which the recorded forward first
+            read parameters. None means that the forward did not read it.
+        ready: Place of the parameter, from 0, in the order in which the recorded backward made
+            gradients. None means that it got no gradient.
     """
 
     index: int
@@ -73,13 +74,13 @@ Specs = Sequence[TensorSpec]
 
 @dataclass(frozen=True)
 class Slice:
-    """Describes the part of one tensor that lies in a bucket.
+    """Describes the part of one tensor, or the whole tensor, that lies in a bucket.
 
     Attributes:
-        tensor: Index of the tensor.
-        start: First element of the part, in the order in which the tensor's elements are stored.
-        stop: First element after the part.
-        offset: Element of the bucket at which the part begins.
+        tensor: `TensorSpec.index` of the tensor.
+        start: Index in the flattened tensor of the first element of the slice.
+        stop: Index in the flattened tensor of the first element after the slice.
+        offset: Index in the bucket of the first element of the slice.
     """
 
     tensor: int
@@ -89,19 +90,21 @@ class Slice:
 
     @property
     def numel(self) -> int:
-        """Returns the number of elements."""
+        """Returns the number of elements of the slice."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """Describes one bucket: slices in first-use order, padded so that all shards are equal.
+    """Describes one bucket: slices of tensors, with padding between them and at the end.
+
+    Padding makes every slice begin at a multiple of ALIGNMENT, and all ranks' shards equally long.
 
     Attributes:
-        family: Family that all of its tensors have.
-        slices: Parts of tensors that lie in the bucket, in the order of their offsets.
+        family: Family of all tensors in the bucket: see `TensorSpec`.
+        slices: Slices that lie in the bucket, in the order of their offsets.
         padded_numel: Number of elements, padding included; a multiple of ALIGNMENT x world_size.
-        itemsize: Bytes of an element.
+        itemsize: Bytes of one uncompressed element.
     """
 
     family: str
@@ -111,33 +114,35 @@ class BucketSpec:
 
     @property
     def numel(self) -> int:
-        """Returns the number of elements without padding."""
+        """Returns the number of elements of the bucket without padding."""
         return sum(part.numel for part in self.slices)
 
     @property
     def nbytes(self) -> int:
-        """Returns the size in bytes, padding included."""
+        """Returns the uncompressed size of the bucket in bytes, padding included."""
         return self.padded_numel * self.itemsize
 
     @property
     def stepped_bytes(self) -> int:
-        """Returns the size in bytes without padding, which no optimizer steps.
+        """Returns the bytes that the optimizer steps: the size of the bucket without padding.
 
-        Planners share the time of the optimizer step among buckets by this size, so that a tensor
-        costs the same in every plan.
+        Planners divide the measured time of the optimizer step among buckets in proportion to this
+        size. So the step of a tensor costs the same in every plan, however much padding the plan
+        has.
         """
         return self.numel * self.itemsize
 
 
 Part = tuple[TensorSpec, int, int]
-"""A tensor, and the range [start, stop) of its elements that lies in a bucket."""
+"""(tensor, start, stop): a tensor, and the range [start, stop) of its flattened elements that lies
+in a bucket."""
 
 
 def bucket_of(ranges: Sequence[Part], world_size: int) -> BucketSpec:
-    """Returns a bucket that holds `ranges` one after the other, each aligned.
+    """Returns a bucket that holds `ranges` in the given order, each at a multiple of ALIGNMENT.
 
     Raises:
-        ValueError: If the tensors are of several families.
+        ValueError: If `ranges` is empty, or its tensors differ in their family.
     """
     families = {tensor.family for tensor, _, _ in ranges}
     if len(families) != 1:
@@ -149,7 +154,7 @@ def bucket_of(ranges: Sequence[Part], world_size: int) -> BucketSpec:
     for tensor, start, stop in ranges:
         slices.append(Slice(tensor.index, start, stop, filled))
         filled += aligned(stop - start)
-    # A multiple of ALIGNMENT for each rank, so that every shard begins at one.
+    # All shards are equally long, and begin at multiples of ALIGNMENT.
     padded_numel = aligned(filled, ALIGNMENT * world_size)
     return BucketSpec(families.pop(), tuple(slices), padded_numel, ranges[0][0].itemsize)
 
@@ -159,21 +164,22 @@ class BucketPlan:
     """Says which tensors share a bucket, and in which orders buckets are reduced and gathered.
 
     A bucket's number is its index in `buckets`. Buckets are stepped and gathered in the order of
-    their numbers. Buckets of one family follow each other in one flat buffer, so that a tensor that
-    is split between two buckets stays contiguous.
+    their numbers, except for those in `early` and `all_reduced`. Buckets of one family follow each
+    other in one flat buffer, so that a tensor that is cut between two buckets stays contiguous.
 
     Attributes:
-        name: Description for people: the planner and its options.
+        name: Description of the plan for people, such as the planner and its options.
         world_size: Number of ranks that the plan was made for.
         buckets: Buckets in the order in which forward first reads them.
-        reduce_order: Bucket numbers in the order in which backward completes the buckets.
+        reduce_order: Numbers of all buckets, in the order in which backward fills the buckets and
+            their reductions are launched.
         early: Numbers of the buckets that may be stepped and gathered while backward still runs, in
-            the order in which they are to be gathered.
-        all_reduced: Numbers, ascending, of the buckets that are all-reduced during backward,
-            stepped whole by every rank and never gathered. None of them is early. At one rank they
-            are treated as all others.
-        uncompressed: Numbers, ascending, of the buckets that travel uncompressed although there is
-            a compressor.
+            the order in which they are gathered.
+        all_reduced: Numbers, ascending, of the buckets that are all-reduced during backward. Every
+            rank steps such a bucket whole, and it is never gathered. None of them is early. At
+            world size 1 the buckets named here are treated like all others.
+        uncompressed: Numbers, ascending, of the buckets that travel uncompressed although the
+            training has a compressor.
     """
 
     name: str
@@ -186,23 +192,30 @@ class BucketPlan:
 
     @cached_property
     def gather_order(self) -> tuple[int, ...]:
-        """Returns the numbers of gathered buckets: early ones first, then in first-use order."""
+        """Returns the numbers of the buckets that are gathered, in the order of their gathers.
+
+        Early buckets come first, in the order of `early`; then the others by number. All-reduced
+        buckets are left out.
+        """
         others = frozenset((*self.early, *self.all_reduced))
         return *self.early, *(n for n in range(len(self.buckets)) if n not in others)
 
     @property
     def padded_numel(self) -> int:
-        """Returns the elements of all buckets, padding included."""
+        """Returns the number of elements of all buckets together, padding included."""
         return sum(bucket.padded_numel for bucket in self.buckets)
 
     @property
     def fill(self) -> float:
-        """Returns the share of all buckets' elements that is not padding, 0..1."""
+        """Returns the share of all buckets' elements that is not padding, 0..1.
+
+        Returns 0 if there are no buckets.
+        """
         return sum(bucket.numel for bucket in self.buckets) / max(self.padded_numel, 1)
 
     @property
     def all_reduced_share(self) -> float:
-        """Returns the share of all elements that lie in all-reduced buckets, 0..1."""
+        """Returns the share of all elements, without padding, in all-reduced buckets, 0..1."""
         numel = sum(self.buckets[number].numel for number in self.all_reduced)
         return numel / max(sum(bucket.numel for bucket in self.buckets), 1)
 
@@ -211,7 +224,9 @@ class BucketPlan:
         return self == replace(other, name=self.name)
 
     def to_dict(self, tensors: Specs) -> dict[str, Any]:
-        """Returns the plan in a form that JSON can hold, with the names and sizes of `tensors`.
+        """Returns the plan as a dict that JSON can hold, with the names and sizes of `tensors`.
+
+        `from_dict` reads it. Offsets and padding are not in it, since `from_dict` computes them.
 
         Args:
             tensors: Tensors that the plan was made for.
@@ -230,35 +245,35 @@ class BucketPlan:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], tensors: Specs, world_size: int) -> BucketPlan:
-        """Returns the plan that `to_dict` has written, for `tensors`, which are matched by name.
+        """Returns the plan that `to_dict` has written, with the indices of the present `tensors`.
+
+        Saved tensors are matched to `tensors` by name, since a tensor's index may have changed.
 
         Args:
-            data: What `to_dict` has returned.
+            data: Dict that `to_dict` returned, perhaps in an earlier run.
             tensors: Tensors of the present training.
             world_size: Number of ranks of the present training.
 
         Raises:
-            ValueError: If `data` is not a plan, or a plan for other tensors (the message names the
-                first that differs) or for another number of ranks.
+            ValueError: If `data` is not a plan of this format version, or a plan for another number
+                of ranks or for other tensors (the message names one that differs), or if
+                `check_plan` refuses the plan.
         """
         if not isinstance(data, dict) or data.get("version") != FORMAT_VERSION:
             raise ValueError(f"This is no plan of format version {FORMAT_VERSION}. It must be one.")
         if missing := _FIELDS - data.keys():
             raise ValueError(f"The plan lacks {', '.join(sorted(missing))}. It must have these.")
-        if data["world_size"] != world_size:
-            raise ValueError(
-                f"The plan was made for {data['world_size']} ranks, and there are {world_size}."
-                " It can be used only with as many."
-            )
+        if (ranks := data["world_size"]) != world_size:
+            raise ValueError(f"The plan was made for {ranks} ranks, and there are {world_size}.")
+        # Tensors are matched by name, since indices may have changed since the plan was made.
         matched = _matched(data["tensors"], tensors)
         if unknown := {part[0] for parts in data["buckets"] for part in parts} - matched.keys():
             raise ValueError(f"Tensor {min(unknown)} of a bucket must be in the plan's tensors.")
-        # Tensors are matched by name, since indices may have changed since the plan was made.
         buckets = tuple(
             bucket_of([(matched[index], *span) for index, *span in parts], world_size)
             for parts in data["buckets"]
         )
-        # Plans of earlier versions have neither all-reduced nor uncompressed buckets.
+        # Plans that earlier versions wrote lack the keys "all_reduced" and "uncompressed".
         orders = (tuple(data.get(order, ())) for order in _ORDERS)
         plan = cls(data["name"], world_size, buckets, *orders)
         check_plan(plan, tensors)
@@ -268,10 +283,12 @@ class BucketPlan:
 def check_plan(plan: BucketPlan, tensors: Specs) -> None:
     """Refuses a plan that does not hold every element of `tensors` exactly once, in order.
 
-    A tensor that is cut must go on at the beginning of the next bucket of its family.
+    A tensor that is cut must go on at the beginning of the next bucket of its family, without
+    padding at the cut. The plan's lists of bucket numbers are checked, too: see `BucketPlan`.
 
     Raises:
-        ValueError: If the plan is wrong; the message names the tensor or the order.
+        ValueError: If the plan is wrong; the message names the tensor or the list.
+        KeyError: If a slice has a tensor index that is not in `tensors`.
     """
     reached = {tensor.index: 0 for tensor in tensors}
     filled_by: dict[str, int | None] = {}
@@ -286,7 +303,8 @@ def check_plan(plan: BucketPlan, tensors: Specs) -> None:
                 raise ValueError(f"A plan must hold tensor {part.tensor} once, in order, unbroken.")
             reached[part.tensor] = part.stop
         last = bucket.slices[-1]
-        # Padding at the end of this bucket would separate the parts of a tensor that is cut here.
+        # A tensor cannot go on in the next bucket if padding at the end of this bucket would
+        # separate its two slices in the flat buffer.
         is_full = last.offset + last.numel == bucket.padded_numel
         filled_by[bucket.family] = last.tensor if is_full else None
     for tensor in tensors:
@@ -308,7 +326,15 @@ def check_plan(plan: BucketPlan, tensors: Specs) -> None:
 
 
 def _matched(saved: Sequence[Any], tensors: Specs) -> dict[int, TensorSpec]:
-    """Returns saved index -> the tensor of the same name; refuses a plan for other tensors."""
+    """Returns a dict from each saved tensor's index to the tensor of the same name in `tensors`.
+
+    Args:
+        saved: Saved tensors, each as [index, name, number of elements, bytes of an element].
+        tensors: Tensors of the present training.
+
+    Raises:
+        ValueError: If the names, or the sizes of two tensors of the same name, differ.
+    """
     names = {tensor.name: tensor for tensor in tensors}
     matched = {}
     for index, name, numel, itemsize in saved:
@@ -327,7 +353,11 @@ def _matched(saved: Sequence[Any], tensors: Specs) -> dict[int, TensorSpec]:
 
 
 def reduce_order(buckets: Sequence[BucketSpec], tensors: Specs) -> tuple[int, ...]:
-    """Returns bucket numbers by the time of the last gradient; buckets that lack one go last."""
+    """Returns all bucket numbers, in the order in which the buckets' last gradients come.
+
+    A bucket with a tensor that got no gradient in the recorded step comes after all others. Of such
+    buckets, and of equal times, the higher number comes first.
+    """
     ready = {tensor.index: tensor.ready for tensor in tensors}
 
     def last_gradient(number: int) -> tuple[float, int]:
@@ -338,7 +368,7 @@ def reduce_order(buckets: Sequence[BucketSpec], tensors: Specs) -> tuple[int, ..
 
 
 def distinct(plans: Iterable[BucketPlan]) -> list[BucketPlan]:
-    """Returns the plans without those that differ from an earlier one only in their names."""
+    """Returns the plans, without each plan that equals an earlier plan in all but its name."""
     kept: dict[BucketPlan, BucketPlan] = {}
     for plan in plans:
         kept.setdefault(replace(plan, name=""), plan)
@@ -346,15 +376,16 @@ def distinct(plans: Iterable[BucketPlan]) -> list[BucketPlan]:
 
 
 def with_whole_tensors(plan: BucketPlan, tensors: Specs) -> BucketPlan:
-    """Returns `plan` with a bucket of its own for every tensor that `plan` cuts. Pure.
+    """Returns `plan` with a separate bucket for every tensor that `plan` cuts. Pure.
 
-    For optimizers that must see whole tensors. The tensors before a cut one in its bucket stay
-    together, and so do the tensors after it. No bucket is early or all-reduced. A new bucket is
-    uncompressed if the bucket in which its tensors began was.
+    For optimizers that must see whole tensors. In a bucket that holds a slice of a cut tensor, the
+    whole tensors before that slice stay together, and so do the whole tensors after it. No bucket
+    of the result is early or all-reduced, even if no tensor was cut. A bucket of the result is
+    uncompressed if the bucket in which its tensors began was uncompressed.
 
     Args:
         plan: Plan over `tensors`; not changed.
-        tensors: Tensors with their sizes and the order of their gradients.
+        tensors: All tensors of `plan`, with their sizes and the order of their gradients.
     """
     num_parts = Counter(part.tensor for bucket in plan.buckets for part in bucket.slices)
     if max(num_parts.values(), default=1) == 1:
@@ -367,9 +398,9 @@ def with_whole_tensors(plan: BucketPlan, tensors: Specs) -> BucketPlan:
     buckets: list[BucketSpec] = []
     uncompressed: list[int] = []
     for number, bucket in enumerate(plan.buckets):
-        # Each run is a part of one cut tensor, or several tensors that lie in this bucket alone.
+        # Each run is a slice of one cut tensor, or several tensors that lie whole in this bucket.
         for _, run in groupby(bucket.slices, cut_tensor):
-            # The whole cut tensor goes where its first part was; later parts are left out.
+            # The whole cut tensor goes where its first slice was; its later slices are left out.
             members = [by_index[part.tensor] for part in run if part.start == 0]
             if not members:
                 continue
@@ -382,36 +413,43 @@ def with_whole_tensors(plan: BucketPlan, tensors: Specs) -> BucketPlan:
 
 
 def save_plan(path: str | Path, plan: BucketPlan, tensors: Specs) -> None:
-    """Writes `plan`, over `tensors`, as a JSON file that `FixedPlan` reads. Local."""
+    """Writes `plan`, which was made for `tensors`, to a JSON file that `FixedPlan` reads. Local.
+
+    Overwrites the file. `path` should differ from rank to rank, or only one rank should call this.
+    """
     Path(path).write_text(json.dumps(plan.to_dict(tensors)) + "\n")
 
 
 class FixedPlan:
-    """Planner that uses a plan made before, for the same model and the same number of ranks.
+    """Planner that returns a given plan, made before for the same model and number of ranks.
 
     Args:
-        path_or_plan: File written by `save_plan`, or the plan itself. Every rank reads the file
-            when training has recorded its first step.
+        path_or_plan: File that `save_plan` wrote, or the plan itself. Every rank reads the file, at
+            the end of the first step (the recorded step).
     """
 
     def __init__(self, path_or_plan: str | Path | BucketPlan) -> None:
         self.path_or_plan = path_or_plan
 
     def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
-        """Returns the plan, matched to `tensors`: see `FusionPlanner`.
+        """Returns the given plan, with the tensors' present indices: see `FusionPlanner`.
+
+        Tensors of a plan from a file are matched by name. A plan that was given as an object is
+        taken to have the present indices.
 
         Raises:
-            ValueError: If the plan is for another model or another number of ranks.
+            ValueError: If the plan is for another model or another number of ranks, or damaged.
             OSError: If the file cannot be read.
         """
-        plan = self.path_or_plan
-        if isinstance(plan, BucketPlan):
-            return BucketPlan.from_dict(plan.to_dict(tensors), tensors, world_size)
+        plan, where = self.path_or_plan, ""
         try:
+            if isinstance(plan, BucketPlan):
+                return BucketPlan.from_dict(plan.to_dict(tensors), tensors, world_size)
+            where = f"{Path(plan)}: "
             return BucketPlan.from_dict(json.loads(Path(plan).read_text()), tensors, world_size)
         except ValueError as error:
             raise ValueError(
-                f"{Path(plan)} holds no plan for this training. Train this model on {world_size}"
-                " rank(s) with another fusion, call trainer.strategy.save_plan(path) after the"
-                f" fit's first step, and give FixedPlan that file. {error}"
+                f"{where}{error} Make the plan again: train this model on {world_size} rank(s) with"
+                " another fusion, and call trainer.strategy.save_plan(path) after the fit's first"
+                " step."
             ) from None

@@ -1,8 +1,8 @@
 """Predicts how long a step with a plan takes once training has settled, and when the link is used.
 
-The model: all ranks do the same at the same time, and each has one link, which carries one
-collective at a time. A step is a backward, the optimizer step and the next forward; seconds count
-from the beginning of backward.
+The model: all ranks do the same at the same time. Each has one link (its connection to the
+network), which carries one collective at a time. A step is a backward, the optimizer step and the
+next forward. Seconds count from the beginning of backward.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,9 @@ class Prediction:
     """Holds the predicted step of a plan.
 
     Attributes:
-        step_s: Seconds from the beginning of one backward to that of the next.
-        spans: Collectives that the link carries, each with its beginning and end, in order.
+        step_s: Seconds from the beginning of one backward to the beginning of the next.
+        spans: Collectives of the step, each with its beginning and end, in the order in which the
+            link carries them.
     """
 
     step_s: float
@@ -50,18 +51,18 @@ class StepModel:
         return self.predict(plan).step_s
 
     def predict(self, plan: BucketPlan) -> Prediction:
-        """Returns the predicted step with `plan`; see the function `predict`."""
+        """Returns the predicted step with `plan`; the function `predict` says how it is made up."""
         step, run = _MeasuredStep(plan, self), steps.Run()
         run.do(0, step.backward())
         run.do(0, step.reduced())
         run.do(0, step.stepped())
-        # The number of the next step, as this forward waits for the gathers of the step before it.
+        # With step number 1, since forward waits for the gathers that the step before has launched.
         run.do(1, step.forward())
         return Prediction(run.clock_s + self.codecs.unseen_s, tuple(run.link.spans))
 
 
 class _MeasuredStep(steps.PlannedStep):
-    """Operations of a step of a plan, with costs that were measured in training."""
+    """Makes the operations of a step of a plan, with costs that were measured in training."""
 
     def __init__(self, plan: BucketPlan, model: StepModel) -> None:
         times = model.times
@@ -97,19 +98,20 @@ def predict(
     The predicted step consists of:
 
     1. Backward. Reduce-scatters and all-reduces are launched in reduce order, each once the
-       bucket's last gradient is there. Early gathers are launched in the plan's order, each once
-       its bucket is reduced. The link carries collectives in the order of their launches.
-    2. The optimizer step, bucket by bucket. A bucket's all-gather is launched once the bucket is
-       stepped. The time to step early buckets is counted here, too. All-reduced buckets come last:
-       a rank steps all of their elements, not only 1/world_size.
-    3. The next forward, which waits at the first read of a bucket until it is gathered.
+       bucket's last gradient is there. Early gathers are launched in the order of `plan.early`,
+       each once its bucket is reduced. The link carries collectives in the order of their launches.
+    2. The optimizer step, bucket by bucket, once all buckets are reduced. A bucket's all-gather is
+       launched once the bucket is stepped. The time to step early buckets is counted here, too.
+       All-reduced buckets come last: a rank steps all of their elements, not only 1/world_size.
+    3. The next forward, which waits before the first read of a bucket until it is gathered.
 
-    A codec computes in turn with the model. A bucket is encoded before its launch, which delays all
-    later gradients. After backward, buckets are decoded and summed one after the other, in reduce
-    order. A stepped shard is encoded before its gather. What was gathered is decoded at the
-    bucket's first read, which delays all later reads; so does the optimizer step of buckets that
-    are stepped there. Plans with early or all-reduced buckets have no codec.
-    `CodecCosts.unseen_s` is added to the step. Padding is encoded, sent and decoded, too.
+    With a codec, encoding and decoding delay the model's own computing. A bucket is encoded before
+    its launch, which delays all later gradients. After backward, buckets are decoded and summed one
+    after the other, in reduce order. A stepped shard is encoded before its gather. What was
+    gathered is decoded before the bucket's first read, which delays all later reads. If every rank
+    steps whole buckets, the bucket is stepped there, too, with the same effect. Plans with early or
+    all-reduced buckets are predicted only for trainings without a codec. `CodecCosts.unseen_s` is
+    added to the step. Padding is encoded, sent and decoded like other elements.
 
     Args:
         plan: Plan whose step is predicted.

@@ -1,13 +1,14 @@
 """Planners that choose the plan with the shortest predicted step, from measured times.
 
-MG-WFBP (Shi et al., arXiv 1811.11141) merges a tensor into the next one of backward if sending it
-earlier, by itself, would gain nothing.
+MG-WFBP (Shi et al., arXiv 1811.11141) sends a tensor together with the next tensor of backward if
+sending it earlier, by itself, would gain nothing.
 
 MergeComp (Wang et al., arXiv 2103.15195) cuts the N tensors into y groups of neighbours. The paper
-measures steps; here they are predicted. For two groups the step is assumed to have a single minimum
-over the place of the cut, so that a binary search finds it in O(log N). The search takes
-O(N^(y-2) log N) for y groups, and y grows until one more group gains too little. `MergeCompFusion`
-solves the same problem exactly, by the dynamic programme of `planning/programme.py`.
+measures steps; here they are predicted. For two groups the time of a step, as a function of the
+place of the cut, is assumed to have a single minimum. So a binary search finds it with O(log N)
+predictions. For y groups the search needs O(N^(y-2) log N) predictions, and y grows until one more
+group gains too little. `MergeCompFusion` solves the same problem by the dynamic programme of
+`planning/programme.py`, which is exact for few tensors.
 """
 
 from bisect import bisect_left
@@ -24,37 +25,42 @@ from lightning_dear.planning.refine import choose_early
 from lightning_dear.planning.search import Contest, PlanSearch, PredictingPlanner, described
 
 _MAX_GROUPS = 3
+"""Default of `max_groups`: most groups that MergeComp's search makes."""
+
 _MIN_GAIN = 0.01
+"""Default of `min_gain`: share of the step that one more group must gain in MergeComp's search."""
 
 _SHARES = (1, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
-"""Largest buckets that are tried, as shares of the bytes of all tensors."""
+"""Limits for the size of a bucket with which the programme is run if early gathers are allowed, as
+shares of the bytes of a family."""
 
 _MIN_STEP_GAIN = 2e-3
-"""A plan with more buckets must have a step that is shorter by this share: each bucket costs the
-host work that predictions without a codec do not count."""
+"""Without a codec, a plan with more buckets is chosen only if its step is shorter by this share.
+Each bucket costs the host work that predictions without a codec do not count."""
 
 _ROUNDING = 1e-12
-"""Steps that differ by this share or less are equally long; rounding alone may cause that."""
+"""Predicted steps that differ by this share or less count as equally long, since rounding alone may
+cause such a difference."""
 
 _SLACK = 1.05
 """The programme keeps groupings whose step is up to this many times that of a known grouping. Its
-own prediction is not exact: only `predict` counts the other families, and the order in which
-forward really reads."""
+own prediction is not exact: only `predict` counts the buckets of other families, and the order in
+which forward really reads tensors."""
 
 _NUM_NEAREST = 2
-"""Number of measured plans that tell by how much the prediction of another plan is wrong."""
+"""Number of measured plans from whose prediction errors the error for another plan is estimated."""
 
 _Group = tuple[list[int], bool]
-"""Indices of the tensors of a bucket, and whether the bucket is left uncompressed."""
+"""(indices of the tensors of a bucket, whether the bucket is left uncompressed)."""
 
 
 class MGWFBPFusion(PredictingPlanner):
-    """Puts a tensor into the bucket of the one before it in backward, if waiting costs less.
+    """Puts a tensor into the bucket of the tensor before it in backward, if that saves time.
 
-    Waiting for the tensor must cost less than the start of another collective; see `merged`.
-    Training begins with `ThresholdFusion`'s buckets, until times have been measured. The plan is
-    then used without measuring it against others. No tensor is cut. Each family is planned by
-    itself, as if it had the link to itself.
+    It does if waiting for the tensor costs less than the start of another collective; see `merged`.
+    Training begins with the buckets of `ThresholdFusion`. Once times have been measured, the plan
+    is made, and used without measuring it against other plans. No tensor is cut. Each family is
+    planned separately, as if no other family used the link.
     """
 
     name = "mgwfbp"
@@ -63,7 +69,7 @@ class MGWFBPFusion(PredictingPlanner):
     def best_plan(self, model: StepModel) -> BucketPlan:
         """Returns the plan that the MG-WFBP rule makes with the costs of reduce-scatters.
 
-        The rule does not consider codecs, so that the strategy refuses it with a compressor.
+        The rule does not consider codecs. So the strategy refuses this planner with a compressor.
         """
         times, link = model.times, model.link
         per_byte_s = link.beta_s * (model.world_size - 1) / model.world_size
@@ -78,18 +84,19 @@ class MGWFBPFusion(PredictingPlanner):
 def merged(
     sizes: Sequence[float], ready_s: Sequence[float], alpha_s: float, beta_s: float
 ) -> list[list[int]]:
-    """Returns the groups of tensors that the MG-WFBP rule makes.
+    """Returns the groups of tensors that the MG-WFBP rule makes. Pure.
 
-    A group takes `t = alpha + beta x size` to send. It could be sent from the time `c` on, when the
-    link is free and the group's last gradient is there. The next tensor, whose gradient comes at
-    `r`, joins the group if its gradient comes before the group has been sent, `r < c + t`, and if
-    one of two things holds: the group is not yet being sent, `c > r`, or waiting for the tensor
-    costs less than the start of another collective, `r - c < alpha`. As alpha is between 0 and t,
-    all of this is the same as `r - c < alpha`.
+    Sending a group takes the seconds `t = alpha + beta x size`. It could begin at the time `c`, at
+    which the link is free and the group's last gradient is there. Let `r` be the time at which the
+    gradient of the next tensor comes. The next tensor joins the group if `r < c + t` (it comes
+    before the group would have been sent) and one of two conditions holds: `r < c` (the group is
+    not yet being sent), or `r - c < alpha` (waiting for the tensor costs less than the start of
+    another collective). Since alpha is between 0 and t, all of this is the same as
+    `r - c < alpha`.
 
     Args:
         sizes: Bytes of each tensor, in the order of backward.
-        ready_s: Time at which each gradient is there, in the same order; not decreasing.
+        ready_s: Seconds at which the gradient of each tensor comes; not decreasing.
         alpha_s: Seconds for the start of a collective.
         beta_s: Seconds for each byte of a tensor.
 
@@ -99,7 +106,7 @@ def merged(
     groups: list[list[int]] = []
     free_s = begin_s = end_s = size = 0.0
     for number, (nbytes, at_s) in enumerate(zip(sizes, ready_s, strict=True)):
-        # The whole rule: both of its conditions reduce to this one, since alpha is at most t.
+        # This is the whole rule; see the docstring.
         if groups and at_s - begin_s < alpha_s:
             groups[-1].append(number)
             size += nbytes
@@ -112,20 +119,21 @@ def merged(
 
 
 class MergeCompHeuristicFusion(PredictingPlanner):
-    """Makes a few groups of neighbours by MergeComp's own search; all buckets are compressed.
+    """Makes a few groups of neighbours by MergeComp's own search. No bucket is left uncompressed.
 
-    Meant for comparisons: with the default options, `MergeCompFusion` never predicts a longer step.
-    Training begins with `ThresholdFusion`'s buckets, until times have been measured. The plan is
-    then used without measuring it against others. No tensor is cut. Each family is planned by
-    itself, as if it had the link to itself.
+    Meant for comparisons: with the default options, the predicted step of the plan of
+    `MergeCompFusion` is at most 0.2 % longer, and with a compressor not longer. Training
+    begins with the buckets of `ThresholdFusion`. Once times have been measured, the plan is made,
+    and used without measuring it against other plans. No tensor is cut. Each family is planned
+    separately, as if no other family used the link.
 
     Args:
-        max_groups: Most groups. Each further group multiplies the time to plan by the number of
-            tensors.
+        max_groups: Most groups of a family. Each group beyond two multiplies the time to plan by
+            the number of pieces.
         min_gain: Share of the step, 0..1, that one more group must gain. If it gains less, the
             search ends.
-        max_pieces: Most pieces that are planned. If there are more tensors, the smallest neighbours
-            are joined into pieces beforehand.
+        max_pieces: Most pieces of a family that are planned. A piece is a tensor or, if there are
+            more tensors, several neighbours, the smallest of which are joined beforehand.
 
     Raises:
         ValueError: If `max_groups` is below 2, `min_gain` is not 0..1, or `max_pieces` is below 1.
@@ -149,7 +157,7 @@ class MergeCompHeuristicFusion(PredictingPlanner):
 
     @override
     def best_plan(self, model: StepModel) -> BucketPlan:
-        """Returns the plan that MergeComp's search finds; it has no early gathers."""
+        """Returns the plan that MergeComp's search finds; it has no early buckets."""
         groups: list[list[int]] = []
         for course in programme.courses_of(model, self.max_pieces):
             cuts = best_cuts(course, self.max_groups, self.min_gain)
@@ -160,14 +168,16 @@ class MergeCompHeuristicFusion(PredictingPlanner):
 def best_cuts(
     course: programme.Course, max_groups: int = _MAX_GROUPS, min_gain: float = _MIN_GAIN
 ) -> list[int]:
-    """Returns the cuts that MergeComp's search finds: for each group, how many pieces end with it.
+    """Returns the cuts that MergeComp's search finds: for each group, the index after its end.
 
-    The last cut is the number of all pieces.
+    That is the number of pieces in the group and all groups before it. The last cut is the number
+    of all pieces.
 
     Args:
-        course: Pieces to group, and the step that groups lead to.
+        course: Pieces to group; computes the step that groups lead to.
         max_groups: Most groups.
-        min_gain: Share of the step, 0..1, that one more group must gain.
+        min_gain: Share of the step, 0..1, that one more group must gain. If it gains less, the
+            search ends.
     """
     size = len(course.pieces)
     best_s, best = course.step_s([size]), [size]
@@ -183,9 +193,9 @@ def _search(course: programme.Course, before: list[int], count: int) -> tuple[fl
     """Returns (seconds of a step, cuts) of the best grouping found that begins with some cuts.
 
     Args:
-        course: Pieces to group, and the step that groups lead to.
+        course: Pieces to group; computes the step that groups lead to.
         before: Cuts with which the grouping begins.
-        count: Number of groups after these cuts.
+        count: Number of groups after these cuts, at least 2.
     """
     begin, size = (before or [0])[-1], len(course.pieces)
     if count > 2:
@@ -196,32 +206,36 @@ def _search(course: programme.Course, before: list[int], count: int) -> tuple[fl
         cuts = [*before, cut, size]
         return course.step_s(cuts), cuts
 
-    # The search assumes that the step has a single minimum over the cut. The minimum is then the
-    # first cut from which the step does not fall to the next one.
+    # The step is assumed to have a single minimum as a function of the cut. It is then at the
+    # first cut whose step is not longer than that of the next cut.
     cuts = range(begin + 1, size - 1)
     return at(begin + 1 + bisect_left(cuts, True, key=lambda cut: at(cut)[0] <= at(cut + 1)[0]))
 
 
 class MergeCompFusion(PredictingPlanner):
-    """Finds the buckets with the shortest predicted step, by an exact dynamic programme.
+    """Finds the buckets with the shortest predicted step, by a dynamic programme.
 
     MergeComp (arXiv 2103.15195) searches for the same buckets, but with measured steps. Training
-    begins with `ThresholdFusion`'s buckets, until times have been measured. The predicted step is
-    never longer than that of a fixed rule or of MergeComp's own search. Without a compressor, the
-    plan is used without measuring it against others.
+    begins with the buckets of `ThresholdFusion`. Once times have been measured, the plan is made.
+    Its predicted step is at most 0.2 % longer (not longer with a compressor) than that of the plans
+    of fixed rules and of MergeComp's own search. For up to 12 pieces (see `max_pieces`) the
+    programme tries all groupings that could be best. Without a compressor, the plan is used without
+    measuring it against other plans.
 
     With a compressor, the plan also leaves those buckets uncompressed for which encoding and
-    decoding cost more than they save. Encoding and messages compete for the host, which predictions
-    do not cover exactly. So the plan is measured against simpler ones, and used unless one of them
-    is faster: the plan of MergeComp's own search, one bucket for all tensors, and, if buckets may
-    be left uncompressed, `ThresholdFusion`'s buckets without any compression.
+    decoding cost more than they save (if the compressor allows that). Encoding and messages compete
+    for the host, which predictions do not cover exactly. So the plan is measured against simpler
+    plans, and used unless one of them is faster: the plan of MergeComp's own search, one bucket for
+    all tensors, and, if buckets may be left uncompressed, the buckets of `ThresholdFusion` without
+    any compression.
 
-    No tensor is cut by the programme. Families are planned one after the other; the prediction for
-    a family includes the buckets of all others.
+    The programme cuts no tensor. Families are planned one after the other; the prediction for a
+    family includes the buckets of all other families.
 
     Args:
-        max_pieces: Most pieces that are planned. If there are more tensors, the smallest neighbours
-            are joined into pieces beforehand. The time to plan grows with the square of it.
+        max_pieces: Most pieces of a family that are planned. A piece is a tensor or, if there are
+            more tensors, several neighbours, the smallest of which are joined beforehand. The time
+            to plan grows with the square of this number.
 
     Raises:
         ValueError: If `max_pieces` is below 1.
@@ -239,12 +253,13 @@ class MergeCompFusion(PredictingPlanner):
     def best_plan(self, model: StepModel) -> BucketPlan:
         """Returns the plan with the shortest predicted step.
 
-        Candidates are all groupings that the programme keeps, and the plans of fixed rules. Of
-        plans that are equally fast the one with the fewest buckets is returned. Without a codec,
-        early gathers are chosen for each candidate, and steps that differ by 0.2 % count as equal.
+        Candidates are all groupings that the programme keeps, the plans of fixed rules, and that of
+        MergeComp's search. Of plans that are equally fast the one with the fewest buckets is
+        returned. Without a codec, steps that differ by up to 0.2 % count as equally fast. If early
+        gathers are allowed and there is no codec, they are chosen for each candidate.
 
-        The programme does not count early gathers, for which smaller buckets are better. So without
-        a codec it is run again with groups of at most 1/8 to 1/64 of all bytes.
+        The programme does not count early gathers, for which smaller buckets are better. So if they
+        are chosen, it is run again with groups of at most 1/8, 1/16, 1/32 and 1/64 of all bytes.
         """
         courses = programme.courses_of(model, self.max_pieces)
         chosen: list[list[_Group]] = [
@@ -258,14 +273,18 @@ class MergeCompFusion(PredictingPlanner):
                 members = programme.members_of(course.pieces, grouping.cuts)
                 chosen[family] = list(zip(members, grouping.uncompressed, strict=True))
                 plans.setdefault(_plan_of(chosen, model), chosen[family])
-            # `plans` is empty if all groupings that the programme kept are slower than known_s.
+            # `plans` is empty if the programme kept no grouping, since all are slower than the
+            # bound that `_groupings` gave it.
             chosen[family] = plans[_fastest(plans, model)] if plans else before
         best = _fastest([_plan_of(chosen, model), *_simple_plans(model)], model)
         return replace(best, name=self.name)
 
     @override
     def search_for(self, model: StepModel) -> PlanSearch:
-        """Returns the search. Without a codec it is over at once; with one, it measures plans."""
+        """Returns the search: without a codec, one that is over at once and uses `best_plan`.
+
+        With a codec, a `MergeCompSearch`, which measures that plan and simpler ones.
+        """
         if model.codecs.are_none:
             return super().search_for(model)
         best, *others = distinct([self.best_plan(model), *_simpler_plans(model)])
@@ -273,24 +292,30 @@ class MergeCompFusion(PredictingPlanner):
 
 
 def _allows_early(model: StepModel) -> bool:
+    """Tells whether plans for this training may have early buckets."""
     # Neither training nor `predict` supports early buckets with a codec.
     return model.times.allows_early and model.codecs.are_none
 
 
 def _groupings(course: programme.Course, *, allows_early: bool) -> list[programme.Grouping]:
+    """Returns the groupings that the programme keeps; with early gathers, of several group sizes.
+
+    Without them, only groupings that are not much slower than that of MergeComp's search.
+    """
     if not allows_early:
         known_s = _SLACK * course.step_s(best_cuts(course))
         return programme.best_groupings(course, known_s=known_s)
-    # A grouping that is slow without early gathers may be the fastest with them, so that no bound
-    # for the step is given.
+    # A grouping that is slow without early gathers may be the fastest with them. So the programme
+    # gets no bound for the step.
     most_bytes = [share * course.total[-1] for share in _SHARES]
     return [grouping for most in most_bytes for grouping in programme.best_groupings(course, most)]
 
 
 def _plan_of(chosen: Sequence[Sequence[_Group]], model: StepModel) -> BucketPlan:
+    """Returns the plan of the groups chosen for each family, with early buckets if allowed."""
     groups = [group for family in chosen for group in family]
     plan = fusion.fuse_groups("", model.tensors, model.world_size, [group for group, _ in groups])
-    # Buckets come in another order than groups; the first tensor of a bucket tells its group.
+    # Buckets are in another order than groups. The first tensor of a bucket tells its group.
     left = {index for group, is_left in groups if is_left for index in group}
     first_tensors = [bucket.slices[0].tensor for bucket in plan.buckets]
     uncompressed = (number for number, first in enumerate(first_tensors) if first in left)
@@ -317,19 +342,26 @@ def _simple_plans(model: StepModel) -> list[BucketPlan]:
 
 
 def _plan_by(rule: fusion.FusionPlanner, model: StepModel) -> BucketPlan:
+    """Returns the plan of `rule`, with whole tensors if the training allows no cuts."""
     plan = rule.plan(model.tensors, model.world_size)
     return plan if model.times.allows_cuts else with_whole_tensors(plan, model.tensors)
 
 
 def _with_early(plan: BucketPlan, model: StepModel) -> BucketPlan:
+    """Returns `plan` with the best early buckets; returns `plan` itself if none are allowed."""
     if not _allows_early(model):
         return plan
     return choose_early(plan, model.tensors, model.times, model.link)
 
 
 def _fastest(plans: Iterable[BucketPlan], model: StepModel) -> BucketPlan:
+    """Returns the plan with the shortest predicted step.
+
+    If several plans count as equally fast, returns the one with the fewest buckets.
+    """
     steps_s = {plan: model.step_s(plan) for plan in plans}
-    # With a codec, the costs of each bucket on the host have been measured, and are predicted.
+    # With a codec, predictions include what each bucket costs the host, as measured. Without one
+    # they do not, so that more buckets have to gain more.
     slack = _MIN_STEP_GAIN if model.codecs.are_none else _ROUNDING
     enough_s = (1 + slack) * min(steps_s.values())
     good = [plan for plan, step_s in steps_s.items() if step_s <= enough_s]
@@ -337,26 +369,28 @@ def _fastest(plans: Iterable[BucketPlan], model: StepModel) -> BucketPlan:
 
 
 def _uncompressed(plan: BucketPlan) -> BucketPlan:
+    """Returns `plan` with all buckets left uncompressed."""
     return replace(plan, uncompressed=tuple(range(len(plan.buckets))))
 
 
 @dataclass(eq=False)
 class MergeCompSearch(Contest):
-    """Contest of the programme's plan, which is the incumbent, against simpler plans.
+    """Contest of the plan of `MergeCompFusion`, which is the incumbent, against simpler plans.
 
     Attributes:
-        fitted_to: Plan whose step was measured before the search, and for which `step_s` returns
-            exactly what was measured. None means that no plan was measured.
+        fitted_to: Plan whose step was measured before the search, so that `step_s` returns exactly
+            this measurement for it. None means that no plan was measured.
     """
 
     fitted_to: BucketPlan | None = None
 
     def expected_s(self, plan: BucketPlan) -> float:
-        """Returns the expected seconds of a step with `plan`, without its own measurements.
+        """Returns the expected seconds of a step with `plan`, without the measurements of `plan`.
 
-        To the prediction the mean error of other predictions is added: measured minus predicted
-        seconds of the two other measured plans whose predictions are nearest. Only near ones count,
-        since plans with several buckets have larger errors than plans with one.
+        That is the predicted step plus the mean error of the predictions for two other plans:
+        measured minus predicted seconds. Of all other measured plans, the two with the nearest
+        predicted steps count, since plans with several buckets have larger errors than plans with
+        one bucket. If no other plan was measured, nothing is added.
         """
         predicted_s = self.step_s(plan)
         measured = [other for other in self.plans if self.count(other)]
@@ -371,7 +405,10 @@ class MergeCompSearch(Contest):
     @property
     @override
     def reason(self) -> str:
-        """Returns the line for people: predicted and measured step, then those of other plans."""
+        """Returns a line for people: the best plan, its predicted and measured step, then others'.
+
+        Used once the search is over.
+        """
         best = self.best
         which = "" if best is self.incumbent else f" of {best.name}"
         predicted = f"predicted {1e3 * self.expected_s(best):.3g} ms/step"

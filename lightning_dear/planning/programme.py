@@ -3,9 +3,9 @@
 MergeComp's search (see `planning/predicting.py`) is a heuristic for the same problem. Tensors, in
 the order of their gradients, are cut into groups of neighbours, and each group becomes a bucket. It
 is compressed or, if the plan may do so, left uncompressed. A way is one choice of groups for the
-first i tensors. Its figures are the eight quantities below. A later group takes no less time if a
-figure is larger. So a way can be dropped if another way for the same tensors is no worse in every
-figure.
+first i tensors. Its figures are the eight quantities below. If a figure is larger, the step is not
+shorter, whatever groups follow. So a way can be dropped if another way for the same tensors has no
+larger figure.
 
 Quantities of group y: its gradients are complete at ready_y, and forward first reads one of its
 tensors at use_y. Seconds are spent on each group in this order: e to encode it, r for its
@@ -16,21 +16,23 @@ all-gather, d to decode it (and to step it, if every rank steps whole buckets). 
     f_y = max(f_(y-1), ready_y + E_y) + r          the link is free after its reduce-scatter
     h_y = max(h_(y-1), f_y) + s                    it is summed, if backward ended long before
     D_y = D_(y-1) + d                              decodings of it and of what forward reads later
-    l_y = max(l_(y-1), D_y - use_y) + g            delay of forward's end after the link is free
-    c_y = max(c_(y-1), l_y) + p                    the same after its shards begin to be stepped
+    l_y = max(l_(y-1), D_y - use_y) + g            if its gather begins at t, forward ends not
+                                                   before t + l_y + forward
+    c_y = max(c_(y-1), l_y) + p                    if its step begins at t, forward ends not
+                                                   before t + c_y + forward
 
     step = max(backward + sum e + sum s, h_N) + max(sum p + sum d, c_N) + forward
 
 since gathers and the reads of forward come in the opposite order: the group that is added last is
-read first. This is exact if forward reads tensors in that order. No line falls if one of its terms
-grows.
+read first. This is exact if forward reads tensors in that order.
 
 A group costs what `predict` says that its bucket costs. It is encoded and sent with its padding:
 each tensor is rounded up to `ALIGNMENT` elements, and their sum to `ALIGNMENT` x world size. The
-padding depends only on where the group begins and ends, not on earlier groups. So a way that is no
-worse in any figure stays no worse, whatever groups follow. Groups that are rounded up one by one
-are never smaller than all of them rounded up at once, as `Course.least_s` counts the pieces that
-are not grouped yet. Only the optimizer step is counted without padding, which it does not touch.
+padding depends only on where the group begins and ends, not on earlier groups. So if a way is no
+worse than another in any figure, it stays so, whatever groups follow both. `Course.least_s` takes
+all pieces that are not grouped yet as one group, rounded up once, which is never larger than
+several groups that are rounded up separately. Only the optimizer step is counted without padding,
+which it does not touch.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ from lightning_dear.planning.plan import ALIGNMENT, Specs, TensorSpec, aligned
 from lightning_dear.planning.predict import StepModel
 
 Rows = np.ndarray
-"""Figures of ways: [number of ways, 8] seconds, with columns `FREE` to `DECODED`."""
+"""numpy array. Usually figures of ways (see the module's docstring): [number of ways, 8] seconds,
+with columns `FREE` to `DECODED`."""
 
 FREE, SUMMED, LATE, CLOCK, BEHIND, ENCODED, PASSED, DECODED = range(8)
 """Columns of `Rows`. In the symbols of the module's docstring they are, in this order: f, h, l, c,
@@ -56,17 +59,22 @@ MAX_WAYS = 256
 """Most ways that are kept for each number of pieces, if there are more than `NUM_EXACT` pieces."""
 
 NUM_EXACT = 12
-"""With at most this many pieces all ways that no other way beats are kept: the result is exact."""
+"""With at most this many pieces, a way is dropped only if another way is no worse in any figure. So
+the result is exact."""
 
 _MAX_CANDIDATES = 4096
-"""Most ways that are compared with each other for each number of pieces, if not all are kept."""
+"""With more than `NUM_EXACT` pieces: most ways that are compared with each other for each number of
+pieces. Those with the largest lower bounds are dropped before."""
 
 GroupCost = tuple[Linear, ...]
-"""Bytes of a group, padding included -> e, r, s, p, g and d of the module's docstring."""
+"""Functions: bytes of a group, padding included -> seconds e, r, s, p, g and d of the module's
+docstring, in this order."""
 
 
 def _group_cost(codec: CodecCost, itemsize: int, model: StepModel) -> GroupCost:
-    """Returns the cost of a group that `codec` encodes, in seconds.
+    """Returns the costs in seconds of a group that `codec` encodes, as functions of its bytes.
+
+    The optimizer step is not part of p and d here.
 
     Args:
         codec: Costs of encoding and decoding.
@@ -91,28 +99,31 @@ def _group_cost(codec: CodecCost, itemsize: int, model: StepModel) -> GroupCost:
 
 
 def backward_order(tensors: Specs, times: ModelTimes) -> list[list[TensorSpec]]:
-    """Returns the tensors of each family in the order of their gradients; largest family first."""
+    """Returns the tensors of each family in the order of their gradients; largest family first.
+
+    Tensors without a gradient in the recorded step are left out.
+    """
     families: dict[str, list[TensorSpec]] = {}
     for tensor in tensors:
         if tensor.is_used:
             families.setdefault(tensor.family, []).append(tensor)
     for family in families.values():
-        # If measured times are equal, the recorded order of gradients decides.
+        # Tensors with equal measured times are in the recorded order of gradients.
         family.sort(key=lambda t: (times.ready_s.get(t.index, times.backward_s), t.ready, -t.index))
     return sorted(families.values(), key=lambda family: -sum(t.nbytes for t in family))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Describes tensors that no cut separates: neighbours in the order of gradients.
+    """Describes a tensor, or neighbours in the order of gradients, that stay in one group.
 
     Attributes:
         indices: Indices of the tensors.
-        nbytes: Size of all of them in bytes.
-        aligned_bytes: Size in a bucket, where each is rounded up to a multiple of `ALIGNMENT`
-            elements.
-        ready_s: Seconds from the beginning of backward to the last of their gradients.
-        first_use_s: Seconds from the beginning of forward to the first read of one of them.
+        nbytes: Bytes of all tensors of the piece together, without padding.
+        aligned_bytes: Bytes of the piece in a bucket, where each tensor is rounded up to a multiple
+            of `ALIGNMENT` elements.
+        ready_s: Seconds from the beginning of backward to the last gradient of the piece.
+        first_use_s: Seconds from the beginning of forward to its first read of the piece.
     """
 
     indices: tuple[int, ...]
@@ -123,14 +134,16 @@ class Piece:
 
 
 def pre_merged(tensors: Specs, most: int) -> list[list[TensorSpec]]:
-    """Returns `tensors` as at most `most` runs of neighbours, of which the smallest are joined.
+    """Returns `tensors` in runs of neighbours, at most `most` runs.
 
-    Neighbours are joined if one of the two is smaller than a limit. The limit is 1 KiB, doubled
+    If there are not more than `most` tensors, each is a run. Otherwise a tensor is joined to the
+    run before it if the tensor, or that run, is smaller than a limit. The limit is 1 KiB, doubled
     until there are few enough runs.
     """
     runs, size = [[tensor] for tensor in tensors], 1 << 10
     while len(runs) > most:
-        # From single tensors on again, so that the runs depend on the last limit alone.
+        # Each limit starts with single tensors again, so that the runs depend only on the last
+        # limit.
         runs, filled = [], 0
         for tensor in tensors:
             if runs and min(filled, tensor.nbytes) < size:
@@ -146,7 +159,11 @@ def pre_merged(tensors: Specs, most: int) -> list[list[TensorSpec]]:
 def families_of_pieces(
     tensors: Specs, times: ModelTimes, max_pieces: int
 ) -> list[tuple[int, list[Piece]]]:
-    """Returns (bytes of an element, pieces in the order of gradients) of each family."""
+    """Returns (bytes of an element, pieces in the order of gradients) of each family.
+
+    The largest family comes first. Each has at most `max_pieces` pieces. Tensors without a gradient
+    in the recorded step are left out.
+    """
 
     def piece_of(run: Sequence[TensorSpec]) -> Piece:
         return Piece(
@@ -167,16 +184,19 @@ def families_of_pieces(
 class Course:
     """Computes the figures of ways to group `pieces`, group by group, and the step they lead to.
 
+    For the words and symbols, see the module's docstring.
+
     Attributes:
         pieces: Pieces of one family, in the order of their gradients.
-        costs: Costs of a group for each kind of encoding. The first kind is the codec's. The
-            second, if plans may leave buckets uncompressed, is no encoding.
+        costs: Costs of a group for each kind of encoding. Kind 0 is the training's codec, or no
+            codec if it has none. Kind 1 is to leave the bucket uncompressed; it is missing if plans
+            may not do that.
         times: Times of a step; only the lengths of forward and backward are used.
-        unit_bytes: The size of a bucket is a multiple of this.
+        unit_bytes: The size of a bucket, padding included, is a multiple of this.
         per_byte_s: Seconds of the optimizer step for each byte without padding: (part of p, part
             of d). The second is not 0 if every rank steps whole buckets.
         total: total[i] is the number of bytes of the first i pieces, without padding.
-        start: `Rows` with which grouping begins: a single way, of no pieces.
+        start: Figures with which grouping begins: of a single way, which has no groups.
     """
 
     pieces: Sequence[Piece]
@@ -186,7 +206,7 @@ class Course:
     per_byte_s: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
-        # A lower bound for the cost of a group of any kind.
+        # Lower bounds for e, r, s, p, g and d of a group of any kind.
         self._least = tuple(
             Linear(min(line.alpha for line in ways), min(line.beta for line in ways))
             for ways in zip(*self.costs, strict=True)
@@ -194,12 +214,19 @@ class Course:
         self.total = [0, *accumulate(piece.nbytes for piece in self.pieces)]
         self._aligned = [0, *accumulate(piece.aligned_bytes for piece in self.pieces)]
         self._ready_s = list(accumulate((piece.ready_s for piece in self.pieces), max))
-        # Not 0, since the delay D - use + g is negative for a group that forward reads late enough.
+        # The figures l and c begin with -inf and not with 0, since D - use is negative for a group
+        # that forward reads late.
         self.start = np.zeros((1, 8))
         self.start[0, [LATE, CLOCK]] = -np.inf
 
     def _cost_s(self, cost: GroupCost, begin: int, end: int) -> tuple[float, ...]:
-        """Returns e, r, s, p, g and d of the bucket of the pieces [begin, end)."""
+        """Returns the seconds e, r, s, p, g and d (see the module) of a group: pieces [begin, end).
+
+        Args:
+            cost: Costs of a group of the wanted kind: an item of `costs`, or `_least`.
+            begin: Index of the first piece of the group.
+            end: Index after its last piece.
+        """
         padded = aligned(self._aligned[end] - self._aligned[begin], self.unit_bytes)
         nbytes = self.total[end] - self.total[begin]
         e, r, s, p, g, d = [line.of(padded) for line in cost]
@@ -216,11 +243,14 @@ class Course:
             end: Number of pieces up to the end of the group.
             first_use_s: Seconds from the beginning of forward to its first read of the group.
             kind: Kind of encoding: index in `costs`.
+
+        Returns:
+            A new array, with the same ways as `rows`, in the same order.
         """
         costs_s = self._cost_s(self.costs[kind], begin, end)
         encode_s, reduce_s, sum_s, publish_s, gather_s, decode_s = costs_s
-        # The last four columns are sums. The others are maxima, which depend on these sums and on
-        # each other in the order below.
+        # The last four columns are sums. The first four are maxima, each of which depends on sums
+        # and on maxima that are computed before it.
         after = rows + (0, 0, 0, 0, encode_s + sum_s, encode_s, publish_s + decode_s, decode_s)
         launched_s = self._ready_s[end - 1] + after[:, ENCODED]
         after[:, FREE] = np.maximum(rows[:, FREE], launched_s) + reduce_s
@@ -231,9 +261,11 @@ class Course:
         return after
 
     def level(self, rows: Rows, end: int) -> None:
-        """Raises figures that are too small to matter to what the next group waits for anyway.
+        """Raises figures that are too small to matter, up to the value at which they would matter.
 
-        That makes more ways equal, so that more of them can be dropped.
+        In each maximum of the next group, a figure has no effect if it is below the other term. It
+        is raised to a lower bound of that term. That makes more ways equal in this figure, so that
+        more of them can be dropped. No step changes. Does nothing if all pieces are grouped.
 
         Args:
             rows: Figures of ways to group the first `end` pieces; mutated.
@@ -250,9 +282,9 @@ class Course:
             np.maximum(rows[:, column], least_s, out=rows[:, column])
 
     def least_s(self, rows: Rows, end: int) -> Rows:
-        """Returns a lower bound in seconds for the step that each way can lead to.
+        """Returns, for each way, a lower bound in seconds for the step, whatever groups follow.
 
-        If all pieces are grouped, it is the step itself.
+        If all pieces are grouped, it is the step itself. The result is [number of ways].
 
         Args:
             rows: Figures of ways to group the first `end` pieces; not mutated.
@@ -272,7 +304,7 @@ class Course:
         return reduced_s + passed_s + self.times.forward_s
 
     def step_s(self, cuts: Sequence[int]) -> float:
-        """Returns the seconds of a step with compressed groups.
+        """Returns the seconds of a step with a grouping, no bucket of which is left uncompressed.
 
         Args:
             cuts: For each group, the number of pieces up to its end.
@@ -301,13 +333,16 @@ def course_of(pieces: Sequence[Piece], itemsize: int, model: StepModel) -> Cours
 
 
 def courses_of(model: StepModel, max_pieces: int) -> list[Course]:
-    """Returns a `Course` with at most `max_pieces` pieces for each family; largest family first."""
+    """Returns a `Course` for each family, with at most `max_pieces` pieces; largest family first.
+
+    Each is made as if there were no other families.
+    """
     families = families_of_pieces(model.tensors, model.times, max_pieces)
     return [course_of(pieces, itemsize, model) for itemsize, pieces in families]
 
 
 def members_of(pieces: Sequence[Piece], cuts: Iterable[int]) -> list[list[int]]:
-    """Returns the tensor indices of each group.
+    """Returns for each group the indices of its tensors.
 
     Args:
         pieces: Pieces that are grouped.
@@ -326,7 +361,7 @@ class Grouping:
     Attributes:
         cuts: For each group, the number of pieces up to its end.
         uncompressed: For each group, whether it is left uncompressed.
-        step_s: Seconds of a step, as `Course` computes them.
+        step_s: Seconds of a step, as `Course` computes them: without other families.
     """
 
     cuts: tuple[int, ...]
@@ -336,44 +371,47 @@ class Grouping:
 
 @dataclass(frozen=True)
 class _Ways:
-    """Holds ways to group the first i pieces, each in a row of both arrays.
+    """Holds ways to group the first i pieces. A way is a row of both arrays.
 
     Attributes:
         rows: Figures of the ways: see `Rows`.
-        origins: [number of ways, 4] integers that tell how a way was made: number of pieces before
-            its last group, row of the way for these pieces, kind of encoding of the last group, and
-            number of groups.
+        origins: [number of ways, 4] integers that tell how a way was made. For each way: the number
+            of pieces before its last group; the row, among the ways for these pieces, of the way
+            without this group; the kind of encoding of this group; and the number of groups.
     """
 
     rows: Rows
     origins: Rows
 
     def taken(self, numbers: Rows) -> _Ways:
+        """Returns the ways in the rows `numbers`, in this order."""
         return _Ways(self.rows[numbers], self.origins[numbers])
 
 
 def best_groupings(
     course: Course, max_bytes: float = float("inf"), known_s: float = float("inf")
 ) -> list[Grouping]:
-    """Returns all groupings of the pieces that no other beats in every figure, fastest first.
+    """Returns the groupings of all pieces that the programme keeps, fastest first. Pure.
 
-    Takes O(N^2) times the number of ways that are kept for each number of pieces. The result is
-    exact for up to `NUM_EXACT` pieces. With more pieces, the at most `MAX_WAYS` ways with the
-    smallest lower bounds are kept for each number of pieces. Without a codec there are seldom more.
-    With one, the best grouping may be dropped, and the fastest one left be about 1 % slower.
+    A grouping is left out if another one is no worse in any figure. Takes O(N^2) times the number
+    of ways that are kept for each number of pieces. The result is exact for up to `NUM_EXACT`
+    pieces. With more pieces, for each number of pieces only the `MAX_WAYS` ways with the smallest
+    lower bounds are kept. Without a codec there are seldom more. With a codec the best grouping may
+    be dropped, and the fastest grouping that is left may be about 1 % slower.
 
     Args:
         course: Pieces to group, and their costs.
         max_bytes: Most bytes of a group with more than one piece.
-        known_s: Seconds of a step that some known grouping takes. Ways that cannot lead to a
-            shorter or equal step are left out.
+        known_s: Seconds of a step with some known grouping. Ways that can only lead to longer steps
+            are left out, so that the result may be empty.
     """
     keeps_all = len(course.pieces) <= NUM_EXACT
     kept = [_Ways(course.start, np.zeros((1, 4), dtype=int))]
     for end in range(1, len(course.pieces) + 1):
         ways = _extended(course, kept, end, max_bytes)
         least_s = course.least_s(ways.rows, end)
-        # A little more than `known_s`, so that rounding does not drop the known grouping itself.
+        # The bound is a little more than `known_s`, so that rounding does not drop the known
+        # grouping itself.
         ways = ways.taken(np.flatnonzero(least_s <= known_s * (1 + 1e-12)))
         course.level(ways.rows, end)
         least_s = course.least_s(ways.rows, end)
@@ -394,7 +432,7 @@ def _extended(course: Course, kept: list[_Ways], end: int, max_bytes: float) -> 
     longer: list[tuple[Rows, Rows]] = []
     first_use_s = float("inf")
     for begin in range(end - 1, -1, -1):
-        # The limit does not apply to a single piece, which cannot be cut.
+        # The limit does not apply to a single piece, since it cannot be cut.
         if course.total[end] - course.total[begin] > max_bytes and begin < end - 1:
             break
         first_use_s = min(first_use_s, course.pieces[begin].first_use_s)
@@ -407,14 +445,17 @@ def _extended(course: Course, kept: list[_Ways], end: int, max_bytes: float) -> 
 
 
 def _unbeaten(ways: _Ways, least_s: Rows, *, keeps_all: bool) -> Rows:
-    """Returns the rows of the ways that no other way beats, smallest lower bound first.
+    """Returns row numbers of the ways that no other way beats, smallest lower bound first.
+
+    A way beats another if none of its figures is larger.
 
     Args:
         ways: Ways to group the same pieces.
-        least_s: Lower bound of the step of each way, seconds.
-        keeps_all: Whether all of them are returned, or at most `MAX_WAYS`.
+        least_s: Lower bound of the step of each way, in seconds.
+        keeps_all: Whether all such ways are returned. If not, at most `MAX_WAYS` are returned, and
+            only the `_MAX_CANDIDATES` ways with the smallest lower bounds are compared.
     """
-    # With equal bounds, the way with fewer groups comes first.
+    # Ways with equal bounds are ordered by their number of groups, fewest first.
     order = np.lexsort((ways.origins[:, 3], least_s))[: None if keeps_all else _MAX_CANDIDATES]
     rows = ways.rows[order]
     # A figure that all ways share cannot tell them apart, and comparing it takes time.
@@ -434,7 +475,7 @@ def _traced(kept: list[_Ways], number: int, step_s: float) -> Grouping:
     Args:
         kept: kept[i] holds the ways kept for the first i pieces.
         number: Row of the way in the last of `kept`, which holds ways for all pieces.
-        step_s: Seconds of its step.
+        step_s: Seconds of a step with the grouping.
     """
     cuts: list[int] = []
     kinds: list[bool] = []

@@ -1,12 +1,13 @@
 """Chooses which buckets of a plan are gathered early, in backward, and which are all-reduced.
 
-Early gathers use the time in which the link would be idle during backward.
+Early gathers use the time in which the link (a rank's connection to the network) would be idle
+during backward.
 
 An all-reduced bucket is stepped whole by every rank and never gathered: all of its communication is
 in backward, in one collective instead of two. That gains time in three cases: the link is idle
-during backward and early gathers are not allowed; the start of a collective is what costs most; the
-backend's all-reduce is cheaper than the two halves of this package. The price is that every rank
-has the whole optimizer state of the bucket, and steps the whole bucket.
+during backward and early gathers are not allowed; starting collectives takes longer than sending
+their bytes; or the backend's all-reduce is cheaper than a reduce-scatter and an all-gather. The
+price is that every rank has the whole optimizer state of the bucket, and steps the whole bucket.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,28 +21,29 @@ from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.step import ALL_GATHER
 
 _MIN_EARLY_GAIN = 1e-3
-"""Early gathers are left out if the step is longer without them by this share or less, since early
-buckets need a second buffer."""
+"""If predicted steps differ by at most this share of the step without early gathers, the choice
+with the fewest early gathers is kept, since early buckets need a second buffer."""
 
 _MIN_WHOLE_GAIN = 1e-2
-"""Buckets are all-reduced only if the step gets shorter by this share, since they need more
-optimizer state."""
+"""Buckets are all-reduced only if the step gets shorter by this share or more, since they need more
+optimizer state. If predicted steps differ by this share or less, the choice with the fewest
+all-reduced elements is kept."""
 
 _MAX_TRIALS = 24
-"""Most steps that are predicted for one order of buckets. For more buckets than that, not every
-beginning of the order is tried."""
+"""Most beginnings of one list of buckets for which a step is predicted. If the list is longer, not
+every beginning of it is tried."""
 
 _DDP_CAPS_BYTES = 1 * MIB, 25 * MIB
-"""DistributedDataParallel's caps: of its first bucket, and of all others."""
+"""(DistributedDataParallel's cap of its first bucket, its cap of all other buckets)."""
 
 
 def choose_early(plan: BucketPlan, tensors: Specs, times: ModelTimes, link: LinkCost) -> BucketPlan:
     """Returns `plan` with `early` set: buckets to gather while the link would be idle in backward.
 
     First, a list of buckets is made by going through the reduce-scatters of the predicted backward;
-    see `fitting`. Then the shortest beginning of the list is kept for which `predict` finds a step
-    (nearly) as short as for any other beginning. It is empty if early gathers gain nothing, or if
-    `times` do not allow them. Pure.
+    see `fitting`. Of all beginnings of the list that are tried, the shortest is kept with which the
+    predicted step is at most 0.1 % longer than with the best one. So `early` becomes empty if early
+    gathers gain no more than that, or if `times` do not allow them. Pure.
 
     Args:
         plan: Plan over `tensors`; its early buckets are chosen anew.
@@ -59,7 +61,7 @@ def choose_early(plan: BucketPlan, tensors: Specs, times: ModelTimes, link: Link
 
 
 def _beginnings(numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns beginnings of `numbers`, each longer than the one before; the last is all of it."""
+    """Returns at most `_MAX_TRIALS` beginnings of `numbers`, shortest first; the last is all."""
     size = -(-len(numbers) // _MAX_TRIALS) or 1
     return [tuple(numbers[:count]) for count in (*range(size, len(numbers), size), len(numbers))]
 
@@ -67,21 +69,27 @@ def _beginnings(numbers: Sequence[int]) -> list[tuple[int, ...]]:
 def fitting(plan: BucketPlan, model: StepModel) -> tuple[int, ...]:
     """Returns the buckets whose gathers fit between the reduce-scatters of a plan, in order.
 
-    Whenever the link would be idle before the next reduce-scatter, one of the buckets that are
-    reduced by then is chosen: the one that forward reads first, of all whose gathers do not delay
-    the last reduce-scatter (they may delay others). No bucket is chosen before the link is idle: if
-    the link is idle for short times throughout backward, early buckets then come from all parts of
-    the model, and forward can compute with them while the gathers of other buckets catch up.
+    Whenever the link would be idle before the next reduce-scatter, one bucket is chosen. Candidates
+    are the buckets that are reduced by then and whose gathers, at this time, would not delay the
+    last reduce-scatter (they may delay others). Of these, the bucket that forward reads first is
+    chosen. No bucket is chosen before the link is idle. So if the link is idle for short times
+    throughout backward, early buckets come from all parts of the model. Forward can then compute
+    with them while other buckets are still being gathered.
 
-    The last bucket to be reduced and all-reduced buckets are never chosen. In training each chosen
-    bucket is gathered as soon as it is reduced, not at the time computed here.
+    The last bucket to be reduced and all-reduced buckets are never chosen. The times computed here
+    only serve to choose: in training, the gather of a chosen bucket is launched as soon as the
+    bucket is reduced and stepped.
+
+    Args:
+        plan: Plan without early buckets.
+        model: Training that is planned for.
     """
     gather_s = [model.link.all_gather_s(b.nbytes, plan.world_size) for b in plan.buckets]
     spans = [span for span in model.predict(plan).spans if span.lane != ALL_GATHER]
     chosen: list[int] = []
     reduced: set[int] = set()
     free_s = launched_s = 0.0
-    # Latest time at which each reduce-scatter may begin without delaying the last one.
+    # For each reduce-scatter, the latest time at which it may begin without delaying the last one.
     earlier_s = [span.begin_s - span.end_s for span in spans[-2::-1]]
     limits_s = list(accumulate(earlier_s, initial=spans[-1].begin_s))[::-1]
     for span, limit_s in zip(spans, limits_s, strict=True):
@@ -106,20 +114,21 @@ def choose_all_reduce(
 ) -> BucketPlan:
     """Returns `plan` with `all_reduced` set to the buckets that make the predicted step shortest.
 
-    The beginnings of three orders of buckets are tried:
+    Sets of buckets are tried that are beginnings of three orders:
 
-    - in reduce order, which moves communication from forward into backward;
-    - in the opposite order, since the optimizer step and forward wait for the last buckets;
-    - by size, smallest first, which saves the most starts of collectives for its elements.
+    - the reduce order: moves communication of buckets that are reduced first into backward;
+    - the opposite order: the optimizer step and forward wait for the buckets reduced last;
+    - by size, smallest first: saves the most starts of collectives for its elements.
 
-    Of choices whose steps are (nearly) as short as any, the one with the fewest elements is kept.
-    It is empty if no choice makes the step 1 % shorter, or if `times` do not allow all-reduces.
-    Early buckets are chosen anew if that makes the step shorter still. Pure.
+    The set with the fewest elements is kept whose step is at most 1 % longer than with the best
+    set. No bucket is all-reduced if no set makes the step 1 % shorter, at world size
+    1, or if `times` do not allow it. If some buckets are all-reduced and `plan` had early
+    buckets, these are chosen anew, if that makes the step shorter still. Pure.
 
     Args:
         plan: Plan over `tensors`; its early buckets stay early unless they are all-reduced.
         tensors: All tensors of the plan.
-        times: Times of a step with sharded buckets, without communication.
+        times: Times of a step without communication, in which each rank steps its shards.
         link: Costs of collectives.
         max_share: Largest share of all elements that may be all-reduced, 0..1.
     """
@@ -151,7 +160,9 @@ def choose_all_reduce(
 
 
 def _affordable(order: Iterable[int], numel: Sequence[int], budget: float) -> list[int]:
-    """Returns the buckets of `order` that fit into a budget of elements, each taken if it fits.
+    """Returns the buckets of `order` that fit into a budget of elements.
+
+    The buckets are considered in this order, and each is taken if the budget still has room for it.
 
     Args:
         order: Bucket numbers, in the order in which they are considered.
@@ -160,7 +171,7 @@ def _affordable(order: Iterable[int], numel: Sequence[int], budget: float) -> li
     """
     chosen, used = [], 0
     for number in order:
-        # A bucket that does not fit is skipped, since a smaller one after it may fit.
+        # A bucket that does not fit is skipped, since a smaller bucket after it may fit.
         if used + numel[number] <= budget:
             chosen.append(number)
             used += numel[number]
@@ -168,6 +179,7 @@ def _affordable(order: Iterable[int], numel: Sequence[int], budget: float) -> li
 
 
 def _with(plan: BucketPlan, chosen: tuple[int, ...]) -> BucketPlan:
+    """Returns `plan` with the buckets `chosen` all-reduced, and so not early any more."""
     early = tuple(number for number in plan.early if number not in chosen)
     return replace(plan, all_reduced=chosen, early=early)
 
@@ -175,8 +187,9 @@ def _with(plan: BucketPlan, chosen: tuple[int, ...]) -> BucketPlan:
 def everything_all_reduced(tensors: Specs, world_size: int, divisor: int = 1) -> BucketPlan:
     """Returns a plan with DDP's buckets, all of them all-reduced.
 
-    DDP fills buckets in the order of gradients: the first up to 1 MiB, and all others up to 25 MiB.
-    The tensor with which a bucket reaches its cap is the last one in it. No tensor is cut.
+    DDP fills buckets in the order of gradients: the first until it has 1 MiB, and every other until
+    it has 25 MiB (by family). So a bucket may be larger than its cap, by a part of its last tensor.
+    No tensor is cut.
 
     Args:
         tensors: All tensors of one optimizer.

@@ -1,6 +1,6 @@
-"""Interfaces and base classes of planners that need measured times, or steps of candidate plans.
+"""Interfaces and base classes of planners that need measured times, or measured steps of plans.
 
-`lightning_dear/tuning` measures for them.
+`lightning_dear/tuning` measures for them while training runs.
 """
 
 from abc import ABC, abstractmethod
@@ -16,49 +16,56 @@ from lightning_dear.planning.plan import BucketPlan, Specs
 from lightning_dear.planning.predict import StepModel
 
 NUM_PROFILED_STEPS = 3
-"""Number of steps whose compute times are measured before a search begins."""
+"""Number of steps whose compute times are measured before a search begins (profiled steps)."""
 
 NUM_DROPPED_STEPS = 2
-"""Number of steps after a change of plan that are left out of the measurement."""
+"""Number of steps at the beginning of each measurement of a plan that do not count."""
 
 NUM_MEASURED_STEPS = 5
-"""Number of steps whose median time is one measurement of a candidate plan."""
+"""Number of steps whose median time is one measurement of a plan."""
 
 STEPS_PER_TRIAL = NUM_DROPPED_STEPS + NUM_MEASURED_STEPS
-"""Number of steps that one measurement of a candidate plan takes."""
+"""Number of steps that one measurement of a plan takes."""
 
 STEPS_BEFORE_SEARCH = 1 + NUM_PROFILED_STEPS
-"""Number of steps before a search begins: the recorded step and the profiled ones."""
+"""Number of steps before a search begins: the recorded step (the first one) and the profiled
+steps. With a compressor, `STEPS_PER_TRIAL` further steps may come before the search."""
 
 NUM_REPEATED = 3
-"""Number of plans that are measured twice: the incumbent and the two best others."""
+"""Number of plans that a `Contest` measures twice: the incumbent and the two best others."""
 
 
 class PlanSearch(Protocol):
     """Search for the plan with the shortest step. It measures nothing itself: the caller does.
 
-    The caller repeats this until `next` returns None: it calls `next`, trains some steps with the
-    returned plan, and calls `tell` with the measured time. Then it uses `best`. Pure: it touches no
-    tensors and does not communicate.
+    The caller calls `next`, trains some steps with the returned plan, and calls `tell` with the
+    measured time. It repeats this until `next` returns None. Then it uses `best`. A search is pure:
+    it touches no tensors and does not communicate.
 
     Attributes:
-        best: Plan to use: the best *measured* one; before any measurement, a safe one.
+        best: Plan to use if no further plan is measured.
         reason: One line for people that says what `best` is, and why.
     """
 
     @property
     def best(self) -> BucketPlan:
-        """Returns the plan to use: the best measured one, or a safe one before measurements."""
+        """Returns the plan to use: the best of the measured plans.
+
+        Before enough is measured, returns a plan that is never a bad choice, such as fixed buckets.
+        """
 
     @property
     def reason(self) -> str:
         """Returns one line for people that says what `best` is, and why."""
 
     def next(self) -> BucketPlan | None:
-        """Returns the plan to measure next, possibly again. None means that the search is over."""
+        """Returns the plan to measure next, perhaps one that was measured before.
+
+        None means that the search is over.
+        """
 
     def tell(self, plan: BucketPlan, step_s: float) -> None:
-        """Notes a measurement.
+        """Stores a measurement.
 
         Args:
             plan: Plan with which steps were trained.
@@ -68,10 +75,11 @@ class PlanSearch(Protocol):
 
 @runtime_checkable
 class SearchingPlanner(FusionPlanner, Protocol):
-    """Interface of planners that search while training runs: `plan` only returns the first plan.
+    """Interface of planners that search while training runs.
 
-    A planner whose class has `plans_for_codecs = True` may be used with a compressor. With one, its
-    `search` gets the `CodecCosts` as a fifth argument.
+    Their `plan` returns the plan with which training begins, and `search` finds the plan to use
+    later. A planner whose class has `plans_for_codecs = True` may be used with a compressor. With a
+    compressor, its `search` gets the `CodecCosts` as a fifth argument.
     """
 
     def search(
@@ -88,11 +96,11 @@ class SearchingPlanner(FusionPlanner, Protocol):
 
 
 class NoContest:
-    """A `PlanSearch` that is over from the beginning: one plan, which is used without measuring it.
+    """A `PlanSearch` that is over from the beginning: its plan is used without measuring it.
 
     Args:
-        plan: Plan to use.
-        reason: One line for people.
+        plan: Plan to use: `best`.
+        reason: One line for people that says what `plan` is, and why.
     """
 
     def __init__(self, plan: BucketPlan, reason: str) -> None:
@@ -104,7 +112,7 @@ class NoContest:
         return None
 
     def tell(self, plan: BucketPlan, step_s: float) -> None:
-        """Ignores the measurement, as there is only one plan."""
+        """Does nothing, since there is only one plan."""
 
 
 @dataclass(eq=False)
@@ -114,7 +122,8 @@ class Contest(PlanSearch):
     The two measurements of a plan are apart in time, so that a passing disturbance does not decide.
 
     Attributes:
-        incumbent: Plan that is used unless the mean of another plan's measurements is lower.
+        incumbent: Plan that is used unless another plan was measured twice, too, and the mean of
+            its measurements is lower.
         others: Plans to compare with the incumbent; distinct, and without the incumbent.
         step_s: Function that predicts the seconds of a step with a plan.
         plans: All plans, the incumbent first.
@@ -132,11 +141,14 @@ class Contest(PlanSearch):
 
     @property
     def num_measured(self) -> int:
-        """Returns how many plans have been measured so far."""
+        """Returns how many plans have been measured so far, once or twice."""
         return sum(map(bool, self._measured.values()))
 
     def next(self) -> BucketPlan | None:
-        """Returns the plan to measure next. None means that the search is over."""
+        """Returns the plan to measure next: the same again until `tell` is called with it.
+
+        None means that the search is over.
+        """
         if not self._queue and not self._is_repeating:
             self._is_repeating = True
             others = sorted(self.plans[1:], key=self.mean_s)[: NUM_REPEATED - 1]
@@ -145,9 +157,13 @@ class Contest(PlanSearch):
         return self._queue[0] if self._queue else None
 
     def tell(self, plan: BucketPlan, step_s: float) -> None:
-        """Notes a measurement, also of a plan that `next` has not returned."""
+        """Stores a measurement of one of `plans`, also if `next` has not returned that plan.
+
+        Raises:
+            KeyError: If `plan` is none of `plans`.
+        """
         self._measured[plan].append(step_s)
-        # A plan that `next` has not returned stays in the queue.
+        # Only a plan that `next` has returned leaves the queue. Others will still be measured.
         if self._queue and self._queue[0] == plan:
             self._queue.pop(0)
 
@@ -167,7 +183,8 @@ class Contest(PlanSearch):
         Returns the incumbent if no plan was measured twice.
         """
         twice = [plan for plan in self.plans if self.count(plan) > 1]
-        # `min` returns the first of equal plans: the incumbent, if it is among them.
+        # If several plans have the lowest mean, `min` returns the first: the incumbent, if it is
+        # one of them.
         return min(twice, key=self.mean_s, default=self.incumbent)
 
 
@@ -182,7 +199,15 @@ class StepModelPlanner(ABC):
         link: LinkCost,
         codecs: CodecCosts = NO_CODEC,
     ) -> PlanSearch:
-        """Returns a new search; see `SearchingPlanner`."""
+        """Returns a new search; see `SearchingPlanner`.
+
+        Args:
+            tensors: All tensors of the optimizer.
+            world_size: Number of ranks.
+            times: Measured times of a step without communication.
+            link: Measured costs of collectives.
+            codecs: Measured costs of the codec. The default stands for no codec.
+        """
         return self.search_for(StepModel(tensors, world_size, times, link, codecs))
 
     @abstractmethod
@@ -193,7 +218,8 @@ class StepModelPlanner(ABC):
 class PredictingPlanner(StepModelPlanner):
     """Base of planners that decide by predictions, usually without measuring any plan.
 
-    Training begins with `ThresholdFusion`'s buckets, until times have been measured.
+    Training begins with the buckets of `ThresholdFusion`. Once times and costs have been measured,
+    the planner decides.
 
     Attributes:
         name: Name of the planner, as the option `fusion` takes it.
@@ -207,7 +233,10 @@ class PredictingPlanner(StepModelPlanner):
 
     @override
     def search_for(self, model: StepModel) -> PlanSearch:
-        """Returns a search that is over, whose plan is `best_plan`; subclasses may change that."""
+        """Returns a search that is over from the beginning, and whose plan is `best_plan`.
+
+        Subclasses may return a search that measures plans.
+        """
         best = self.best_plan(model)
         predicted = f"predicted {1e3 * model.step_s(best):.3g} ms/step"
         return NoContest(best, f"{self.name}: {described(best)}, {predicted}")

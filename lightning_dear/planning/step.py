@@ -1,9 +1,10 @@
 """Simulates steps: lists of operations that every rank does, and a clock that runs them.
 
-An operation computes, launches a collective, or waits for one. Planners and the simulator both make
-such lists from plans and run them here, so that a prediction and a simulation of a plan agree. All
-ranks do the same at the same time, so that one clock stands for all of them. The link carries one
-collective at a time. In this module a message is a collective.
+An operation computes, launches a collective, or waits for a collective. Planners and the simulator
+both make such lists from plans and run them here, so that a prediction and a simulation of a plan
+agree. All ranks do the same at the same time, so that one clock stands for all of them. Each rank
+has one link (its connection to the network), which carries one collective at a time. In this module
+a message is a collective. Nothing is computed or sent in reality.
 """
 
 import heapq
@@ -27,10 +28,10 @@ class Compute:
 
     Attributes:
         kind: Kind of computing, such as `FORWARD`.
-        seconds: Seconds that it takes.
-        at_s: Seconds of the `Phase`'s own computing that are done when this operation ends. None
-            means that the operation does not belong to the phase's own computing, but delays it,
-            or that there is no phase.
+        seconds: Seconds that the operation takes.
+        at_s: Seconds of the model's own computing in this forward or backward that are done when
+            the operation ends. None means that the operation is no computing of the model and
+            delays it, such as encoding, or that it is neither in a forward nor in a backward.
     """
 
     kind: str
@@ -42,9 +43,9 @@ class Compute:
 class Phase:
     """Operation that marks the beginning (`begins`) or the end of a phase: a forward or a backward.
 
-    Within a phase, the clock is computed as beginning + own computing done so far + delays. Adding
-    up all operations one by one would round differently for each plan, and plans that are equally
-    good would get different predictions.
+    Takes no time. Within a phase, the clock is computed as the phase's beginning + the model's own
+    computing done so far + delays. Adding up all operations one by one would round differently for
+    each plan, so that equally good plans would get different predictions.
     """
 
     begins: bool
@@ -55,14 +56,14 @@ class Message:
     """Describes a collective of all ranks, which the link carries after its launch.
 
     Attributes:
-        kind: Kind of collective, such as `REDUCE_SCATTER`; waits for it are counted by kind.
+        kind: Kind of collective, such as `REDUCE_SCATTER`.
         number: Number among the collectives of its kind in a step, usually the bucket number.
-        seconds: Seconds for which it occupies the link.
+        seconds: Seconds for which the collective occupies the link.
         nbytes: Bytes that a rank sends.
         priority: Of several collectives that may begin, the link carries the one with the lowest
-            priority number first; with equal ones, the one that could begin first.
+            priority number first. Of equal ones it carries the one that could begin first.
         after: Key of a collective of the same step that has to end before this one may begin. None
-            means that it may begin at once.
+            means that this one may begin once it is launched and the link is free.
     """
 
     kind: str
@@ -90,8 +91,9 @@ class Wait:
     """Operation that waits until a collective has ended.
 
     Attributes:
-        key: Key of the collective.
-        from_last_step: Whether the step before launched it. If so, the first step does not wait.
+        key: Key of the collective: see `Message.key`.
+        from_last_step: Whether the collective was launched by the step before. If so, the first
+            step, number 0, does not wait.
     """
 
     key: tuple[str, int]
@@ -103,7 +105,7 @@ Op = Compute | Phase | Launch | Wait
 
 @dataclass(frozen=True)
 class Program:
-    """Describes a step of each rank: operations of forward, backward and optimizer step.
+    """Describes a step, which is the same on each rank: forward, backward and optimizer step.
 
     Attributes:
         name: Name of the program, for people.
@@ -127,13 +129,13 @@ class Program:
 def interleaved(
     kind: str, length_s: float, events: Iterable[tuple[float, Sequence[Op]]]
 ) -> list[Op]:
-    """Returns a phase: computing that is interrupted by other operations at given times.
+    """Returns a phase: the model's computing, interrupted by other operations at given times.
 
     Args:
-        kind: Kind of the computing.
-        length_s: Seconds of computing in sum.
-        events: Pairs (seconds of computing before the operations, operations), in any order. A time
-            after the end of the computing means its end.
+        kind: Kind of the computing: `FORWARD` or `BACKWARD`.
+        length_s: Seconds of the model's computing in sum.
+        events: Pairs (seconds of computing that are done before the operations, operations), in any
+            order. More seconds than `length_s` mean the end of the computing.
     """
     ops: list[Op] = [Phase(begins=True)]
     reached_s = 0.0
@@ -146,7 +148,7 @@ def interleaved(
     return [*ops, Phase(begins=False)]
 
 
-# --- running it -----------------------------------------------------------------------------------
+# --- running operations ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +158,10 @@ class Carried:
     Attributes:
         step: Number of the step that launched it.
         lane: Kind of the collective.
-        bucket: Number of the collective among those of its kind, usually the bucket number.
-        begin_s: Seconds from the beginning of the first step until the link began to carry it.
-        end_s: Seconds from the beginning of the first step until it ended.
+        bucket: `Message.number` of the collective, usually the bucket number.
+        begin_s: Seconds from the beginning of the first step until the link began to carry the
+            collective.
+        end_s: Seconds from the beginning of the first step until the collective ended.
     """
 
     step: int
@@ -174,10 +177,10 @@ class Busy:
 
     Attributes:
         step: Number of the step.
-        kind: Kind of computing, or of the collective that the rank waited for.
-        begin_s: Beginning, in seconds since the first step began.
-        end_s: End, in seconds since the first step began.
-        is_wait: Whether the rank waited.
+        kind: Kind of computing, or kind of the collective that the rank waited for.
+        begin_s: Beginning of the time span, in seconds since the first step began.
+        end_s: End of the time span, in seconds since the first step began.
+        is_wait: Whether the rank waited. If not, it computed.
     """
 
     step: int
@@ -192,10 +195,12 @@ _Key = tuple[int, tuple[str, int]]
 
 
 class LinkQueue:
-    """Simulates the link: carries collectives by priority, then by the time they could begin.
+    """Simulates the link, which carries launched collectives one at a time.
 
-    The timeline is computed only up to the collective whose end is asked for. A later launch could
-    not change that part of it, since a collective that has begun is not interrupted.
+    The next collective is the one with the lowest priority number among those that may begin; of
+    equal ones the one that could begin first. A collective that has begun is not interrupted. So
+    times are computed only up to the collective whose end is asked for: a later launch cannot
+    change them.
 
     Attributes:
         spans: Collectives carried so far, in order.
@@ -206,14 +211,21 @@ class LinkQueue:
         self._free_s = 0.0
         self._count = 0
         self._ends_s: dict[_Key, float] = {}
-        # `_coming` is ordered by the time at which a collective may begin. Once that time has come,
-        # it moves to `_waiting`, which is ordered by priority.
+        # `_coming` is ordered by the time at which a collective may begin. Once the time has come,
+        # the collective moves to `_waiting`, which is ordered by priority. `_followers` holds
+        # collectives that may begin only after the collective that is their key here.
         self._coming: list[tuple[float, int, int, Message]] = []
         self._waiting: list[tuple[int, float, int, int, Message]] = []
         self._followers: dict[_Key, list[tuple[float, int, int, Message]]] = {}
 
     def launch(self, step: int, message: Message, ready_s: float) -> None:
-        """Notes that the ranks have launched `message` at the time `ready_s`."""
+        """Adds a collective that the ranks have launched.
+
+        Args:
+            step: Number of the step that launched it.
+            message: The collective.
+            ready_s: Time of the launch, in seconds since the first step began.
+        """
         self._count += 1
         if message.after is not None:
             before = (step, message.after)
@@ -227,14 +239,15 @@ class LinkQueue:
     def end_s(self, step: int, key: tuple[str, int]) -> float:
         """Returns the time at which a collective ends, in seconds since the first step began.
 
-        All collectives that could begin before it must have been launched.
+        All collectives that could begin before this end must have been launched by then.
 
         Args:
-            step: Number of the step that launched it.
+            step: Number of the step that launched the collective.
             key: Key of the collective.
 
         Raises:
-            KeyError: If it was never launched.
+            KeyError: If the collective was not launched, or may begin only after one that was not
+                launched.
         """
         while (step, key) not in self._ends_s:
             if not self._waiting and not self._coming:
@@ -243,6 +256,7 @@ class LinkQueue:
         return self._ends_s[step, key]
 
     def _carry_next(self) -> None:
+        """Carries the next collective to its end, and adds it to `spans`."""
         begin_s = self._free_s
         if not self._waiting:
             begin_s = max(begin_s, self._coming[0][0])
@@ -259,25 +273,25 @@ class LinkQueue:
 
 
 class Run:
-    """Runs the operations of steps, one step after the other.
+    """Simulates the operations of steps, one after the other, on the clock of all ranks.
 
     Attributes:
         clock_s: Seconds since the first step began.
-        link: Link that carries the collectives.
-        busy: Time spans of computing and of waits so far.
+        link: Simulated link, which carries the collectives.
+        busy: Time spans in which a rank computed or waited so far.
     """
 
     def __init__(self) -> None:
         self.clock_s = 0.0
         self.link = LinkQueue()
         self.busy: list[Busy] = []
-        # Beginning of the phase (None between phases), the time at which the rank would be here
-        # without delays, and the sum of the delays in the phase.
+        # Beginning of the phase (None between phases), the time at which the rank would have
+        # reached this operation without delays, and the sum of the delays in the phase.
         self._begin_s: float | None = None
         self._due_s = self._delay_s = 0.0
 
     def do(self, step: int, ops: Iterable[Op]) -> None:
-        """Runs operations, which belong to the step with number `step`."""
+        """Runs operations of step number `step`, and so moves the clock on. Steps count from 0."""
         for op in ops:
             if isinstance(op, Compute):
                 self._compute(step, op)
@@ -309,7 +323,7 @@ class Run:
         self.clock_s = end_s
 
 
-# --- making it of a plan --------------------------------------------------------------------------
+# --- making operations from a plan ----------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -321,9 +335,9 @@ class PlannedStep(ABC):
         times: Times at which gradients come and tensors are read.
         costs: Costs of encoding and decoding of each bucket, in the order of bucket numbers.
         step_s: Seconds in which a rank steps its shards of all buckets, after backward.
-        late_step_s: Seconds in which a rank steps all buckets as wholes, each where forward first
-            reads it. 0 unless every rank steps whole buckets.
-        stepped_bytes: Bytes of each bucket that are stepped: all except padding.
+        late_step_s: Seconds in which a rank steps all buckets, if every rank steps whole buckets.
+            Each bucket is then stepped in forward, before its first read. 0 otherwise.
+        stepped_bytes: Bytes of each bucket that the optimizer steps: all except padding.
     """
 
     plan: BucketPlan
@@ -339,16 +353,17 @@ class PlannedStep(ABC):
 
     @abstractmethod
     def reduce(self, number: int) -> Message:
-        """Returns the reduce-scatter of bucket `number`, or its all-reduce."""
+        """Returns the reduce-scatter of bucket `number`, or its all-reduce if it is all-reduced."""
 
     @abstractmethod
     def gather(self, number: int) -> Message:
         """Returns the all-gather of bucket `number`."""
 
     def forward(self) -> list[Op]:
-        """Returns the operations of forward. At its first read, each bucket is waited for.
+        """Returns the operations of forward.
 
-        It is then decoded and, if every rank steps whole buckets, stepped.
+        Before its first read, each bucket that is gathered is waited for and decoded. If every rank
+        steps whole buckets, it is then stepped.
         """
         gathered = [n for n in range(len(self.plan.buckets)) if n not in self.plan.all_reduced]
         uses = sorted((self.times.first_use_of(self.plan.buckets[n]), n) for n in gathered)
@@ -356,7 +371,14 @@ class PlannedStep(ABC):
         return interleaved(FORWARD, self.times.forward_s, events)
 
     def before_use(self, number: int) -> list[Op]:
-        """Returns the operations before the first read of bucket `number`."""
+        """Returns the operations that come in forward right before the first read of a bucket.
+
+        They wait for the bucket's all-gather, which the step before has launched, and decode the
+        bucket. If every rank steps whole buckets, they also step it.
+
+        Args:
+            number: Bucket number.
+        """
         return [
             Wait((ALL_GATHER, number), from_last_step=True),
             *computed(CODEC, self.costs[number].decode_s),
@@ -364,10 +386,11 @@ class PlannedStep(ABC):
         ]
 
     def backward(self) -> list[Op]:
-        """Returns backward: each bucket is encoded and launched once its last gradient is there.
+        """Returns the operations of backward.
 
-        Buckets are launched in reduce order. An early gather is launched together with the
-        reduce-scatter after which it may begin.
+        Each bucket is encoded, and its reduction launched, once its last gradient is there and the
+        buckets before it in reduce order are launched. An early gather is launched together with
+        the reduce-scatter after which it may begin (see `_early_after`).
         """
         ready_s, events = 0.0, []
         followers = self._early_after()
@@ -381,14 +404,20 @@ class PlannedStep(ABC):
         return interleaved(BACKWARD, self.times.backward_s, events)
 
     def launched_s(self, ready_s: float) -> float:
-        """Returns the time at which a bucket is launched whose gradients are there at `ready_s`."""
+        """Returns the time in backward at which a bucket is encoded and launched.
+
+        That is `ready_s` in this base class; subclasses may delay it.
+
+        Args:
+            ready_s: Seconds of the backward after which all gradients of the bucket are there.
+        """
         return ready_s
 
     def _early_after(self) -> dict[int, list[int]]:
-        """Returns bucket number -> early gathers that may begin after its reduce-scatter, in order.
+        """Returns bucket number -> early buckets whose gathers begin after its reduce-scatter.
 
-        A gather must not overtake an earlier one of the plan's `early`. So it waits for the last
-        reduce-scatter among those of its own bucket and of all early buckets before it.
+        Gathers must be in the order of the plan's `early`. So an early bucket's gather waits for
+        the last reduce-scatter among those of this bucket and of all buckets before it in `early`.
         """
         order = {number: place for place, number in enumerate(self.plan.reduce_order)}
         followers: dict[int, list[int]] = {}
@@ -399,7 +428,10 @@ class PlannedStep(ABC):
         return followers
 
     def reduced(self) -> list[Op]:
-        """Returns the operations that wait for, decode and sum each bucket, in reduce order."""
+        """Returns the operations that wait for, decode and sum each bucket, in reduce order.
+
+        They come after backward.
+        """
         ops: list[Op] = []
         for number in self.plan.reduce_order:
             is_whole = number in self.plan.all_reduced
@@ -408,10 +440,11 @@ class PlannedStep(ABC):
         return ops
 
     def stepped(self) -> list[Op]:
-        """Returns the operations that step each bucket's shard and launch its gather.
+        """Returns the operations of the optimizer step: step and encode each shard, launch gathers.
 
-        All-reduced buckets come last, since no other rank waits for them. Every rank steps all of
-        their elements.
+        Early buckets are stepped here, too, but their gathers are launched in backward. All-reduced
+        buckets come last, since no other rank waits for them. Every rank steps all of their
+        elements, and they are not gathered.
         """
         ops: list[Op] = []
         for number in range(len(self.plan.buckets)):
@@ -426,5 +459,5 @@ class PlannedStep(ABC):
 
 
 def computed(kind: str, seconds: float) -> list[Op]:
-    """Returns a `Compute` operation, or nothing if it takes no time."""
+    """Returns a list with a `Compute` operation. It is empty if the operation takes no time."""
     return [Compute(kind, seconds)] if seconds else []

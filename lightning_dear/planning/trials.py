@@ -1,11 +1,12 @@
 """Planners that measure plans on real training steps and keep the fastest.
 
 `AutoFusion` measures the plans that are predicted to be fastest. `BayesianFusion` uses no
-predictions. It searches for the bucket cap with a Gaussian process, as DeAR (arXiv 2302.12445)
-does, but with three differences. The cap is searched on a logarithmic scale. Step times are
-normalised before the Gaussian process gets them, so that expected improvement means the same for
-steps of 5 ms and of 5 s. Only caps whose plans have not been measured yet are suggested, and the
-plan that is used in the end has been measured.
+predictions. It searches for the cap (largest size) of buckets with a Gaussian process, as DeAR
+(arXiv 2302.12445) does, but with three differences. The cap is searched on a logarithmic scale.
+Step times are normalised before the Gaussian process gets them, so that expected improvement means
+the same for steps of 5 ms and of 5 s. Only caps whose plans have not been measured yet are
+suggested, and the plan that is used in the end has been measured. The fixed buckets of a planner
+are those that `ThresholdFusion` makes with its options.
 """
 
 import math
@@ -25,46 +26,51 @@ from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.predicting import MergeCompFusion
 
 _CAP_RANGE = (1 / 32, 32.0)
-"""Smallest and largest cap that is tried, as multiples of the fixed buckets' cap. At two ranks that
-is 0.25 to 256 MiB."""
+"""Smallest and largest cap that `AutoFusion` tries, as multiples of the fixed buckets' cap. With
+the default cap at two ranks that is 0.25 to 256 MiB."""
 
 _MIN_GAIN = 5e-3
-"""Predicted steps that differ by less than this share count as equal."""
+"""`AutoFusion` ranks caps by how much longer their predicted steps are than the shortest one, in
+units of this share, rounded down. Of caps with the same rank it prefers the larger."""
 
 _MIN_CAP_RATIO = 2.0
-"""Caps that are measured differ from each other by this factor or more."""
+"""The caps that `AutoFusion` measures, besides that of the fixed buckets, differ from each other by
+this factor or more."""
 
 _MAX_SINGLE_RATIO = 1.3
-"""A single bucket is measured if its predicted step is at most this many times the best one."""
+"""`AutoFusion` measures the plan of one bucket if its predicted step is at most this many times as
+long as the shortest predicted step of the other plans."""
 
 _MAX_DDP_RATIO = 1.2
-"""DDP's buckets are measured if their predicted step is at most this many times the best one."""
+"""`AutoFusion(all_reduced_share=1)` measures all-reduces of DDP's buckets if their predicted step
+is at most this many times as long as the shortest predicted step of the other plans."""
 
 _DDP_DIVISORS = (1, 4, 16)
-"""Divisors of DDP's caps that are tried: with the full caps, small models have only one or two
-buckets."""
+"""Divisors of DDP's caps for which a step is predicted: with the full caps, small models have only
+one or two buckets."""
 
 
 class AutoFusion(ThresholdFusion, search.StepModelPlanner):
     """Predicts plans from measured times, measures the best on real steps, and keeps the fastest.
 
-    `ThresholdFusion`'s buckets (the fixed buckets) are always measured. They are compared with the
-    plan of `MergeCompFusion`, with the caps that have the shortest predicted steps, and with one
-    bucket for all tensors if its predicted step is not much longer. If all-reducing some buckets is
-    predicted to be faster than all of these, that is measured, too. The fixed buckets and the two
-    best other plans are measured twice, apart in time, so that a passing disturbance does not
-    decide. The fixed buckets are used unless the mean of another plan is lower.
+    The fixed buckets, which `ThresholdFusion` makes, are always measured. They are compared with
+    the plan of `MergeCompFusion`, with the caps that have the shortest predicted steps, and with
+    one bucket for all tensors if its predicted step is not much longer. If all-reducing some
+    buckets is predicted to be faster than the best of these plans, that is measured, too. As many
+    plans are measured as `num_steps` allows. The fixed buckets and the two best other plans are
+    measured twice, apart in time, so that a passing disturbance does not decide. The fixed buckets
+    are used unless the mean of one of these two plans is lower.
 
     Args:
-        num_steps: Most optimizer steps that the search may take, with the recorded step and the
-            profiled ones.
+        num_steps: Most optimizer steps that the search may take, together with the recorded (first)
+            step and the profiled steps before it.
         bucket_cap_mb: Cap of the fixed buckets, MiB. None means `ThresholdFusion`'s default. Other
             caps are tried from 1/32 of it to 32 times as much.
         first_bucket_cap_mb: Cap of the fixed bucket nearest the input, MiB.
-        all_reduced_share: Largest share of all elements, 0..1, that may be all-reduced instead of
-            sharded. Their optimizer state is whole on every rank. 0 forbids it. With 1, a plan that
-            all-reduces everything is measured, too, if its predicted step is not much longer; its
-            buckets have DDP's caps, or smaller ones for small models.
+        all_reduced_share: Largest share of all elements, 0..1, that may lie in all-reduced buckets.
+            Every rank has the whole optimizer state of these elements. 0 means that no bucket is
+            all-reduced. 1 means that a plan that all-reduces everything is measured, too, if its
+            predicted step is not much longer. Its buckets have DDP's caps, or 1/4 or 1/16 of them.
 
     Raises:
         ValueError: If `num_steps` is too small to compare two plans, a cap is not positive, or
@@ -86,14 +92,15 @@ class AutoFusion(ThresholdFusion, search.StepModelPlanner):
             raise ValueError(f"fusion='auto': num_steps must be >= {least}, got {num_steps}.")
         if not 0 <= all_reduced_share <= 1:
             raise ValueError(f"fusion=auto has all_reduced_share={all_reduced_share}. Set 0 to 1.")
-        # Found plans are kept under a key that lists the options in this order of assignments.
+        # Plans that a search found are saved under a key that lists the options in the order in
+        # which they are assigned here. So this order must not change.
         self.num_steps = num_steps
         super().__init__(bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=first_bucket_cap_mb)
         self.all_reduced_share = all_reduced_share
 
     @override
     def search_for(self, model: StepModel) -> search.PlanSearch:
-        """Returns the search, in which other plans are compared with the one of `plan`."""
+        """Returns a search that compares other plans with the plan of the fixed buckets."""
         tensors, world_size = model.tensors, model.world_size
         fixed = self.plan(tensors, world_size)
         _, cap_mb = self.caps_mb(world_size)
@@ -104,16 +111,19 @@ class AutoFusion(ThresholdFusion, search.StepModelPlanner):
             pairs = _all_reducing([fixed, *candidates[:3]], model, self.all_reduced_share)
             candidates = [*candidates[:1], *pairs, *candidates[1:]]
         num_trials = (self.num_steps - search.STEPS_BEFORE_SEARCH) // search.STEPS_PER_TRIAL
-        # Every plan is measured once, with the fixed one, and NUM_REPEATED plans once more.
+        # One trial is the first measurement of the fixed buckets, and NUM_REPEATED trials are
+        # second measurements.
         num_candidates = max(num_trials - 1 - search.NUM_REPEATED, 1)
         _, *candidates = distinct([fixed, *candidates])
         return AutoSearch(fixed, candidates[:num_candidates], model.step_s)
 
 
 def _all_reducing(plans: Sequence[BucketPlan], model: StepModel, share: float) -> list[BucketPlan]:
-    """Returns plans with all-reduced buckets that are worth measuring; best first.
+    """Returns plans with all-reduced buckets that are worth measuring; perhaps none.
 
-    The plan that is predicted to be fastest is followed by the same plan without all-reduces.
+    If all-reducing some buckets of one of `plans` is predicted to be faster than all `plans`, the
+    fastest such plan is returned, followed by the same plan without all-reduces. If `share` is 1, a
+    plan that all-reduces everything follows, unless its predicted step is much longer.
 
     Args:
         plans: Plans of which some buckets may be all-reduced.
@@ -151,7 +161,7 @@ def _candidates(
     by_cap = {cap_mb: refine.choose_early(plan, tensors, *known) for cap_mb, plan in others.items()}
     steps_s = {cap_mb: step_s(plan) for cap_mb, plan in by_cap.items()}
     best_s = min(steps_s.values())
-    # Of equally good caps the largest comes first, which has the fewest messages.
+    # If caps count as equally good, the largest comes first, since it has the fewest messages.
     order = sorted(by_cap, key=lambda cap_mb: (_gains_lost(steps_s[cap_mb], best_s), -cap_mb))
     # Neighbouring caps make almost the same buckets, so that measuring both would tell little.
     apart: list[float] = []
@@ -166,14 +176,15 @@ def _candidates(
 
 
 def _gains_lost(step_s: float, best_s: float) -> int:
+    """Returns how much longer `step_s` is than `best_s`, in units of `_MIN_GAIN`, rounded down."""
     if step_s <= best_s:
         return 0
-    # If the best predicted step takes 0 s, a step that takes longer is worse by any measure.
+    # If `best_s` is 0, the ratio is infinite for any longer step.
     return int((step_s / best_s - 1) / _MIN_GAIN) if best_s else sys.maxsize
 
 
 class AutoSearch(search.Contest):
-    """Contest of `AutoFusion`: candidates against the fixed plan, which is the incumbent."""
+    """Contest of `AutoFusion`: candidates against the fixed buckets, which are the incumbent."""
 
     @property
     @override
@@ -193,13 +204,15 @@ class AutoSearch(search.Contest):
 class BayesianFusion(ThresholdFusion, search.StepModelPlanner):
     """Tries a few caps for `ThresholdFusion` on real steps; a Gaussian process chooses them.
 
-    `ThresholdFusion`'s own buckets are measured first. No measured times are used.
+    The fixed buckets, which `ThresholdFusion` makes, are measured first. The measured times of
+    compute, link and codec are not used, only those of steps with the tried plans.
 
     Args:
-        num_trials: Number of plans to measure, the first one included.
-        min_cap_mb: Smallest cap, MiB.
-        max_cap_mb: Largest cap, MiB.
-        bucket_cap_mb: Cap of the first plan, MiB. None means `ThresholdFusion`'s default.
+        num_trials: Most plans to measure, the fixed buckets included. Fewer are measured if there
+            are not so many different plans.
+        min_cap_mb: Smallest cap that is tried, MiB.
+        max_cap_mb: Largest cap that is tried, MiB.
+        bucket_cap_mb: Cap of the fixed buckets, MiB. None means `ThresholdFusion`'s default.
         first_bucket_cap_mb: Cap of the bucket nearest the input, MiB; see `ThresholdFusion`.
         seed: Seed of the Gaussian process's random numbers.
 
@@ -233,17 +246,18 @@ class BayesianFusion(ThresholdFusion, search.StepModelPlanner):
         self.min_cap_mb = min_cap_mb
         self.max_cap_mb = max_cap_mb
         self.seed = seed
-        # Found plans are kept under a key that lists the options in this order of assignments.
+        # Plans that a search found are saved under a key that lists the options in the order in
+        # which they are assigned here. So this order must not change.
         super().__init__(bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=first_bucket_cap_mb)
 
     @override
     def search_for(self, model: StepModel) -> search.PlanSearch:
-        """Returns the search; the times and costs of `model` are not used."""
+        """Returns a search over caps. It uses the tensors and the world size of `model` only."""
         known = model.tensors, model.world_size
         _, cap_mb = self.caps_mb(model.world_size)
         plans = self.plans_of_caps(*known, self.min_cap_mb, self.max_cap_mb)
         start = self.plan(*known)
-        # If a cap makes the same buckets as the first plan, that plan takes its place, so that the
+        # If a cap makes the same buckets as `start`, its plan is replaced by `start`, so that the
         # same buckets are not measured twice.
         equal = (cap for cap, plan in plans.items() if plan.has_buckets_of(start))
         plans[next(equal, cap_mb)] = start
@@ -255,9 +269,9 @@ class BayesianSearch:
     """A `PlanSearch` over caps. Deterministic: equal measurements lead to equal suggestions.
 
     Attributes:
-        plans: Cap in MiB -> plan; all plans are distinct.
+        plans: Cap in MiB -> plan; no two plans have the same buckets.
         start: Plan that is measured first; one of `plans`. It is used until a plan is measured.
-        num_trials: Number of plans to measure, `start` included.
+        num_trials: Most plans to measure, `start` included.
         seed: Seed of the Gaussian process's random numbers.
     """
 
@@ -285,8 +299,9 @@ class BayesianSearch:
     def next(self) -> BucketPlan | None:
         """Returns the plan to measure next. None means that the search is over.
 
-        First comes `start`, then the caps at 1/5 and 4/5 of all caps, then what the Gaussian
-        process suggests.
+        First comes `start`. Then come the plans of two caps, at 1/5 and 4/5 of the list of all
+        caps. All further plans are those that the Gaussian process suggests. No plan is returned
+        again once `tell` was called with it.
         """
         left = sorted(set(self.plans) - {cap_mb for _, cap_mb, _ in self._measured})
         if not self._measured:
@@ -294,7 +309,7 @@ class BayesianSearch:
         if len(self._measured) >= self.num_trials or not left:
             return None
         if len(self._measured) < 3:
-            # Far apart, so that the Gaussian process sees the whole range.
+            # These two caps are far apart, so that the Gaussian process knows the whole range.
             caps = sorted(self.plans)
             number = (len(caps) - 1) * (0.2 if len(self._measured) == 1 else 0.8)
             cap_mb = min(left, key=lambda cap: (abs(caps.index(cap) - number), cap))
@@ -303,7 +318,15 @@ class BayesianSearch:
         return self.plans[cap_mb]
 
     def tell(self, plan: BucketPlan, step_s: float) -> None:
-        """Notes a measurement."""
+        """Stores a measurement of one of `plans`.
+
+        Args:
+            plan: Plan with which steps were trained.
+            step_s: Seconds of a step of the slowest rank.
+
+        Raises:
+            StopIteration: If none of `plans` has the buckets of `plan`.
+        """
         cap_mb = next(cap for cap, other in self.plans.items() if plan.has_buckets_of(other))
         self._measured.append((step_s, cap_mb, plan))
 
@@ -313,7 +336,7 @@ class BayesianSearch:
         Improvements are measured in standard deviations of the measured times, so that they do not
         depend on the length of a step.
         """
-        # Imported here, since the import takes a second that only this planner should cost.
+        # Imported here, since the import takes a second, which other planners do not need.
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.gaussian_process import GaussianProcessRegressor
         from sklearn.gaussian_process.kernels import Matern, WhiteKernel
@@ -322,7 +345,8 @@ class BayesianSearch:
         noise = WhiteKernel(noise_level=1e-2, noise_level_bounds=(1e-4, 0.3))
         process = GaussianProcessRegressor(smooth + noise, random_state=self.seed)
         steps_s = [step_s for step_s, _, _ in self._measured]
-        # If all steps took equally long, the deviation is 0 and cannot be divided by.
+        # If all steps took equally long, the deviation is 0, and it is replaced by 1 for the
+        # division below.
         scale_s = pstdev(steps_s) or 1.0
         targets = [(step_s - mean(steps_s)) / scale_s for step_s in steps_s]
         # With few points the fitted length scale may lie at its bound, which is harmless.
@@ -338,7 +362,7 @@ class BayesianSearch:
 
 
 def _expected_improvement(gain: float, deviation: float) -> float:
-    """Returns the mean of max(0, x) for a normally distributed x.
+    """Returns the expectation of max(0, x) for a normally distributed x.
 
     Args:
         gain: Mean of x.
@@ -350,4 +374,5 @@ def _expected_improvement(gain: float, deviation: float) -> float:
 
 
 def _column(caps: Sequence[float]) -> list[list[float]]:
+    """Returns log2 of each cap, as the one-column matrix that scikit-learn takes."""
     return [[math.log2(cap_mb)] for cap_mb in caps]

@@ -34,8 +34,8 @@ from lightning_dear.telemetry.statistics import StepStatistics
 from lightning_dear.telemetry.timeline import Timeline
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-"""Default of `timeout`. If a rank hangs, the others wait this long in a collective. Lightning's
-default is 30 minutes."""
+"""Default of `timeout`. If a rank hangs, the others wait this long in a collective and then raise.
+Lightning's default is 30 minutes."""
 
 NO_TIMEOUT = timedelta(minutes=30)
 """Timeout of collectives if `timeout` is None: torch's default."""
@@ -52,7 +52,7 @@ class PipelineStrategy(ABC):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers "dear", "dear_spawn", "dear_fork" and "dear_notebook"."""
+        """Registers the names "dear", "dear_spawn", "dear_fork" and "dear_notebook"."""
         register(strategy_registry, cls)
 
     def _take_options(self, given: Mapping[str, Any]) -> None:
@@ -92,8 +92,10 @@ class PipelineStrategy(ABC):
     def _begin_attempt(self) -> None:
         """Under torchrun, creates the default process group with store keys that are new.
 
-        Collective. Blocks. Earlier restarts have left keys in the store, with addresses of dead
-        ranks. Must run before Lightning's setup, which then uses the group that is there.
+        Collective and blocks under torchrun, see `attempt_store`. Otherwise does nothing. Earlier
+        restarts have left keys in torchrun's store, with addresses of dead ranks, which would be
+        found under the usual keys. Must run before Lightning's setup, which uses a group that is
+        there.
         """
         host: Any = self
         environment, device = host.cluster_environment, host.root_device
@@ -108,7 +110,8 @@ class PipelineStrategy(ABC):
     def _new_collectives(self) -> Collectives:
         """Returns collectives that fit the options. Collective. Blocks."""
         host: Any = self
-        # With two hops a rank sends rows to few ranks, so it need not connect to all of them now.
+        # With two hops a rank sends rows to few other ranks, so it need not open connections to all
+        # ranks now.
         has_two = self._hops == 2 and self._options.encodes_row_by_row
         sends_rows = self._options.compressor is not None and not has_two
         node = host.node_rank, host.local_rank
@@ -126,8 +129,8 @@ class PipelineStrategy(ABC):
     ) -> Pipeline:
         """Returns a pipeline with this strategy's options. Collective. Blocks.
 
-        Rank 0 tells the user if an option that was left out has cost memory or traffic. The
-        arguments are those of `Pipeline`.
+        Rank 0 tells the user if the choice of what is gathered costs memory, and how much is sent
+        between hosts with several ranks. The arguments are those of `Pipeline`.
         """
         refusals.say_what_is_gathered(self._gather, self._options)
         pipeline = Pipeline(
@@ -154,7 +157,7 @@ class PipelineStrategy(ABC):
     @property
     @abstractmethod
     def _pipelines(self) -> Sequence[Pipeline]:
-        """The pipelines that are training now, one for each module."""
+        """One pipeline for each module. A Trainer's strategy keeps the last fit's after the fit."""
 
     def complete_parameters(self, reason: str = "read") -> None:
         """Blocks until all parameters have the values of the last step. Local. Idempotent.
@@ -171,9 +174,10 @@ class PipelineStrategy(ABC):
     def sync_replicas(self) -> None:
         """Makes the parameters of all ranks equal to their owners' values. Collective. Blocks.
 
-        Only needed with a compressor that encodes differences of parameters: then replicas lag
-        behind their owners. Otherwise nothing changes. Values that the user has written to weights
-        since the last step are kept. Call it between an optimizer step and the next forward.
+        Only needed with a compressor that encodes differences of parameters: replicas lag behind
+        the owners' values by what encoding has left out. Otherwise no value changes. Values that
+        the user has written to weights since the last step are kept. Call it between an optimizer
+        step and the next forward.
 
         Raises:
             RuntimeError: If an earlier error has left the optimizer's state half stepped, or half
@@ -187,22 +191,25 @@ class PipelineStrategy(ABC):
 
     @property
     def _present(self) -> Pipeline | None:
-        """The first pipeline. None means that nothing is being trained."""
+        """The first pipeline. None means that there is none yet."""
         return next(iter(self._pipelines), None)
 
     @property
     def plan(self) -> BucketPlan | None:
-        """The first optimizer's plan. None before its first step of a fit, and outside a fit."""
+        """The first optimizer's plan. None until the first step of a fit has begun.
+
+        After a fit it is the plan of that fit. Under Fabric it raises if nothing is being trained.
+        """
         return None if self._present is None else self._present.parts[0].plan
 
     def save_plan(self, path: str | Path) -> None:
         """Writes the first optimizer's plan to a JSON file, for `planning.FixedPlan(path)`.
 
         Local. All ranks have the same plan, and every rank that calls this writes the file. Call it
-        on one rank of each host.
+        on one rank of each host, since two ranks would write the same file at once.
 
         Raises:
-            RuntimeError: If there is no plan yet.
+            RuntimeError: If there is no plan yet. The first step of a fit makes it.
         """
         if self._present is None or self._present.parts[0].plan is None:
             raise RuntimeError("There is no plan yet. Call save_plan after a fit's first step.")
@@ -218,7 +225,10 @@ class PipelineStrategy(ABC):
 
     @property
     def statistics(self) -> StepStatistics | None:
-        """Times and bytes of the last step, see `Pipeline.statistics`. None outside a fit."""
+        """Times and bytes of the last step, see `Pipeline.statistics`. None before the first step.
+
+        On a GPU waits are timed only after the first read, so that it is None for two more steps.
+        """
         return None if self._present is None else self._present.statistics
 
     @property
@@ -239,20 +249,22 @@ class PipelineStrategy(ABC):
         """Returns the pipeline that trains `optimizer`'s parameters.
 
         Args:
-            optimizer: An optimizer that is being trained. None means the only pipeline.
+            optimizer: An optimizer that is being trained. None means the only pipeline. Under a
+                Trainer there is one pipeline, whatever `optimizer` is.
 
         Raises:
-            RuntimeError: If nothing is being trained.
-            ValueError: If `optimizer` is not being trained, or is None with several pipelines.
+            RuntimeError: If there is no pipeline.
+            ValueError: Under Fabric, if `optimizer` is not being trained, or is None with several
+                pipelines.
         """
 
     def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
         """Returns the norm of the whole mean gradient, from the shards of all ranks.
 
         Collective. Blocks until the gradients are reduced. Call it in `on_before_optimizer_step`,
-        before gradients are clipped, or between the last backward and `step()` if your code calls
-        both. With a GradScaler under Fabric the gradient is still multiplied by the loss scale,
-        until `fabric.clip_gradients` has unscaled it.
+        in which gradients are not clipped yet, or between the last backward and `step()` if your
+        code calls both. With a GradScaler under Fabric the gradient is still multiplied by the loss
+        scale, until `fabric.clip_gradients` has unscaled it.
 
         Args:
             optimizer: Optimizer of the parameters. None means the only optimizer.
@@ -262,10 +274,11 @@ class PipelineStrategy(ABC):
 
     @contextmanager
     def whole_gradients(self, optimizer: Optimizer | None = None) -> Generator[None, None, None]:
-        """A context in which `.grad` holds the mean gradient. The step uses it with all changes.
+        """A context in which `.grad` holds the whole mean gradient of each used parameter.
 
-        Collective. Blocks. For code between backward and step that reads or changes gradients
-        itself. Costs one all-gather.
+        Collective. Blocks at its beginning and end. For code between backward and step that reads
+        or changes gradients itself. The step uses `.grad` as it is at the end of the block. Costs
+        one all-gather of every bucket.
 
         Args:
             optimizer: Optimizer of the parameters. None means the only optimizer.

@@ -28,21 +28,22 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     If the process is killed meanwhile, an earlier checkpoint of that name is still complete.
     Lightning's own plug-in writes to the system's temporary folder and moves the file. Between two
     file systems a move is a copy, and a killed copy leaves half a file. Paths that are not local
-    are written by Lightning's plug-in.
+    are written by Lightning's plug-in, not atomically.
     """
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Writes `checkpoint` to `path`. Blocks until it is on the disk.
+        """Writes `checkpoint` to `path`. Local. Blocks until it is on the disk.
 
         A killed process leaves a file `.writing-...` behind, which the next save to the same path
         removes.
 
         Raises:
             TypeError: If `storage_options` are given, which this plug-in does not support.
-            OSError: If writing fails, with the system's reason. The temporary file is removed.
+            OSError: If writing fails, with the system's reason. The temporary file is removed, and
+                an earlier file `path` is kept.
         """
         if storage_options is None and isinstance(get_filesystem(path), LocalFileSystem):
             write(checkpoint, Path(LocalFileSystem._strip_protocol(str(path))))
@@ -68,13 +69,13 @@ def checked(
         path: File or folder. It is named in error messages.
         check_digests: Whether to compare local files with the digests in them.
         weights_only: For a folder, the argument of `folder.load`.
-        is_trainers: Whether to refuse a checkpoint that no Trainer has written.
+        is_trainers: Whether to refuse a checkpoint without "state_dict", which no Trainer wrote.
 
     Raises:
-        ValueError: If the checkpoint is damaged or no checkpoint, or a later version of this
-            package wrote it. If reading failed on other ranks only, with the message of the first
-            of them.
-        Exception: Any other exception that `load` raised on this rank.
+        ValueError: If the checkpoint is damaged or no checkpoint, or has another format number. If
+            reading failed on other ranks only, with the message of the first of them.
+        Exception: What else `folder.load` or `files.read` raised on this rank, for instance
+            FileNotFoundError.
     """
     wrong: Exception | None = None
     try:

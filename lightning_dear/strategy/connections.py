@@ -51,10 +51,14 @@ _ASKS = is_inside(pl.__version__, "2.6", "1000")  # type: ignore[attr-defined]
 def append_callbacks(
     trainer: pl.Trainer, planner: FusionPlanner, schedule: CompressionSchedule | None
 ) -> None:
-    """Adds the callbacks that the options need to the trainer of a fit, unless it has them.
+    """Adds the callbacks that the options need to the trainer, unless it has them.
+
+    The environment variable LIGHTNING_DEAR_TIMELINE=FOLDER asks for a `TimelineCallback`. It is
+    ignored, and rank 0 warns, if the trainer has such a callback for another folder. Outside of
+    `Trainer.fit` nothing is added.
 
     Args:
-        trainer: Its list of callbacks is mutated.
+        trainer: The trainer. Its list of callbacks is mutated.
         planner: Planner of the strategy. A `SearchingPlanner` needs a `FusionTuner`.
         schedule: Compression schedule of the strategy. None means no schedule.
     """
@@ -77,8 +81,8 @@ def append_callbacks(
 def connect_precision(precision: Precision, pipeline: Pipeline) -> None:
     """Makes `precision` clip and unscale the shards' gradients, until `disconnect_precision`.
 
-    Replaces the methods that `clip_gradients`, `configure_gradient_clipping` and
-    `gradient_clip_val` all end in.
+    Lightning's `clip_gradients`, `configure_gradient_clipping` and `gradient_clip_val` all call the
+    methods that are replaced. Clipping becomes collective.
 
     Args:
         precision: Plug-in of the trainer. Mutated.
@@ -100,11 +104,12 @@ def connect_scaler(
     pipeline: Pipeline,
     part_of: Callable[[Optimizer], OptimizerPipeline | None],
 ) -> None:
-    """Makes a GradScaler unscale the shards' gradients, and tells `pipeline` its loss scale.
+    """Makes a GradScaler unscale the shards' gradients, and lets `pipeline` read its loss scale.
 
     Args:
-        precision: Plug-in that may have a GradScaler. Without one nothing is done.
-        pipeline: Pipeline that is told the loss scale.
+        precision: Plug-in that may have a GradScaler, which is mutated. Without one nothing is
+            done.
+        pipeline: Pipeline that gets a function which returns the loss scale.
         part_of: Returns the `OptimizerPipeline` of an optimizer. None means that the optimizer is
             stepped by torch alone, so that its gradients are unscaled as usual.
     """
@@ -131,7 +136,7 @@ def loss_scale(scaler: Any, device: torch.device) -> Tensor:
 
 
 def disconnect_precision(precision: Precision) -> None:
-    """Undoes `connect_precision`."""
+    """Undoes `connect_precision`. Idempotent."""
     for name in ("clip_grad_by_norm", "clip_grad_by_value"):
         vars(precision).pop(name, None)
     scaler = getattr(precision, "scaler", None)
@@ -147,10 +152,11 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 _CTRL_C = 128
-"""Is added to the number of a wish to stop that came from Ctrl-C."""
+"""Added to a wish to stop that came from Ctrl-C and not from SIGTERM, see `StopRequest`."""
 
 _MAX_RANK = _CTRL_C - 2
-"""Stands in a wish for this rank and all larger ranks, which are not named."""
+"""Largest rank in a wish to stop, which must fit into a byte. It stands for itself and for all
+larger ranks. Messages then name no rank."""
 
 
 class StopRequest:
@@ -159,11 +165,12 @@ class StopRequest:
     A rank's wish to stop is a number: 1 + its rank for SIGTERM, and 128 more for Ctrl-C. 0 means no
     wish. All ranks take the maximum, so that they stop for the same reason.
 
-    In training the wishes travel with the flags of each round. If the last batch made no step, all
-    ranks exchange their wishes before the next batch, in place of Lightning's own broadcast.
-    Outside of training, such as in validation, a wish is written on the `FailureBoard`, which every
-    rank reads twice a second. A rank that has heard a wish raises Lightning's `SIGTERMException` at
-    the end of the batch.
+    In training the wishes travel with the flags that end each round of reduce-scatters. If there
+    was no round since the last batch, all ranks send each other their wishes before the next batch,
+    in place of the broadcast of Lightning 2.6 and later. A wish is also written on the
+    `FailureBoard`, which every rank reads twice a second. What is read there counts only outside of
+    training, such as in validation. A rank that has received a wish raises Lightning's
+    `SIGTERMException` at the end of the batch, or before the next one.
 
     A second Ctrl-C ends the process at once. A Ctrl-C outside of training raises KeyboardInterrupt
     on this rank only.
@@ -172,11 +179,11 @@ class StopRequest:
         trainer: The trainer. Mutated until `disconnect`: its signal handlers, and the method by
             which its training loop asks all ranks for signals.
         board: The board of this run.
-        before: The `StopRequest` of the run before. A wish that came too late for that run counts
-            for this one. None means no earlier run.
+        before: The `StopRequest` of the run before. A wish for which that run did not stop any more
+            counts for this one. None means no earlier run.
 
     Attributes:
-        heard: The wish for which all ranks stop. 0 means that there is none.
+        heard: The wish for which all ranks stop. 0 means that this rank has received none.
     """
 
     def __init__(self, trainer: Any, board: FailureBoard, before: StopRequest | None) -> None:
@@ -190,13 +197,14 @@ class StopRequest:
 
     @property
     def asked(self) -> int:
-        """This rank's wish: what a signal asked of it, or what it has read on the board."""
+        """The wish that a signal to this rank made, or that it has read on the board. 0 if none."""
         return self._board.asked
 
     def take_ctrl_c(self) -> None:
-        """Handles Ctrl-C from now on, unless the user has a handler of SIGINT.
+        """Makes Ctrl-C a wish to stop from now on, unless the user has a handler of SIGINT.
 
-        Lightning puts the earlier handler back at the end of the fit.
+        Does nothing outside of the main thread. Lightning puts the earlier handler back at the end
+        of the fit.
         """
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -212,7 +220,11 @@ class StopRequest:
         self._board.asked = max(self.asked, 1 + rank + _CTRL_C * is_ctrl_c)
 
     def ask_through(self, training: Training) -> None:
-        """Sends the wish with each round of `training`, and replaces Lightning's own broadcast."""
+        """Sends the wish with each round of `training`, and replaces Lightning's own broadcast.
+
+        The replacement is collective if `training` had no round since the last batch. It raises
+        `SIGTERMException` if any rank wishes to stop, and RuntimeError if ranks do not answer.
+        """
         signal, collectives = training.signal, training.collectives
         signal.ask, signal.on_heard = lambda: self.asked, self._hear
 
@@ -236,9 +248,9 @@ class StopRequest:
             private_names.STOP_QUESTION.replace_in(self.trainer.fit_loop.epoch_loop, answer)
 
     def tell(self, asked: int) -> None:
-        """Takes a wish that was read on the board, if this rank is not training.
+        """Receives a wish that was read on the board. In training it does nothing.
 
-        In training this is left to the flags, by which all ranks hear the wish in the same step.
+        In training the flags of a round bring the wish, to all ranks in the same step.
 
         Args:
             asked: The wish.
@@ -257,10 +269,11 @@ class StopRequest:
         return f"{f'Rank {rank}' if rank < _MAX_RANK else 'A rank'} was asked to stop ({how})"
 
     def end_by(self, exception: BaseException) -> str:
-        """Returns which rank was asked to stop, if `exception` is the end that it has asked for.
+        """Returns a sentence that says which rank was asked to stop, if `exception` is for that.
 
-        Empty means that the run ends for another reason. Sets the exit code of `exception`, which
-        is 1 after Ctrl-C.
+        Empty means that the run ends for another reason: no wish was received, or `exception` is no
+        `SIGTERMException`. Otherwise the exit code of `exception` is set, to 1 after Ctrl-C and to
+        None, which means 0, after SIGTERM.
         """
         if not (self.heard and isinstance(exception, SIGTERMException)):
             return ""
@@ -268,9 +281,10 @@ class StopRequest:
         return str(self)
 
     def disconnect(self) -> None:
-        """Undoes the changes to the trainer. After a fit, notes on the board that this rank ended.
+        """Undoes the changes to the trainer.
 
-        Another rank that waits for more steps of this rank finds the note and quotes it.
+        After a fit that has not failed, writes on the board that this rank has ended, and after how
+        many steps. Another rank that waits for more steps of this rank reads that and quotes it.
         """
         private_names.STOP_HANDLER.restore_in(private_names.SIGNAL_CONNECTOR.of(self.trainer))
         private_names.STOP_QUESTION.restore_in(self.trainer.fit_loop.epoch_loop)

@@ -50,21 +50,23 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     Gradients are reduce-scattered during backward. The optimizer steps this rank's 1/world_size of
     every bucket. The new parameters are all-gathered during the next forward (DeAR, arXiv
-    2302.12445, with parameters gathered instead of gradients). The weights are those of
-    `strategy="ddp"`.
+    2302.12445, with parameters gathered instead of gradients). Except for rounding, the weights are
+    those of `strategy="ddp"`, unless there is a compressor or parameters have 16 bits.
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io: As in `DDPStrategy`.
         precision_plugin: Plug-in of `Trainer(precision=)`: 32, 16 or bf16 (mixed or true), or 64
             bits. 16-bit parameters are stepped as fp32 masters, unlike under DDP.
         compressor: Compressor of gradients: a name ("bf16", "int8", "topk", ...) or an instance
-            from `lightning_dear.compression`, see docs/compressors.md. "none" or None means none.
+            from `lightning_dear.compression`, see docs/compressors.md. "none" or None means that
+            nothing is compressed.
         compression_schedule: Changes the compressor by step or by parameter. None means no change.
         fusion: Planner of buckets: "threshold", "none" (a bucket per tensor), "single" (one
             bucket); "mgwfbp", "bayesian", "mergecomp", "mergecomp_heuristic" or "auto", which plan
             from measurements; or an instance from `lightning_dear.planning`. With a compressor,
             "mgwfbp" and "auto" cannot be used.
-        bucket_cap_mb: Largest bucket in MiB, with `fusion="threshold"`. None means its default.
+        bucket_cap_mb: Largest bucket in MiB, with `fusion="threshold"`. None means a size that
+            depends on the world size.
         gather: What is all-gathered: "parameters", or "gradients" for optimizers that need whole
             tensors (Adafactor, Muon, LARS). With "gradients" every rank steps all parameters, each
             bucket when forward reads it, and has the whole optimizer state. None means parameters,
@@ -88,11 +90,11 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             share the file system. Files and folders can be loaded either way, at any world size.
             `python -m lightning_dear.checkpoint.folder FOLDER FILE` converts a folder to a file.
         check_digests: Whether to check that a loaded checkpoint has the bytes that were written.
-            Each rank then reads it twice. Files that are not local are not checked.
+            Each rank then reads a file twice. Files that are not local are not checked.
         find_unused_parameters: Has no effect. Unused parameters always work.
         process_group_backend: "gloo" or "nccl". None means the usual one of the device.
         timeout: Longest wait in a collective, after which the rank raises. None means 30 minutes.
-        start_method: "popen", "spawn", "fork" or "forkserver".
+        start_method: How ranks are started: "popen" runs the script again, others as in torch.
         **ddp_options: Other options of `DDPStrategy`, all of which are refused by name.
 
     Raises:
@@ -127,7 +129,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         **ddp_options: Any,
     ) -> None:
         given = refusals.checked_options(DearStrategy.__init__, locals())
-        # Before the first run, a watch that does nothing.
+        # Until the first run a watch of one rank, which does nothing.
         self._failures = FailureWatch(FailureBoard(), timeout or NO_TIMEOUT)
         self._stop: StopRequest | None = None
         self._is_sync_blocked = False
@@ -161,7 +163,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        """Does what Lightning does, and begins a new `FailureBoard`. Collective. Blocks."""
+        """Does what Lightning does, and begins a run's `FailureBoard`. Collective. Blocks."""
         super().setup_environment()
         self._failures.close()
         board = FailureBoard(self.broadcast(uuid4().hex), self.global_rank, self.world_size)
@@ -199,7 +201,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         pipeline = self._new_pipeline(self.model, self.optimizers, collectives)
         for part in pipeline.parts:
             part.inherit(before)
-        # Kept only now: if an earlier line raises, the next fit inherits state from the old one.
+        # Assigned only now: if a line above raises, the next fit inherits the old pipeline's state.
         self._pipeline = pipeline
         self._failures.on_failed = collectives.abort
         # Half the timeout, so that ranks that wait in a collective can still be told the reason.
@@ -214,11 +216,11 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             self._stop.ask_through(pipeline.training)
 
     def _connect(self, trainer: pl.Trainer) -> None:
-        """Connects the trainer's optimizer wrappers and precision plug-in to the pipeline."""
+        """Connects the trainer's optimizer wrappers and precision plug-in. Collective. Blocks."""
         assert self._pipeline is not None
         self._connected = self._lightning_optimizers
         for wrapper in self._connected:
-            # The wrapper inherits torch's `zero_grad`, and would not call the pipeline's.
+            # Otherwise the wrapper's own `zero_grad`, torch's, would not call the pipeline's.
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
         connections.connect_precision(self.precision_plugin, self._pipeline)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -227,7 +229,10 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._pipeline.refuse_early(refusals.why_not_early(trainer, self.optimizers, readers))
 
     def _check_optimizers(self) -> None:
-        """Raises if the trainer has other optimizers than those with which the fit began."""
+        """Raises if the trainer has other optimizers than at the beginning of the fit.
+
+        If only Lightning's wrappers of them are new, connects these.
+        """
         # Assigning `trainer.optimizers` makes new wrappers, as the learning rate finder does.
         if self._pipeline is None or self._lightning_optimizers is self._connected:
             return
@@ -241,7 +246,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._connect(self.lightning_module.trainer)
 
     def _insert_guard(self, trainer: pl.Trainer) -> None:
-        """Puts a `CompletionGuard` in front of all other callbacks of the trainer."""
+        """Puts a new `CompletionGuard` before all other callbacks, in place of an earlier one."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [one for one in callbacks if not isinstance(one, CompletionGuard)]
         readers = gradient_readers((*callbacks, trainer.lightning_module))
@@ -253,7 +258,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @property
     def _shows_gradients(self) -> bool:
-        """Whether hooks get mean gradients in `.grad` that would otherwise not be there."""
+        """Whether means are gathered for hooks: if the user wants it, and buckets are used."""
         uses_buckets = self.pipeline_of().training.uses_buckets
         return uses_buckets and self._gradients_in_hooks
 
@@ -346,7 +351,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         Args:
             optimizer: One of the trainer's optimizers.
             on_all_ranks: Whether every rank gets whole tensors. Otherwise only rank 0, which writes
-                files, does. For a folder no rank does. Stand-ins are in place of other tensors.
+                files, does. With `save_distributed_checkpoint` no rank does, in either case. Ranks
+                that do not get whole tensors get stand-ins without data.
         """
         optimizer = unwrapped(optimizer)
         if self._pipeline is None or optimizer not in self._pipeline.optimizers:
@@ -365,7 +371,9 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Writes `checkpoint` with the format number. Collective. Blocks.
+        """Writes `checkpoint` with the format number: a file on rank 0, or a folder on all ranks.
+
+        Collective. Blocks.
 
         Raises:
             TypeError: If `storage_options` are given for a folder.
@@ -381,7 +389,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
                 "save_distributed_checkpoint=True writes through the file system and knows no"
                 " storage_options. Leave out one of them."
             )
-        # A name may hold a time of day, which differs between ranks.
+        # Rank 0's name is used, because a name may hold a time of day, which differs by rank.
         folder.save(self.broadcast(filepath), checkpoint)
 
     @override
@@ -413,7 +421,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Reports the failure, unless the `CompletionGuard` has, and abandons the pipeline."""
+        """Reports the failure, unless `CompletionGuard` has. Restores the optimizers' groups."""
         self.report_failure(exception)
         if self._pipeline is not None:
             self._pipeline.abandon()
@@ -421,8 +429,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def report_failure(self, exception: BaseException) -> None:
         """Reports `exception` to the other ranks, or logs which rank has caused it.
 
-        Blocks for at most a few seconds. Only the first call in a run acts. `CompletionGuard` calls
-        this before other callbacks see the exception.
+        Blocks for at most a few seconds. Only the first call in a run reports. `CompletionGuard`
+        calls this before other callbacks see the exception.
         """
         if isinstance(self.launcher, JobLauncher):
             self.launcher.has_heard_signal.set()
@@ -433,7 +441,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """Waits for all ranks. After a failure only for a limited time, and never raises then."""
+        """Waits for all ranks. After a failure at most some seconds; then it logs a warning."""
         if not self._failures.board.has_failed:
             return super().barrier(name)
         try:
@@ -477,7 +485,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @contextmanager
     def last_backward(self, *optimizers: Optimizer) -> Generator[None, None, None]:
-        """A context for the last backward before `step()`, in manual optimization.
+        """A context for the last backward before `step()`. For manual optimization only.
 
         Gradients of that backward are sent while it runs. Without this context they are sent in
         `step()`, since more backwards might follow.

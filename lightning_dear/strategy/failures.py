@@ -4,8 +4,8 @@ A rank whose peer has failed sees only a closed connection or a timeout. So a ra
 reason of its own writes the reason on a board: keys in the store of the default process group. The
 other ranks read it there before they end. `FailureWatch` reads the board during a run.
 
-Nothing in this file raises because the store is gone. Every wait has the time limit that is
-documented with it.
+If the store is gone, only `agree` raises. All other functions go on without an answer. Every wait
+has the time limit that is documented with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EXCEPTION_GRACE_S = 10.0
-"""Seconds within which all ranks must agree to write a checkpoint after a failure."""
+"""Seconds that a rank waits in `FailureBoard.agree` for the others, unless told otherwise."""
 
 REPORT_WAIT_S = 1.0
 """Seconds that a failing rank waits for other ranks' reports, or until they have read its own.
@@ -43,12 +43,12 @@ WATCH_POLL_S = 0.5
 """Seconds between two reads of the board. Each read sends one small message to the store."""
 
 RAISING_S = 1.5
-"""Seconds after the timeout at which a rank is ended. Until then a rank that waits in a collective
-raises by itself, and its error says more."""
+"""Seconds, plus the timeout of collectives, from reading of a failure until this rank is ended.
+Until then a rank that waits in a collective raises by itself, and its error says more."""
 
 ABORT_S = 2.0
-"""Seconds after a failure was read on the board at which collectives are aborted. Until then a rank
-that notices the failure by itself ends, and its error says more."""
+"""Seconds from reading a failure on the board until this rank's collectives are aborted. Until then
+a rank that notices the failure by itself ends, and its error says more."""
 
 POLL_S = 0.05
 
@@ -61,7 +61,7 @@ _CONSEQUENCE = re.compile(
     r"|monitoredBarrier|remote process exited|communicator was aborted|collective operation timeout"
     r"|NCCL operations have failed or timed out"
 )
-"""Matches errors of gloo, NCCL and the store on a rank whose peer is gone or late."""
+"""Matches errors of gloo, NCCL and the store on a rank whose peer is gone or came too late."""
 
 _CLOSED_BY = re.compile(r"connection closed by rank (\d+)")
 """Matches errors of this package's collectives that name the peer that is gone."""
@@ -81,15 +81,15 @@ class Failure:
 
 
 def describe(exception: BaseException) -> str:
-    """Returns the exception's type and message, like the last line of a traceback."""
+    """Returns the exception's type, and its message, of which at most 2000 characters."""
     text = str(exception)[:_MAX_MESSAGE_CHARS]
     return f"{type(exception).__name__}: {text}" if text else type(exception).__name__
 
 
 def is_consequence(exception: BaseException) -> bool:
-    """Tells whether the exception was caused only by a peer that is gone or late.
+    """Tells whether the exception was caused only by a peer that is gone or timed out.
 
-    The first exception of its chain decides.
+    The first exception of its chain decides, by its class (RuntimeError) and its message.
     """
     root = exception
     while (before := root.__cause__ if root.__suppress_context__ else root.__context__) is not None:
@@ -100,7 +100,7 @@ def is_consequence(exception: BaseException) -> bool:
 class FailureBoard:
     """Shares failures and wishes to stop between the ranks of one run, through keys in the store.
 
-    Does nothing with one rank.
+    With one rank nothing is written, read or waited for.
 
     Args:
         attempt: Name of the run, equal on all ranks and not used before in this store. It keeps a
@@ -109,8 +109,8 @@ class FailureBoard:
         world_size: Number of ranks.
 
     Attributes:
-        has_failed: Whether this rank has failed in this run.
-        seen: The first failure. None means that this rank knows of no failure.
+        has_failed: Whether an exception has ended this rank's run, also that of a wish to stop.
+        seen: The first failure with a cause of its own. None means that this rank knows of none.
         asked: The largest wish to stop that this rank knows, as in `StopRequest`. 0 means no wish.
     """
 
@@ -130,7 +130,8 @@ class FailureBoard:
     def handle(self, exception: BaseException) -> None:
         """Reports this rank's failure and, if another rank caused it, logs which one.
 
-        Blocks for at most about `2 * REPORT_WAIT_S`. Only the first call in a run acts.
+        Blocks for at most about `2 * REPORT_WAIT_S`, and longer if the store does not answer. Only
+        the first call in a run acts.
         """
         has_failed, self.has_failed = self.has_failed, True
         if has_failed or self.world_size == 1:
@@ -145,7 +146,7 @@ class FailureBoard:
             time.sleep(WATCH_POLL_S * is_suspicion)
 
     def report(self, rank: int, exception: BaseException) -> None:
-        """Writes a failure on the board, which keeps the first one with a cause of its own."""
+        """Writes a failure on the board, which keeps the first one not caused by another rank."""
         message = self._own = describe(exception)
 
         def write(store: Any) -> bool:
@@ -160,7 +161,7 @@ class FailureBoard:
         self._ask(write)
 
     def leave(self, how: str) -> None:
-        """Notes on the board why this rank has ended without failing, for ranks that still wait.
+        """Writes on the board why this rank has ended without failing, for ranks that still wait.
 
         Args:
             how: Rest of a sentence that begins with "Rank" and the number of this rank.
@@ -181,8 +182,8 @@ class FailureBoard:
     def read(self, store: Any) -> bool:
         """Reads the first failure from `store` into `seen`. Returns whether there is one.
 
-        Also keeps the guess of a rank that has noticed a silent end before this rank: if that rank
-        is rank 0, the store ends with it.
+        Also keeps the sentence that another rank has written about a rank that ended without a
+        report: it could not be read later, should the store end with rank 0.
         """
         if store.check([self._key("suspicion")]):
             self._suspected = _in_one_line(store.get(self._key("suspicion")))
@@ -192,9 +193,10 @@ class FailureBoard:
         return self.seen is not None
 
     def notice(self, store: Any) -> bool:
-        """Reads the board. Returns whether a rank has failed, after noting that this rank lives.
+        """Reads the board. Returns whether a rank has reported a failure.
 
-        Also writes this rank's wish to stop on the board, or reads another rank's.
+        If one has, also writes on the board that this rank lives. If this rank has a wish to stop,
+        writes it on the board. Otherwise reads another rank's wish into `asked`.
         """
         if self.asked:
             self._post(store, "stop", str(self.asked))
@@ -212,8 +214,8 @@ class FailureBoard:
     def blame(self, exception: BaseException) -> str | None:
         """Finds out which rank failed first, if `exception` is only a consequence of that.
 
-        Waits at most `REPORT_WAIT_S` for that rank's report. Logs a sentence about it as an error,
-        and adds it to the exception as a note (Python >= 3.11).
+        Waits at most `REPORT_WAIT_S` for that rank's report; without one the sentence is a guess.
+        Logs the sentence as an error, and adds it to the exception as a note (Python >= 3.11).
 
         Returns:
             The sentence. None means that `exception` is no consequence of another rank's failure.
@@ -231,7 +233,7 @@ class FailureBoard:
     def agree(self, name: str, state: str = "", timeout_s: float = EXCEPTION_GRACE_S) -> None:
         """Returns once all ranks have called it with the same `state`. Collective. Blocks.
 
-        Either all ranks return or all raise.
+        Either all ranks return or all raise, unless the store ends meanwhile: then a rank raises.
 
         Args:
             name: What the ranks want to do, a verb phrase that follows "Cannot" in the error.
@@ -239,7 +241,7 @@ class FailureBoard:
             timeout_s: Seconds to wait for the other ranks.
 
         Raises:
-            RuntimeError: If ranks do not come in time, or have another `state`.
+            RuntimeError: If ranks do not come in time or differ in `state`, or the store is gone.
         """
         if self.world_size == 1:
             return
@@ -264,7 +266,7 @@ class FailureBoard:
         return "/".join(["lightning_dear", self._attempt, *map(str, parts)])
 
     def _ask(self, question: Callable[[Any], T], timeout_s: float = STORE_WAIT_S) -> T | None:
-        """Returns `question(store)`. None if the store is gone or too slow, or if it raises."""
+        """Returns `question(store)`, or None if it is slow or raises: the store counts as gone."""
         store = None if self.world_size == 1 or self._is_store_gone else default_store()
         if store is None:
             return None
@@ -311,7 +313,7 @@ class FailureBoard:
         Args:
             failed: Rank -> its failure, of ranks that have reported one.
             left: Rank -> why it has ended without failing.
-            alive: Rank -> "1", of ranks that have noticed the failure and still live.
+            alive: Rank -> "1", of ranks that lived when they noticed that a rank had failed.
         """
         silent = [rank for rank in range(self.world_size) if rank not in failed]
         mute = self._mute = {rank for rank in silent if rank not in alive}
@@ -320,7 +322,7 @@ class FailureBoard:
         # times out closes them, too, but it reports a failure.
         closed = {int(rank) for rank in _CLOSED_BY.findall(reports)}
         dead = mute & closed if closed or _IS_LATE.search(reports) else mute
-        # If all ranks have ended, the failure came afterwards, and these notes do not explain it.
+        # If all ranks have ended, the failure came afterwards, and `left` does not explain it.
         ended = [*left.values()] if len(left) < self.world_size else []
         if dead:
             return (
@@ -383,7 +385,7 @@ _latest: FailureBoard | None = None
 
 
 def first_failure() -> Failure | None:
-    """Returns the first failure of this process's latest run. None if this rank knows of none."""
+    """Returns the first failure of this process's latest run. None if it has read of none."""
     return None if _latest is None else _latest.seen
 
 
@@ -409,8 +411,8 @@ class FailureWatch:
 
     Attributes:
         board: Same as the argument.
-        on_failed: Called once, in a thread of its own, if this rank still trains `ABORT_S` after
-            it has read a failure of another rank. May block.
+        on_failed: Called once, in a thread of its own, if this rank's run still goes on `ABORT_S`
+            after it has read that a rank has failed. May block.
         on_asked: Called in the reading thread with `FailureBoard.asked`, after each read of the
             board, as long as a rank wishes to stop.
     """
@@ -450,7 +452,7 @@ class FailureWatch:
         self._is_over.set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Makes copies and pickles, which launchers need before a run, watch a run of one rank."""
+        """Makes copies and unpickled objects, needed only before a run, watch nothing."""
         return FailureWatch, (FailureBoard(), timedelta(seconds=self._timeout_s))
 
     def _run(self) -> None:
@@ -463,7 +465,7 @@ class FailureWatch:
         threading.Thread(target=self._end_in_time, daemon=True, name="failure end").start()
         while client is not None and not self._is_over.wait(WATCH_POLL_S):
             try:
-                # Read on after a failure: this keeps its cause, should the store end with rank 0.
+                # Also read after a failure: its cause may be written later than the failure itself.
                 noticed = self.board.notice(client)
                 if not self._has_noticed:
                     self._end_s = time.monotonic() + self._timeout_s + RAISING_S

@@ -49,14 +49,14 @@ POLL_S = 0.2
 """Seconds between two checks of the child processes."""
 
 GRACE_S = 5.0
-"""Seconds that the other ranks have to end by themselves after one rank has failed."""
+"""Seconds from the failure of a rank until other ranks of the host that still run are killed."""
 
 END_S = 60.0
-"""Seconds that the other ranks have to end after rank 0 has ended without failing."""
+"""Seconds for which rank 0, when it has ended without a failure, waits before it kills others."""
 
 BLOCKED_S = 30.0
-"""Seconds after a Ctrl-C or SIGTERM to rank 0 until it ends the other ranks, unless it has begun to
-stop by then. It normally stops at the end of a batch."""
+"""Seconds from a Ctrl-C or SIGTERM to rank 0 until it kills the other ranks, unless it has begun to
+stop itself by then. It normally stops at the end of a batch."""
 
 PARENT_VARIABLE = "LIGHTNING_DEAR_PARENT"
 """Environment variable that tells a child rank the process id of rank 0."""
@@ -68,14 +68,14 @@ _REPLACED = re.compile(
 """Matches overrides of Hydra's own config that a child gets with other values, or not at all."""
 
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""Variables that tell Lightning and torch which ranks were started. They stay after a fit."""
+"""Variables that tell Lightning and torch which ranks were started. `job_end` removes them."""
 
 _launched: list[JobLauncher] = []
-"""Launchers that have started children for the present job."""
+"""Launchers that have started children in the present job, which `job_end` waits for."""
 
 
 def configure_launcher(strategy: Strategy) -> None:
-    """Replaces the launcher of `strategy` by a launcher of this package.
+    """Replaces the launcher of `strategy`. In a Hydra sweep, each job then starts its own ranks.
 
     A launcher that runs the script again is replaced by a `JobLauncher`, or removed if there is
     only one rank. A launcher that spawns or forks is replaced by a `ReportingLauncher`, if the
@@ -101,7 +101,7 @@ def configure_launcher(strategy: Strategy) -> None:
 
 
 def _end_ranks_between_jobs() -> None:
-    """In a Hydra sweep, makes the ranks of each job end before the next job. Otherwise a no-op."""
+    """In a Hydra sweep, lets the ranks of each job end before the next. Otherwise does nothing."""
     hydra = sys.modules.get("hydra.core.hydra_config")
     if hydra is None or not hydra.HydraConfig.initialized():
         return
@@ -129,7 +129,7 @@ def job_end() -> Callable[[], None]:
 
     Lightning leaves environment variables and the process group behind. The next Trainer would take
     them for a sign that another launcher has started the ranks already. Call this before ranks are
-    started, since it notes which variables are not set yet.
+    started, since it stores which variables are not set yet.
 
     Returns:
         Function that waits for the children of the job, ends all process groups, and removes the
@@ -154,7 +154,8 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
 
     Outside of Hydra the children repeat the command line, as with Lightning's own launcher. No
     child outlives local rank 0, here called rank 0: when it ends, the children have `END_S` seconds
-    to end, and after a failure or a kill of rank 0 `GRACE_S` seconds. Then they are ended.
+    to end, and after a failure or a kill of rank 0 `GRACE_S` seconds. Then they are ended. If the
+    cluster environment starts all ranks (torchrun, SLURM), this launcher starts none.
 
     Args:
         cluster_environment: Knows the main address and port, and this host's node rank.
@@ -162,7 +163,7 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
         num_nodes: Number of hosts.
 
     Attributes:
-        has_heard_signal: Event that the strategy sets when this rank's run begins to end.
+        has_heard_signal: Event that is set once this rank's run begins to end, or the launch ends.
     """
 
     def __init__(
@@ -252,7 +253,7 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
     def end_job(self) -> None:
         """Ends the children of a job that is over, while this process goes on. Blocks.
 
-        If a child has failed although rank 0 was done, this process exits with code 1 at its end.
+        If a child has failed but rank 0 has not, this process exits with code 1 at its end.
         """
         atexit.unregister(self._end_children)
         self._end_children(lambda said: atexit.register(self._end_at_once, said))
@@ -260,10 +261,10 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
     def _end_children(self, end: Callable[[str], Any] | None = None) -> None:
         """Waits for the children, and ends this process if one has failed and rank 0 has not.
 
-        Runs at exit, when Python has printed the traceback, and at the end of a job.
+        Kills children that do not end in time. Runs at exit and at the end of a job.
 
         Args:
-            end: Called with the reason in order to end this process. None means at once.
+            end: Called with the reason to end this process. None means that it ends at once.
         """
         is_failing = self._is_failing.is_set()
         codes = end_processes(self.procs, GRACE_S if is_failing else END_S)
@@ -295,7 +296,7 @@ def call_if_unheard(
     thread, or if other code uses `signal.set_wakeup_fd`, as asyncio does.
 
     Args:
-        heard: Event that is set once the signal has taken effect.
+        heard: Event that the caller sets once the signal has taken effect. Set as the block ends.
         after_s: Seconds from the signal until `act` is called, unless `heard` is set by then.
         act: Called once, in a thread of its own.
     """
@@ -334,7 +335,7 @@ def _is_wakeup_taken() -> bool:
 
 
 def print_first_failure() -> None:
-    """Prints to stderr which rank failed first and why, if this rank knows."""
+    """Prints to stderr which rank failed first and why. Prints nothing if that is not known."""
     if (failure := failures.first_failure()) is not None:
         print(failure, file=sys.stderr, flush=True)
 
@@ -354,7 +355,7 @@ def watch_parent() -> None:
 def _end_after(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_S)
-    # Rank 0 was killed: otherwise it would have waited for its children.
+    # Rank 0 was killed: in all other cases it ends only after its children.
     time.sleep(GRACE_S)
     failures.dump_stacks()
     log.error("Rank 0 was killed, and this rank, which has not noticed, is ended.")
@@ -411,7 +412,7 @@ def job_arguments(config: HydraConf, local_rank: int) -> list[str]:
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> list[int]:
-    """Waits for the processes, kills those left after `grace_s` seconds, returns exit codes.
+    """Waits for processes, kills those that still run after `grace_s` seconds; returns exit codes.
 
     Args:
         processes: Child processes of this one.
@@ -493,6 +494,7 @@ def _reporting(
     except BaseException as exception:
         report(exception)
         if failures.is_consequence(exception):
-            # torch shows the error of the rank that ends first, which should be the cause.
+            # torch shows the error of the rank that ends first. So the rank with the cause must end
+            # before this one.
             time.sleep(failures.REPORT_WAIT_S)
         raise

@@ -65,7 +65,8 @@ def checked_options(create: Callable[..., None], given: Mapping[str, Any]) -> di
 
     Raises:
         ValueError: If an option does not apply or is unknown. The message says why, and what may be
-            meant. If a value is no valid name, with a list of the valid names.
+            meant. If a value is no valid name, with a list of the valid names. If a time is not
+            more than 0.
         TypeError: If a value has a wrong type. The message names the option and what it takes.
     """
     own, others = signature(create).parameters, given["ddp_options"]
@@ -114,7 +115,7 @@ def _guess(option: str, own: Iterable[str]) -> str:
 def check_optimizers(
     optimizers: Sequence[Optimizer], precision: fabric_precision.Precision
 ) -> None:
-    """Refuses a training without optimizers, and fused optimizers under a loss scale.
+    """Refuses a training without optimizers, and `fused=True` optimizers with a GradScaler.
 
     Args:
         optimizers: The optimizers that `configure_optimizers` has returned.
@@ -136,7 +137,10 @@ def check_optimizers(
 
 
 def say_what_is_gathered(gather: str | None, options: ExchangeOptions) -> None:
-    """Tells the user that the compressor costs memory, since it makes ranks gather gradients."""
+    """Tells the user on rank 0 that the compressor makes ranks gather gradients, at a memory cost.
+
+    Says nothing if the user has set `gather`, if parameters are gathered, or without a compressor.
+    """
     if gather is None and options.is_of_gradients and options.compressor is not None:
         rank_zero_info(
             f"With compressor={options.compressor.name!r} every rank gets whole gradients instead"
@@ -145,7 +149,11 @@ def say_what_is_gathered(gather: str | None, options: ExchangeOptions) -> None:
 
 
 def say_what_hosts_cost(pipeline: Pipeline) -> None:
-    """Tells or warns the user how much is sent between hosts that have several ranks each."""
+    """Tells or warns the user, on rank 0, how much is sent between hosts with several ranks each.
+
+    Says nothing if there is one host, if a host has one rank, or if every bucket is all-reduced by
+    the options.
+    """
     collectives, options = pipeline.collectives, pipeline.options
     own, num_ranks = collectives.world.fewest_on_a_host, collectives.world.size
     if own == 1 or options.all_reduces:
@@ -177,10 +185,11 @@ _PRECISIONS = {
 
 
 def check_precision(precision: fabric_precision.Precision) -> None:
-    """Refuses precision plug-ins that replace layers or parameters.
+    """Refuses precision plug-ins that may replace layers or parameters.
 
     Raises:
-        ValueError: If `precision` is such a plug-in. The message names the precisions that work.
+        ValueError: If the class of `precision` is none of Lightning's plug-ins for full, double,
+            half and mixed precision. The message names the precisions that work.
     """
     if type(precision) not in _PRECISIONS:
         raise ValueError(
@@ -192,10 +201,10 @@ def check_precision(precision: fabric_precision.Precision) -> None:
 
 
 def check_writer_of_folders(checkpoint_io: CheckpointIO) -> None:
-    """Refuses a plug-in that would write checkpoints, since the strategy writes folders itself.
+    """Refuses a plug-in for writing checkpoints, since the strategy writes folders itself.
 
     Raises:
-        ValueError: If `checkpoint_io` does not write with torch.save.
+        ValueError: If `checkpoint_io` is no `TorchCheckpointIO`, which is the default.
     """
     if not isinstance(checkpoint_io, TorchCheckpointIO):
         raise ValueError(
@@ -206,6 +215,8 @@ def check_writer_of_folders(checkpoint_io: CheckpointIO) -> None:
 
 def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
     """Refuses planners whose measurements or predictions do not fit the exchange options.
+
+    Planners that measure nothing always pass.
 
     Args:
         fusion: Planner of the buckets.
@@ -282,7 +293,9 @@ _STEP_HOOKS = ("optimizer_step", "optimizer_zero_grad", "backward")
 def why_not_early(
     trainer: pl.Trainer, optimizers: Sequence[Optimizer], readers: Mapping[str, Sequence[str]]
 ) -> str | None:
-    """Says why no bucket may be stepped before backward has ended. None means that it may.
+    """Says why no bucket may be stepped before backward has ended. Local.
+
+    None means that what the trainer does is no reason. `Pipeline` may have other reasons.
 
     Args:
         trainer: The trainer.
@@ -303,7 +316,11 @@ def why_not_early(
 
 
 def warn_about_readers(readers: Mapping[str, Sequence[str]]) -> None:
-    """Warns that gradients are gathered for hooks that may read them, with an all-gather a step."""
+    """Warns on rank 0 that gradients are gathered for hooks, at one more all-gather a step.
+
+    Args:
+        readers: Hook -> classes that override it, for the message.
+    """
     hooks = ", ".join(f"{name}.{hook}" for hook, names in readers.items() for name in names)
     rank_zero_warn(
         f"strategy='dear' gathers the mean gradient into .grad for {hooks}, which costs one more"

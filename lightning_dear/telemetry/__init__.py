@@ -1,1 +1,1 @@
-"""Measures what a training step costs, and records what ran when."""
+"""Measures waits, sent bytes and device work of training steps, and records timelines of them."""

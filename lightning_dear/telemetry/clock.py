@@ -1,7 +1,8 @@
 """Clocks that tell when a device reaches a point of the program: the host's, and a CUDA stream's.
 
-A mark is a moment that is noted without making the host wait for the device. It can be converted to
-seconds later.
+A mark stands for the moment at which the device reaches a point of the program. Making a mark does
+not block. A mark is converted to seconds later. A lane is a kind of collective, such as
+"all_gather"; see `timeline.py`.
 """
 
 from __future__ import annotations
@@ -15,42 +16,45 @@ import torch
 from lightning_dear.collectives.background import Background
 
 Record = Callable[[Any, Any], None]
-"""Called with the marks at which something began and ended."""
+"""Function that is called with two marks: the beginning and the end of a collective."""
 
 
 class HostClock:
-    """Clock for the CPU, where work is done when the program reaches it.
+    """Clock for the CPU, where computations are done when the call returns.
 
-    Observed collectives are waited for by a thread for each lane, in the order of their launches. A
-    collective that ends before an earlier one of its lane is recorded as ending with that one.
+    For each lane a thread waits for its observed collectives, in the order of their launches. So if
+    a collective ends before an earlier one of its lane, it is recorded as ending together with the
+    earlier one.
 
     Attributes:
-        is_free: Whether a mark costs no more than reading the host's clock.
+        is_free: Whether a mark costs no more than reading the host's clock. If so, waits of every
+            step are timed, even if `Instruments.statistics` is never read.
     """
 
     def __init__(self) -> None:
         self._threads: dict[str, Background] = {}
 
     mark = staticmethod(time.perf_counter)
-    """Returns a mark: the moment at which the device reaches this point of the program."""
+    """Returns a mark: the present moment."""
     is_free = True
 
     def seconds(self, mark: Any) -> float:
-        """Returns a mark in seconds of `time.perf_counter`; may block until the device is there."""
+        """Returns a mark in seconds of `time.perf_counter`. Does not block."""
         known_s: float = mark
         return known_s
 
     def observe(self, lane: str, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
-        """Has `record` called once a launched collective has ended, without blocking the caller.
+        """Makes a thread wait for a launched collective and then call `record`. Does not block.
 
         Args:
-            lane: Lane of the collective; collectives of a lane are observed one after the other.
-            arrive: Function that waits for the collective.
-            record: Called with the mark of this call and the mark of the collective's end.
+            lane: Lane of the collective; collectives of a lane are waited for one after the other.
+            arrive: Function that waits for the collective; called in the thread.
+            record: Called in the thread with the mark of this call and the mark of the collective's
+                end, also if `arrive` raises.
 
         Returns:
-            Function to call instead of `arrive`: it blocks until the thread has called `arrive`,
-            and raises the exception that `arrive` raised there.
+            Function to call instead of `arrive`. It blocks until the thread has called `arrive` and
+            `record`, and raises the exception that `arrive` raised there.
         """
         start = self.mark()
 
@@ -64,8 +68,11 @@ class HostClock:
         return thread.submit(arrive_and_record).result
 
     def finish(self) -> None:
-        """Blocks until all observed collectives have been recorded; ends the threads."""
-        # Taken at once: another thread may begin a new lane in the meantime.
+        """Blocks until all observed collectives have been recorded, and ends the threads.
+
+        A collective that is observed later starts a new thread.
+        """
+        # Replaced before the loop, since another thread may add a lane in the meantime.
         threads, self._threads = self._threads, {}
         for thread in threads.values():
             thread.finish()
@@ -74,47 +81,56 @@ class HostClock:
 class StreamClock:
     """Clock for a CUDA device: a mark is an event on the current stream.
 
-    Making a clock blocks the host once, until the device has done all of its work.
+    The constructor blocks the host until the device has done all of its work.
 
     Args:
         device: Device whose streams are marked.
         cuda: torch.cuda, or a stand-in for it in tests that simulate a device.
+
+    Attributes:
+        is_free: False, since recording an event costs the host time; see `HostClock`.
     """
 
     is_free = False
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
-        # Lane -> stream. With one stream for all lanes, a collective that ends late would delay the
-        # marks of other lanes.
+        # Lane -> stream. With one stream for all lanes, a collective that takes long would delay
+        # the marks of other lanes.
         self._beside: dict[str, torch.cuda.Stream] = {}
-        # Once before the mark, so that no work delays it, and once after it, so that the device has
-        # passed it when the host reads its own clock.
+        # Synchronized before the mark, so that no work delays the mark, and after it, so that the
+        # device has just passed the mark when the host reads its own clock.
         cuda.synchronize(device)
         self._origin = self.mark()
         cuda.synchronize(device)
         self._origin_s = time.perf_counter()
 
     def mark(self) -> Any:
-        """Returns a mark on the current stream; does not block."""
+        """Returns a mark: the moment at which the current stream reaches this point.
+
+        Does not block.
+        """
         event: torch.cuda.Event = self._cuda.Event(enable_timing=True)
         event.record(self._cuda.current_stream(self._device))
         return event
 
     def seconds(self, mark: Any) -> float:
-        """Returns a mark in seconds of `time.perf_counter`; blocks until the stream is there."""
+        """Returns a mark in seconds of `time.perf_counter`.
+
+        Blocks until the stream has reached the mark.
+        """
         mark.synchronize()
-        # `elapsed_time` returns milliseconds in fp32, which after hours has no fractions left. So
-        # time is counted from the mark of the last call, which is usually near this one.
+        # `elapsed_time` returns milliseconds in fp32, which after hours cannot hold fractions of a
+        # millisecond. So time is counted from the mark of the last call, which is usually near.
         self._origin_s += self._origin.elapsed_time(mark) / 1e3
         self._origin = mark
         return self._origin_s
 
     def observe(self, lane: str, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
-        """Has `record` called with marks of the launch and of the end; see `HostClock.observe`.
+        """Calls `record` with marks of this call and of the collective's end. Does not block.
 
-        A separate stream for each lane waits for the collective, so that the compute stream does
-        not. Does not block.
+        The second mark is on a separate stream for each lane. This stream waits for the collective,
+        so that the current stream does not. Returns `arrive`. See `HostClock.observe`.
         """
         start = self.mark()
         if lane not in self._beside:
@@ -125,7 +141,7 @@ class StreamClock:
         return arrive
 
     def finish(self) -> None:
-        """Blocks until the device has reached all marks."""
+        """Blocks until the device has done all of its work, and so has reached all marks."""
         self._cuda.synchronize(self._device)
 
 
@@ -133,5 +149,8 @@ Clock = HostClock | StreamClock
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Returns a new clock that tells when work on `device` is done."""
+    """Returns a new clock for work on `device`.
+
+    For a CUDA device, blocks until the device has done all of its work.
+    """
     return StreamClock(device) if device.type == "cuda" else HostClock()

@@ -1,6 +1,7 @@
 """Measures exposed communication and sent bytes of each step, and records spans for a timeline.
 
-Exposed communication is the time in which computation waited for a collective.
+Exposed communication is the time in which computation waited for a collective. A lane is a kind of
+span; see `_LANES` in `timeline.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _IS_PROFILING = private_names.IS_PROFILING.name
 
 
 class Instruments:
-    """Measures and records for one pipeline, whose parts all share it.
+    """Measures and records for one `Pipeline`; all of the pipeline's parts use the same object.
 
     Args:
         clock: Clock of the device on which the pipeline trains.
@@ -47,8 +48,8 @@ class Instruments:
     def statistics(self) -> StepStatistics | None:
         """Returns the statistics of the last finished optimizer step.
 
-        On an accelerator, waits are only timed once this has been read: the result is None until
-        the end of the second `finish_step` after the first read.
+        On a CUDA device, waits are timed only in steps that begin after the first read of this
+        property. So the result is None until the second `finish_step` after the first read.
         """
         self._is_asked = True
         return self._last
@@ -57,8 +58,9 @@ class Instruments:
         """Begins or ends a recording.
 
         Args:
-            timeline: Timeline in which spans, collectives that are launched from now on, encoding
-                and decoding are recorded. None ends the recording.
+            timeline: Timeline in which spans are recorded from now on, also those of encoding,
+                decoding, and collectives that are launched from now on. It gets the clock of this
+                object. None ends the recording.
         """
         self.timeline = timeline
         if timeline is not None:
@@ -68,7 +70,10 @@ class Instruments:
 
     @contextmanager
     def span(self, lane: str) -> Iterator[None]:
-        """Records the `with` block in the timeline and in torch's profiler, if these record."""
+        """Records the `with` block as a span of `lane`, in the timeline and in torch's profiler.
+
+        Each of them is left out if it does not record.
+        """
         with _in_profiler(lane), self.timeline.span(lane, lane) if self.timeline else nullcontext():
             yield
 
@@ -76,16 +81,19 @@ class Instruments:
     def waiting(self, lane: str, reason: str) -> Iterator[None]:
         """Counts the `with` block, which waits for a collective, as exposed communication.
 
+        Also records it in the timeline and in torch's profiler, if these record. The block is not
+        counted if it raises, or if waits of this step are not timed (see `statistics`).
+
         Args:
             lane: Half of the exchange that is waited for, "reduce_scatter" or "all_gather".
-            reason: Reason for the wait, for the timeline.
+            reason: Reason for the wait, which names the span.
         """
-        # Two marks for each wait would cost the host time on a device, so they are only made if
+        # On a CUDA device the two marks of a wait cost the host time, so that they are made only if
         # they are used.
         is_timed = self._current is not None or self.timeline is not None
         start = self.clock.mark() if is_timed else None
-        # Not with `finally`: after a failure of the device, the mark below could raise another
-        # error, which would hide the first one.
+        # There is no `finally`: after a failure of the device, the mark below could raise another
+        # error, which would hide the first error.
         with _in_profiler(f"wait for {lane}: {reason}"):
             yield
         if is_timed:
@@ -96,16 +104,22 @@ class Instruments:
                 self.timeline.record("wait", reason, start, end)
 
     def begin_step(self) -> None:
-        """Notes the beginning of the optimizer step on a bucket, if a timeline is recorded."""
+        """Marks the beginning of the optimizer step on a bucket, if a timeline is recorded."""
         self._step_began = None if self.timeline is None else self.clock.mark()
 
     def record_step(self, number: int) -> None:
-        """Records the step of bucket `number` since `begin_step`, if a timeline is recorded."""
+        """Records the step of bucket `number` as a span that began at the last `begin_step`.
+
+        Does nothing without a timeline, or if there was none at `begin_step`.
+        """
         if self.timeline is not None and self._step_began is not None:
             self.timeline.record("step", f"bucket {number}", self._step_began, self.clock.mark())
 
     def finish_step(self) -> None:
-        """Ends an optimizer step: `statistics` returns its measurements from now on."""
+        """Ends the measurement of an optimizer step, and begins that of the next one.
+
+        `statistics` returns the measurements of the ended step from now on.
+        """
         sent_bytes = self._collectives.ledger.total()
         if self._current is not None:
             self._current.wire_bytes = sent_bytes - self._sent_bytes
@@ -114,7 +128,10 @@ class Instruments:
 
 
 def _in_profiler(name: str) -> AbstractContextManager[object]:
-    """Returns a range of torch's profiler if it records; otherwise a range would waste 15 us."""
+    """Returns a context that shows its block as a range in torch's profiler.
+
+    The context does nothing if the profiler does not record, since a range takes 15 us even then.
+    """
     if not getattr(profiler, _IS_PROFILING):
         return nullcontext()
     return profiler.record_function(f"dear: {name}")
@@ -124,11 +141,12 @@ class StepStatistics:
     """Holds the exposed communication and the sent bytes of one optimizer step.
 
     Args:
-        clock: Clock of the device. On a CUDA device, reading seconds blocks until the step is over.
+        clock: Clock of the device. On a CUDA device, the properties in seconds block until the
+            device has reached the step's last wait.
 
     Attributes:
         waits: "reduce_scatter" or "all_gather" -> pairs of marks between which the host (or the
-            CUDA stream) waited for it.
+            CUDA stream) waited for such a collective.
         wire_bytes: Payload bytes that this rank sent from the end of the previous step to the end
             of this one.
     """
@@ -139,20 +157,31 @@ class StepStatistics:
         self.wire_bytes = 0
 
     def _exposed_s(self, lane: str) -> float:
+        """Returns the sum of the waits in `lane`, in seconds."""
         seconds = self._clock.seconds
         return sum(seconds(end) - seconds(start) for start, end in self.waits[lane])
 
     @property
     def exposed_reduce_scatter_s(self) -> float:
-        """Returns the seconds that the step waited for gradients."""
+        """Returns the seconds in which the step's computation waited for reduced gradients.
+
+        On a CUDA device, blocks until the device has reached the step's last wait.
+        """
         return self._exposed_s("reduce_scatter")
 
     @property
     def exposed_all_gather_s(self) -> float:
-        """Returns the seconds that the step waited for parameters from the step before."""
+        """Returns the seconds in which the step's computation waited for all-gathers.
+
+        Most of these were launched by the step before. On a CUDA device, blocks until the device
+        has reached the step's last wait.
+        """
         return self._exposed_s("all_gather")
 
     @property
     def exposed_s(self) -> float:
-        """Returns the seconds of all exposed communication in the step."""
+        """Returns the seconds in which the step's computation waited for both kinds of collectives.
+
+        On a CUDA device, blocks until the device has reached the step's last wait.
+        """
         return self.exposed_reduce_scatter_s + self.exposed_all_gather_s

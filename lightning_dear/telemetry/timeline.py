@@ -27,14 +27,16 @@ _LANES = {
     "other": ("flags, buffers travel", "#79706e", "#bab0ac"),
     "first_hop": ("of that, within hosts\n(first hops)", "#79706e", "#bab0ac"),
 }
-"""Lane -> (row of the picture, colours that neighbouring spans take in turn).
+"""Lane, which is a kind of span -> (row of the picture, colours that neighbouring spans take in
+turn).
 
-`encode` and `decode` show both halves of the exchange. `other` shows the flags of used parameters
-and the module's buffers. `wait` shows waits for collectives. `first_hop` shows the first hop of
-collectives with two hops, which the lanes of these collectives contain, too."""
+`encode` and `decode` show both halves of the exchange. `other` shows messages of flags (which tell
+which parameters got a gradient) and of the module's buffers. `wait` shows waits for collectives. In
+a collective with two hops, `first_hop` shows the first hop, within the host. The span of the whole
+collective, in its own lane, contains that time, too."""
 
 _TRAVEL = ("reduce_scatter", "all_gather", "other")
-"""Lanes in which data travel; `first_hop` is part of them."""
+"""Lanes of collectives. `first_hop` is left out, since its spans are parts of spans in these."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class Span:
     Attributes:
         lane: Kind of event: a key of `_LANES`.
         name: Name of the event, such as "bucket 3".
-        start_s: Beginning, in seconds since the beginning of the first span.
-        end_s: End, in seconds since the beginning of the first span.
+        start_s: Beginning, in seconds since the beginning of the timeline's first span.
+        end_s: End, in seconds since the beginning of the timeline's first span.
     """
 
     lane: str
@@ -55,14 +57,14 @@ class Span:
 
 
 class Timeline:
-    """Collects spans of a few steps. Recording costs time, as threads wait for each collective.
+    """Collects spans of a few steps. Recording costs time, as a thread waits for each collective.
 
-    Thread-safe: the threads that wait for collectives add spans, too, and appending to a list is
-    atomic.
+    (On a CUDA device, a stream waits instead.) Thread-safe: the threads that wait for collectives
+    add spans, too, and appending to a list is atomic.
 
     Attributes:
-        clock: Clock that makes the marks. The pipeline that records replaces it with the clock of
-            its device.
+        clock: Clock that makes the marks. `Instruments.record_in` replaces it with the clock of the
+            device.
     """
 
     def __init__(self) -> None:
@@ -71,9 +73,10 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """Returns all spans in the order of their beginnings, the first at 0 s.
+        """Returns all recorded spans in the order of their beginnings. The first begins at 0 s.
 
-        Blocks until the device has reached all marks. Spans that have not ended are not included.
+        On a CUDA device, blocks until the device has reached all marks. Spans that have not ended
+        yet are not included; see `finish`.
         """
         marked, at = list(self._marked), self.clock.seconds
         timed = sorted((at(start), at(end), lane, name) for lane, name, start, end in marked)
@@ -83,34 +86,44 @@ class Timeline:
         ]
 
     def record(self, lane: str, name: str, start: Any, end: Any) -> None:
-        """Adds a span between two marks of the clock."""
+        """Adds a span of `lane` between two marks of `clock`."""
         self._marked.append((lane, name, start, end))
 
     @contextmanager
     def span(self, lane: str, name: str) -> Iterator[None]:
-        """Records the `with` block as a span."""
+        """Records the `with` block as a span, unless it raises."""
         start = self.clock.mark()
         yield
-        # Not with `finally`: after a failure of the device, the mark could raise another error.
+        # There is no `finally`: after a failure of the device, the mark could raise another error,
+        # which would hide the first error.
         self.record(lane, name, start, self.clock.mark())
 
     def observe(self, lane: str, name: str, arrive: Callable[[], None]) -> Callable[[], None]:
-        """Records the span from now until a collective has arrived; see `HostClock.observe`."""
+        """Records a span from now until a launched collective has arrived. Does not block.
+
+        Args:
+            lane: Lane of the span.
+            name: Name of the span.
+            arrive: Function that waits for the collective.
+
+        Returns:
+            Function to call instead of `arrive`; see `HostClock.observe`.
+        """
         return self.clock.observe(lane, arrive, partial(self.record, lane, name))
 
     def finish(self) -> None:
-        """Blocks until every observed collective has arrived."""
+        """Blocks until every observed collective has arrived and its span is recorded."""
         self.clock.finish()
 
     def write_chrome_trace(self, path: Path, rank: int = 0) -> None:
         """Writes the spans in Chrome's trace format, which Perfetto opens.
 
-        A lane has a thread in the trace, and several if its spans overlap, since spans of a thread
-        must not.
+        Each lane is a thread of the trace. If spans of a lane overlap, it is several threads, since
+        spans of one thread must not overlap. Local.
 
         Args:
             path: File to write; overwritten.
-            rank: Rank, which is shown as the process.
+            rank: Rank of this process, which is the process number in the trace.
         """
         threads: list[list[Span]] = []
         for span in sorted(self.spans, key=lambda one: list(_LANES).index(one.lane)):
@@ -141,7 +154,9 @@ class Timeline:
 
 
 def _in_turn(spans: Iterable[Span]) -> list[Span]:
-    """Returns the spans, each cut by the time that earlier ones cover.
+    """Returns the spans without overlaps: each begins, at the earliest, at the end of earlier ones.
+
+    A span that ends before earlier spans do becomes empty.
 
     Args:
         spans: Spans in the order of their beginnings.
@@ -154,15 +169,15 @@ def _in_turn(spans: Iterable[Span]) -> list[Span]:
 
 
 def _summary(spans: Sequence[Span], begin_s: float, next_s: float) -> str:
-    """Returns the title of the picture, which describes the first step.
+    """Returns the title of the picture: how long the first step's data travel, and what is hidden.
 
-    The step's results travel during the next forward, too. So a collective counts if it was
-    launched before that forward; waits count whenever they were.
+    All-gathers of the first step may still run during the second forward. So a collective counts if
+    it was launched before the second forward begins. All waits count, whenever they were.
 
     Args:
         spans: Spans of the first two steps.
-        begin_s: Beginning of the first forward, seconds.
-        next_s: Beginning of the second forward, seconds.
+        begin_s: Beginning of the first forward, in seconds.
+        next_s: Beginning of the second forward, in seconds.
     """
 
     def covered_s(*lanes: str) -> float:
@@ -171,7 +186,7 @@ def _summary(spans: Sequence[Span], begin_s: float, next_s: float) -> str:
         return sum(one.end_s - one.start_s for one in _in_turn(first))
 
     travel_s = covered_s(*_TRAVEL)
-    # The time in which data travel and nothing waits.
+    # The time in which data travel while the rank does not wait.
     hidden_s = covered_s("wait", *_TRAVEL) - covered_s("wait")
     return (
         f"{(next_s - begin_s) * 1e3:.1f} ms from forward to forward. Data travel for"
@@ -181,14 +196,14 @@ def _summary(spans: Sequence[Span], begin_s: float, next_s: float) -> str:
 
 
 def plot_timeline(spans: Sequence[Span], path: Path) -> None:
-    """Draws the first two steps and writes the picture to `path`.
+    """Draws the spans that begin before the third forward, and writes the picture to `path`.
 
-    Collectives of a lane are drawn one after the other, without overlaps. Each begins at its launch
-    or at the end of the collective before it, whichever is later.
+    Collectives, encodings and decodings of a lane are drawn without overlaps: each bar begins at
+    the beginning of its span, or at the end of the bar before it, whichever is later.
 
     Args:
         spans: Spans, as `Timeline.spans` returns them.
-        path: File to write; overwritten. Its suffix tells the format.
+        path: File to write; overwritten. Its suffix tells the format, such as ".png".
 
     Raises:
         ModuleNotFoundError: If matplotlib is missing; the extra `apps` installs it.
@@ -216,9 +231,17 @@ def plot_timeline(spans: Sequence[Span], path: Path) -> None:
 
 
 def _draw(axes: Any, row: int, color: str, span: Span, *, is_first: bool) -> None:
-    """Draws a span as a bar, with its name if there is room.
+    """Draws a span as a bar, with its name in it if there is room.
 
-    A wait is a hatched bar, with a pale stripe through all rows.
+    A wait is drawn as a hatched bar, and as a pale stripe through all rows.
+
+    Args:
+        axes: matplotlib axes; mutated.
+        row: Row of the picture, from 0.
+        color: Colour of the bar.
+        span: Span to draw.
+        is_first: Whether the span is the first of its lane. If so, and if the lane is in the row of
+            computing, the legend gets an entry for the lane.
     """
     width_s, is_wait = span.end_s - span.start_s, span.lane == "wait"
     look = {"hatch": "////", "edgecolor": "#e45756", "linewidth": 0.5} if is_wait else {}
@@ -227,7 +250,7 @@ def _draw(axes: Any, row: int, color: str, span: Span, *, is_first: bool) -> Non
     legend = span.lane if is_first and _LANES[span.lane][0] == _COMPUTING else None
     axes.barh(row, width_s, left=span.start_s, color=color, label=legend, **look)
     name = span.name.removeprefix("bucket ")
-    # About 200 characters fit into the width of the picture.
+    # The name is drawn if it fits into the bar: about 200 characters fit into the whole picture.
     if name != span.lane and len(name) + 1 < 200 * width_s / axes.get_xlim()[1]:
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0} if is_wait else None
         middle_s = span.start_s + width_s / 2

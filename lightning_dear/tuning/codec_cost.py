@@ -1,6 +1,6 @@
 """Measures the costs of encoding and decoding, on buckets of random values that are never sent.
 
-The time to start a bucket's messages is measured apart, by `launch_seconds`, and added.
+The time to start a bucket's messages is measured separately, by `launch_seconds`, and added.
 """
 
 from __future__ import annotations
@@ -36,24 +36,26 @@ from lightning_dear.tuning.link_cost import slowest
 T = TypeVar("T")
 
 _SMALL_NUMEL, _LARGE_NUMEL = 1 << 16, 1 << 22
-"""Elements of the two buckets that are measured. Smaller models get smaller buckets."""
+"""Most elements of the two buckets that are measured. For small models they are smaller."""
 
 _NUM_REPEATS = 15
-"""How often each bucket is measured. The first time is dropped; of the others the median counts."""
+"""How often each bucket is measured. The first measurement is dropped; of the others the median
+counts."""
 
 
 def measure_codecs(pipeline: Pipeline) -> CodecCosts:
     """Measures the costs of compressed and of uncompressed buckets, on the slowest rank.
 
-    All ranks measure at the same time, since ranks of a host may share cores in training, too. The
-    training's state is not changed. Needs memory for a few buckets of 4 Mi elements in the
-    meantime. Collective. Blocks.
+    All ranks measure at the same time, since ranks of a host may share cores in training, too.
+    Weights, residuals and optimizer state do not change. Needs memory for a few buckets of up to
+    4 Mi elements in the meantime. Collective. Blocks.
 
     Args:
-        pipeline: Training with a codec; not mutated, but its parameters are gathered first.
+        pipeline: Training whose compressor is a `Codec`. Its pending all-gathers are waited for
+            first.
 
     Returns:
-        Costs of the training's codec (`compressed`) and of `Fp32` instead of it (`uncompressed`);
+        Costs of the training's codec (`compressed`) and of `Fp32` in place of it (`uncompressed`);
         the same on all ranks.
     """
     codec, collectives = pipeline.options.compressor, pipeline.collectives
@@ -63,7 +65,7 @@ def measure_codecs(pipeline: Pipeline) -> CodecCosts:
     unit = ALIGNMENT * collectives.world.size
     large = aligned(max(min(numel, _LARGE_NUMEL), 4 * unit), unit)
     sizes = aligned(min(_SMALL_NUMEL, large // 4), unit), large
-    # As a barrier: all ranks begin to measure at the same time.
+    # A barrier, so that all ranks begin to measure at the same time.
     collectives.all_gather_object(None)
     launches_s = launch_seconds(pipeline)
     costs = []
@@ -81,20 +83,21 @@ def _cost(
     times_s: Sequence[float],
     launches_s: tuple[float, float],
 ) -> CodecCost:
-    """Returns the costs that follow from measured seconds.
+    """Returns the costs of a codec that follow from measured seconds. Local.
 
     Args:
-        pipeline: Training whose options and ranks count.
+        pipeline: Training, whose options and world size are read.
         codec: Codec that was measured.
         sizes: Elements of the smaller and of the larger bucket.
         times_s: Seconds of the four operations (see `_Probe.times_s`) with the smaller bucket, then
             with the larger one.
-        launches_s: Seconds to start the messages of the reduce half and of the gather half.
+        launches_s: (seconds to start the messages of the reduce half, the same of the gather half).
     """
     options = pipeline.options
     shards = [numel // pipeline.collectives.world.size for numel in sizes]
-    # With two hops a rank encodes and decodes one part of its host's sum, whose length differs from
-    # that of a rank's own gradients.
+    # In two hops (first within each host, then between hosts) a rank encodes and decodes only a
+    # part of its host's sum: 1 / `together` of a bucket. So the size that was measured, with all
+    # elements encoded, stands for a bucket that is `together` times as large.
     together = options.ranks_together(pipeline.collectives)
     of_ranks = [[together * size for size in sizes]] * 2
     encode, decode_sum, encode_shard, decode = (
@@ -102,7 +105,7 @@ def _cost(
         for place, lengths in enumerate((*of_ranks, shards, sizes))
     )
     row = fitted_line(shards, [codec.wire_bytes(shard) for shard in shards])
-    # Otherwise parameters, or mean gradients, are gathered uncompressed.
+    # If not, parameters or mean gradients are gathered uncompressed.
     sends_bytes_back = options.encodes_both and not codec.is_identity
     return CodecCost(
         replace(encode, alpha=encode.alpha + launches_s[0]),
@@ -118,7 +121,7 @@ def fitted_line(sizes: Sequence[int], values: Sequence[float]) -> Linear:
     """Returns the line through two measured points, with alpha and beta of at least 0.
 
     If alpha would be negative, the line goes through the origin and the second point. If beta would
-    be negative, the line is flat.
+    be negative, the line is flat, with the value at the first point.
 
     Args:
         sizes: Elements at both points, ascending.
@@ -132,13 +135,14 @@ def fitted_line(sizes: Sequence[int], values: Sequence[float]) -> Linear:
 
 
 class _Probe:
-    """Measures the exchange of one bucket on this rank, without communication. Local.
+    """Measures encoding and decoding of one bucket on this rank, without communication. Local.
 
-    The exchange is the one of training. Only its collectives are replaced, by `_SilentCollectives`.
+    The code that runs is the exchange of the training, with new tensors. Only its collectives are
+    replaced, by `_SilentCollectives`.
 
     Args:
         pipeline: Training whose options and device are used.
-        codec: Codec to measure; the training's, or `Fp32` instead.
+        codec: Codec to measure: the training's, or `Fp32` in place of it.
         numel: Elements of the bucket.
     """
 
@@ -150,7 +154,8 @@ class _Probe:
         device = like.device
         self._clock = clock_of(device)
         generator = torch.Generator(device).manual_seed(rank)
-        # Not zeros, since a sparse codec would find no elements to select in them.
+        # Random values and not zeros, since a sparse codec would find no elements to select in
+        # zeros.
         self._noise = torch.randn(numel, device=device, generator=generator).to(like.dtype)
         tensor = TensorSpec(0, "probe", numel, like.element_size(), "probe", 0, 0)
         plan, parameters = NoFusion().plan([tensor], world_size), [Parameter(self._noise.clone())]
@@ -159,8 +164,8 @@ class _Probe:
         self._bucket = flat.buckets[0]
         self._silent = _SilentCollectives(collectives)
         silent = cast(Collectives, self._silent)
-        # `Fp32` is measured as a bucket that a plan leaves uncompressed: the training's codec still
-        # keeps the memory that belongs to the bucket.
+        # `Fp32` is measured as a bucket that a plan leaves uncompressed. Such a bucket still has
+        # the memory (residual) of the training's codec.
         left = (0,) if codec.is_identity else ()
         traffic = Traffic(silent, 0, flat, options.is_of_gradients, left)
         self._exchange = new_exchange(options, [None], traffic)
@@ -168,19 +173,20 @@ class _Probe:
     def times_s(self) -> list[float]:
         """Returns the median seconds of four operations. Blocks.
 
-        They are: to encode the bucket, to decode and sum it, to encode its shard, and to decode
-        what was gathered.
+        They are, in this order: to encode the bucket's gradients, to decode and sum them, to encode
+        this rank's shard, and to decode what was gathered.
         """
         rounds = [self._exchanged() for _ in range(_NUM_REPEATS)][1:]
         return [median(times_s) for times_s in zip(*rounds, strict=True)]
 
     @torch.no_grad()
     def _exchanged(self) -> list[float]:
-        """Does the four operations of a step once, and returns the seconds of each."""
+        """Does the four operations of `times_s` once, and returns the seconds of each. Blocks."""
         bucket, exchange, clock = self._bucket, self._exchange, self._clock
         marks: list[Any] = []
 
         def timed(run: Callable[[], T]) -> T:
+            """Calls `run` between two marks, and returns its result."""
             marks.append(clock.mark())
             returned = run()
             marks.append(clock.mark())
@@ -190,7 +196,8 @@ class _Probe:
         work = timed(partial(exchange.launch_reduce, bucket))
         self._silent.deliver()
         timed(work.wait)
-        # A stand-in for the optimizer step: if differences of parameters are sent, they are not 0.
+        # Stands in for the optimizer step. Without it, differences of parameters, if these are
+        # sent, would be 0.
         bucket.shard.add_(bucket.mean, alpha=1e-3)
         launch = timed(partial(exchange.prepare_gather, bucket))
         work = launch()
@@ -204,8 +211,9 @@ class _Probe:
 class _SilentCollectives:
     """Stand-in for `Collectives` that sends nothing.
 
-    `deliver` copies what this rank would have sent into the receive buffers of all ranks' messages.
-    It has the methods and attributes that exchanges use.
+    It has the methods and attributes that exchanges of codecs use. A launch only stores its
+    buffers. `deliver` then fills the receive buffers, as if every other rank had sent the same as
+    this rank.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -216,7 +224,7 @@ class _SilentCollectives:
     def launch_reduce_scatter(
         self, buffer: Tensor, received: Tensor, out: Tensor, bucket: int
     ) -> Work:
-        # Without scratch there are no received rows to sum on the host: the backend would sum.
+        # If `received` is empty, the backend would sum, so that the host has no rows to sum.
         if not received.numel():
             return Work(lambda: None)
         own = shard_of(buffer, self.world.rank, self.world.size)
@@ -234,27 +242,31 @@ class _SilentCollectives:
         return Work(lambda: None)
 
     def deliver(self) -> None:
+        """Fills the receive buffers of all launches since the last call; see the class."""
         for sent, received in self._sent:
             received.copy_(sent)
         self._sent.clear()
 
 
 _ROW_BYTES = 1024
-"""Bytes of each message in `launch_seconds`. Starting a message takes as long for any size."""
+"""Bytes of each message in `launch_seconds`. The time to start a message does not depend on its
+size."""
 
 _NUM_LAUNCHES = 20
-"""How often the launch of each half is measured."""
+"""How often the start of the messages of each half is measured. The median counts."""
 
 
 def launch_seconds(pipeline: Pipeline) -> tuple[float, float]:
     """Measures the seconds to start an encoded bucket's messages, on the slowest rank.
 
     All ranks start their messages at the same time, since ranks of a host may share cores in
-    training, too. Receives are posted in advance, as in training. Collective. Blocks.
+    training, too. Receives are posted in advance, as in training. The sent bytes do not count as
+    those of the training. Collective and blocks on a CPU.
 
     Returns:
-        Seconds in the reduce half and in the gather half; the same on all ranks. 0 on accelerators,
-        where launches run ahead of the device and so delay nothing.
+        (seconds in the reduce half, seconds in the gather half); the same on all ranks. On
+        accelerators both are 0 and nothing is measured: there the host launches ahead of the
+        device, so that the time to launch delays nothing.
     """
     collectives = pipeline.collectives
     device = pipeline.parts[0].parameters[0].device
@@ -267,8 +279,9 @@ def launch_seconds(pipeline: Pipeline) -> tuple[float, float]:
     def started_s(
         expect: Callable[[Tensor, int], None], launch: Callable[..., Work], *buffers: Tensor
     ) -> float:
+        """Starts the messages of one half, waits for them, and returns the seconds to start."""
         expect(buffers[-1], STATE_TAGS)
-        # As a barrier: all ranks launch at the same time.
+        # A barrier, so that all ranks launch at the same time.
         collectives.all_gather_object(None)
         begin_s = time.perf_counter()
         work = launch(*buffers, STATE_TAGS)

@@ -1,7 +1,7 @@
 """Measures what collectives cost on this cluster: alpha and beta of `LinkCost`.
 
-Collectives are measured in trains, several under way at once, as in a training step: while one of
-them starts, the others use the link.
+Collectives are measured in trains. A train is several collectives that are launched at once, as in
+a training step: while one of them starts, the others use the link (the connection to the network).
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from lightning_dear.planning.plan import ALIGNMENT, aligned
 from lightning_dear.telemetry.clock import clock_of
 
 _LEAST_BYTES, _MOST_BYTES, _MOST_LONG_BYTES = 1 << 18, 1 << 24, 1 << 26
-"""Fewest bytes of a train, most bytes of a train, and most bytes of the long train. Within these
-limits, a train has 1/8 of the model's bytes and the long train 1/2 of them, so that measuring takes
-no longer than three steps even on a slow link."""
+"""Bytes of the trains, all collectives of a train together: the trains "many" and "few" have 1/8 of
+the model's bytes, but at least _LEAST_BYTES and at most _MOST_BYTES (the total). The long train has
+1/2 of the model's bytes, but at least the total and at most _MOST_LONG_BYTES. So measuring takes no
+longer than three steps even on a slow link."""
 
 _TRAINS = {"many": (16, 16), "few": (4, 4), "small": (4, 16)}
-"""Argument of `fitted` -> (number of collectives, d): each has 1/d of 1/8 of the model's bytes."""
+"""Argument of `fitted` -> (number of collectives, d). Each collective has 1/d of the total bytes
+(see _LEAST_BYTES). So "small" has 1/4 of the total."""
 
 _NUM_LONG = 8
-"""Number of collectives in the long train. It has many bytes because ranks end a train at different
-times: with four ranks on 1 Gb/s they were 10 ms apart, 1/10 of the time that 16 MiB take."""
+"""Number of collectives in the long train. That train has many bytes because ranks end a train at
+different times, which must weigh little: with four ranks on 1 Gb/s these times were 10 ms apart,
+1/10 of the time that 16 MiB take."""
 
 _NUM_REPEATS = 3
-"""How often each train is run; the long one is run once."""
+"""How often each train is run, except for the long train, which is run once."""
 
 
 def measure_link(pipeline: Pipeline) -> LinkCost:
@@ -52,14 +55,14 @@ def measure_collectives(
 ) -> LinkCost:
     """Measures the costs of reduce-scatters, all-gathers and all-reduces. Collective. Blocks.
 
-    Each rank takes the median time over the repeats of a train; reduce-scatters and all-gathers
-    count as repeats of the same train. The time of the slowest rank counts. Needs twice the bytes
-    of the long train in the meantime.
+    Each rank takes the median time over the repeats of a train. A train of reduce-scatters and the
+    same train of all-gathers count as repeats of one train. Of these medians, that of the slowest
+    rank counts. Needs memory for up to twice the bytes of the long train in the meantime.
 
     Args:
         collectives: Collectives of the training.
         device: Device of the buffers.
-        model_bytes: Size of the model, to which sizes of collectives are adapted.
+        model_bytes: Bytes of the model, on which the sizes of the trains depend.
 
     Returns:
         The costs, the same on all ranks.
@@ -85,9 +88,9 @@ def measure_collectives(
 def train_times(
     collectives: Collectives, device: torch.device, numel: int, count: int, repeats: int
 ) -> tuple[list[float], list[float]]:
-    """Measures trains on this rank. Collective. Blocks.
+    """Measures trains, and returns the times of this rank. Collective. Blocks.
 
-    What is sent is not counted as sent bytes of the training.
+    The bytes sent here do not count as sent bytes of the training.
 
     Args:
         collectives: Collectives of the training.
@@ -101,7 +104,8 @@ def train_times(
         all-reduces).
     """
     clock = clock_of(device)
-    # Not `torch.zeros`: the operating system would provide its pages only during the collective.
+    # Written with `zero_`, since the operating system provides the memory pages of `torch.zeros`
+    # only when they are used, which would be during the collective.
     made = partial(torch.empty, dtype=torch.float32, device=device)
     buffers = [made(numel).zero_() for _ in range(count)]
     scratch = collectives.scratch_numel(numel)
@@ -122,8 +126,8 @@ def train_times(
     kinds = (reduce_scatter, all_gather, all_reduce)
     halves, all_reduces = [], []
     with uncounted(collectives):
-        # First one collective of each kind: then a backend's setup for this size is not measured,
-        # and ranks begin together.
+        # One collective of each kind is run before measuring. So a backend's setup for this size is
+        # not measured, and all ranks begin to measure at about the same time.
         for launch in kinds:
             launch(0).wait()
         for _ in range(repeats):
@@ -140,6 +144,14 @@ def train_times(
 
 
 def slowest(collectives: Collectives, own: list[float]) -> list[float]:
-    """Returns the longest of all ranks' times, for each place in `own`. Collective. Blocks."""
+    """Returns, for each place in `own`, the longest of all ranks' times. Collective. Blocks.
+
+    Args:
+        collectives: Collectives of the training.
+        own: Times of this rank; all ranks pass as many.
+
+    Returns:
+        The times, the same on all ranks.
+    """
     everyones: list[list[float]] = collectives.all_gather_object(own)
     return [max(repeat) for repeat in zip(*everyones, strict=True)]

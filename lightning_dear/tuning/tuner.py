@@ -1,7 +1,7 @@
 """Finds a plan while training runs: measures compute, link, codec and plans, and uses the best.
 
-All ranks use the same measurements and decisions, so that their plans never differ: times are those
-of the slowest rank, and plans are rank 0's.
+All ranks use the same plan in the same step: times are those of the slowest rank, rank 0 alone runs
+the search, and all ranks use the plans that it decides on.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ class Tuning:
         pipeline: Training with one optimizer. Its plan is changed; weights and optimizer state keep
             their values.
         planner: Planner whose search is run.
-        say: Called with lines for people, on every rank.
-        found: `BucketPlan.to_dict` of a plan that an earlier run found; it is used if it fits. None
-            means that a plan is searched for.
+        say: Function that is called with lines for people, on every rank.
+        found: `BucketPlan.to_dict` of a plan that an earlier run found. If it fits this training,
+            it is used and no plan is searched for. None means that a plan is searched for.
 
     Attributes:
-        plan: Plan that was found and is used. None means that none was found yet.
-        found: The same plan as `BucketPlan.to_dict`, for checkpoints. None means that none was
-            found yet.
-        reason: `PlanSearch.reason` of the plan. Empty means that the search has not ended.
+        plan: Plan that was found and is used. None means that no plan was found yet.
+        found: The same plan as `BucketPlan.to_dict`, for checkpoints. Until the first step has been
+            recorded, the argument. None means that no plan was found yet.
+        reason: `PlanSearch.reason` of the plan. Empty means that the search has not ended, or that
+            there was none.
     """
 
     def __init__(
@@ -69,20 +70,23 @@ class Tuning:
 
     @property
     def _part(self) -> OptimizerPipeline:
-        # Looked up each time, since it is another object once the user has exchanged optimizers.
+        # Looked up each time, since it is another object once the user has replaced the optimizer.
         return self._pipeline.parts[0]
 
     def before_forward(self) -> None:
-        """Goes on with the search; to be called before each forward. Collective. Blocks.
+        """Goes on with the search: measures, changes the plan, or does nothing in this step.
 
-        Does nothing if there was no optimizer step since the last call (a GradScaler leaves some
-        out), or at world size 1, where all plans are equally fast.
+        To be called before each forward. Does nothing if there was no optimizer step since the last
+        call (a GradScaler leaves some steps out), once the search has ended, or at world size 1,
+        where all plans are equally fast. A new search begins if the trained parameters have
+        changed. Collective. Blocks.
         """
         if self._part.num_steps == self._num_steps:
             return
         self._num_steps = self._part.num_steps
         if self._tensors is not None and self._part.tensors is not self._tensors:
-            # The trained parameters have changed, so that a new search has to begin.
+            # There is a new recording, since the trained parameters have changed. The plan that was
+            # found is for other tensors.
             self._search = None
             self._course = self._run()
         # The generator yields None once for each step. `next` returns `self` when it has ended.
@@ -90,13 +94,16 @@ class Tuning:
 
     @property
     def is_searching(self) -> bool:
-        """Tells whether the search has begun and not ended."""
+        """Tells whether the search has begun, after the recorded step, and not ended."""
         return self._tensors is not None and not self._has_ended
 
     # --- one `yield` is one optimizer step ----------------------------------------------------
 
     def _run(self) -> Generator[None, None, None]:
-        """Measures and searches, and then uses the plan that was found; see `before_forward`."""
+        """Measures, searches, and then uses the plan that was found; see `before_forward`.
+
+        Ends without a search at world size 1, or if a plan of an earlier run is used.
+        """
         while self._part.plan is None:
             yield
         self._tensors = self._part.tensors
@@ -105,7 +112,7 @@ class Tuning:
         times = yield from self._profile()
         has_compressor = self._pipeline.options.compressor is not None
         start: BucketPlan | None = None
-        # Only planners that predict need a measured step to compare predictions with.
+        # Only planners that predict need a measured step, with which predictions are compared.
         is_predicting = has_compressor and isinstance(self._planner, PredictingPlanner)
         if is_predicting and self._part.uses_configured_compressor:
             start, start_s = self._part.plan, (yield from self._measure_steps())
@@ -113,21 +120,24 @@ class Tuning:
         costs: tuple[Any, ...] = (link,)
         if has_compressor:
             codecs = measure_codecs(self._pipeline)
-            # The schedule of a callback may have changed the compressor during `measure_link`.
+            # The schedule of a callback may have changed the compressor since the step was
+            # measured. Then the measured step tells nothing about the configured compressor.
             if start is not None and self._part.uses_configured_compressor:
-                # Measured minus predicted seconds of this plan; added to every plan's prediction.
+                # `unseen_s` is what the prediction of this plan is wrong by. It is added to the
+                # prediction of every plan.
                 seen_s = predict(start, self._tensors, times, link, codecs).step_s
                 codecs = replace(codecs, unseen_s=start_s - seen_s, fitted_to=start)
             costs = link, codecs
         if self._collectives.world.rank == 0:
-            # Only on rank 0: on another kind of host a search may compute other bits.
+            # Only rank 0 searches: on another kind of host a search may compute other bits, and so
+            # decide otherwise.
             self._search = self._planner.search(
                 self._tensors, self._collectives.world.size, times, *costs
             )
         while (plan := self._next_plan()) is not None:
             self._use(plan)
             step_s = yield from self._measure_steps()
-            # A schedule may have changed the compressor during these steps.
+            # A measurement is dropped if a schedule has changed the compressor meanwhile.
             if self._search is not None and self._part.uses_configured_compressor:
                 self._search.tell(plan, step_s)
         search = self._search
@@ -137,8 +147,13 @@ class Tuning:
         self._say(self.reason)
 
     def _next_plan(self) -> BucketPlan | None:
-        # Steps with another compressor, which a schedule has set, tell nothing about the configured
-        # one, for which a plan is searched.
+        """Returns the plan to measure next, as rank 0's search says. None ends the search.
+
+        Returns None, too, if a schedule has replaced the configured compressor. Otherwise
+        collective and blocks.
+        """
+        # A plan is searched for the configured compressor. Steps with another compressor tell
+        # nothing about it.
         if not self._part.uses_configured_compressor:
             return None
         plan: BucketPlan | None = self._rank_0s(self._search and self._search.next())
@@ -147,14 +162,18 @@ class Tuning:
     def _take_found_plan(self, tensors: Sequence[TensorSpec]) -> BucketPlan | None:
         """Returns the plan that an earlier run found, if it fits the recorded tensors. Local.
 
-        It is used from the first step on. The errors of a compressor depend on the plan, so that a
-        resumed training with another plan in between would not compute the same bits.
+        The engine calls it at the end of the recorded step, and trains with the returned plan from
+        then on. Training does not begin with another plan, because the errors of a compressor
+        depend on the plan: a resumed training would not compute the same bits. If the plan does not
+        fit, `say` is called with the reason.
 
         Args:
             tensors: Tensors of the recorded step.
 
         Returns:
-            The plan. None means that the planner makes one.
+            The plan, without early or all-reduced buckets if this training refuses these. None
+            means that the planner makes a plan: no plan was found before, it does not fit, or the
+            world size is 1.
         """
         self.plan = None
         found, world_size = self.found, self._collectives.world.size
@@ -176,7 +195,11 @@ class Tuning:
         return self.plan
 
     def _profile(self) -> Generator[None, None, ModelTimes]:
-        """Returns the times of a step without communication. Takes `NUM_PROFILED_STEPS` steps."""
+        """Returns the times of a step without communication, on the slowest rank.
+
+        Takes `NUM_PROFILED_STEPS` steps, or more if some of them could not be measured. Collective
+        after the last one.
+        """
         own: list[ModelTimes] = []
         while len(own) < NUM_PROFILED_STEPS:
             self._pipeline.measure_next_step()
@@ -194,7 +217,8 @@ class Tuning:
     def _measure_steps(self) -> Generator[None, None, float]:
         """Returns the median seconds of a step on the slowest rank. Takes `STEPS_PER_TRIAL` steps.
 
-        The median, since a validation between two steps would spoil the mean.
+        The median counts, since a validation between two steps would spoil the mean. Collective
+        after the last step.
         """
         clock = clock_of(self._part.parameters[0].device)
         for _ in range(NUM_DROPPED_STEPS):
@@ -216,10 +240,15 @@ class Tuning:
         return plan
 
     def _use(self, plan: BucketPlan) -> BucketPlan:
+        """Trains with `plan` from now on, without buckets that are refused; returns this plan.
+
+        Collective and blocks, unless it is the present plan.
+        """
         plan = self._allowed(plan)
         if plan != self._part.plan:
             self._part.replan(plan)
         return plan
 
     def _rank_0s(self, value: Any) -> Any:
+        """Returns the `value` that rank 0 passes. Collective. Blocks."""
         return self._collectives.all_gather_object(value)[0]

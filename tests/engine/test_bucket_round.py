@@ -204,8 +204,8 @@ class _Said:
     def say(self, device: torch.device) -> Tensor:
         return torch.tensor([self.number, 255 - self.number], dtype=torch.uint8, device=device)
 
-    def hear(self, told: Sequence[int], *, is_late: bool) -> None:
-        self.heard.append(([*told], is_late))
+    def hear(self, told: Sequence[int], *, is_of_round_before: bool) -> None:
+        self.heard.append(([*told], is_of_round_before))
 
 
 @pytest.mark.parametrize("blocks", [True, False], ids=["heard at once", "heard a round later"])

@@ -259,7 +259,7 @@ def test_the_monitor_logs_what_encoding_saves_and_leaves() -> None:
         ({"compression_schedule": CompressionSchedule(dense_steps=2)}, "there is none"),
         (
             {"compressor": Int8(), "compression_schedule": CompressionSchedule(densities={0: 0.1})},
-            "int8 is none",
+            "int8 has no density",
         ),
         ({"compressor": "int8", "fusion": "auto"}, "int8 encodes"),
         ({"compressor": "topk", "gather": "parameters"}, "fall far behind"),

@@ -459,7 +459,7 @@ def test_a_plan_for_other_ranks_is_searched_for_anew() -> None:
     found = NoFusion().plan(TENSORS, 3).to_dict(TENSORS)
     tuner, pipeline, said = _tuning(MergeCompFusion(), found=found)
     assert _train(tuner, pipeline, 100) == 4
-    assert "for 3 ranks, not for 2" in said[0]
+    assert "for 3 ranks, and there are 2" in said[0]
     assert tuner.plan.name == "mergecomp"
 
 

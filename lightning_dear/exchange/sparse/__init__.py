@@ -1,1 +1,1 @@
-"""Sums a few entries of each rank's gradients, in whatever places: Ok-Topk and its baselines."""
+"""Sums a few values of each rank's gradients, each rank's in other places: Ok-Topk and others."""

@@ -26,14 +26,16 @@ LaunchWithTag = Callable[[int], Work]
 
 @dataclass(frozen=True)
 class Selection:
-    """Sizes that follow from the compressor and the bucket's length. Fixed for each compressor.
+    """Sizes of a bucket's sparse steps, which follow from compressor, length and world size.
+
+    All are 0 under a compressor that is no sparse all-reduce, such as `Fp32` in a dense step.
 
     Attributes:
         is_sparse: Whether only selected entries travel. If not, all elements do, and the sizes
             below are those that a sparse step would have.
-        k: Number of entries that are wanted.
+        k: Number of entries that a rank wants to select, and of sums that owners keep in all.
         most_selected: Largest number of entries that a rank selects.
-        most_sent: Largest number of entries in one message to an owner.
+        most_sent: Largest number of entries in one message of the reduce half.
         most_owned: Largest number of sums that one owner keeps. 0 if ranks own no regions.
     """
 
@@ -57,7 +59,8 @@ def selection_of(
     """
     if not isinstance(compressor, SparseAllReduce):
         return Selection()
-    # Also for a bucket that is not sparse, because checkpoints save k beside the shares of it.
+    # Also for a bucket that is not sparse, because checkpoints save k: shares of k that owners got
+    # under another k are not used again.
     is_sparse, k = compressor.saves(numel, world_size), compressor.entries(numel)
     most_selected, most_sent, most_owned = compressor.caps(k, world_size)
     if most_owned is None:
@@ -67,7 +70,10 @@ def selection_of(
 
 
 class SparseBucket(CompressedBucket):
-    """One bucket that travels sparsely, with what it keeps between steps.
+    """One bucket of a sparse exchange, with what it keeps between steps.
+
+    In a sparse step selected entries travel: values with their places in the bucket. In a dense
+    step, or if it is too short, the bucket travels dense: all of its elements do.
 
     If ranks own regions of the bucket, its mean is 0 outside this rank's region until gradients are
     exposed to hooks or have been gathered.
@@ -81,12 +87,14 @@ class SparseBucket(CompressedBucket):
         sparse: The last sparse compressor: the present one, or the one before a dense step.
         selection: Sizes under the present compressor.
         is_sparse: Whether the bucket travels sparsely under the present compressor.
-        is_filled: Whether the sums are so many that all elements are gathered, without places.
-        region: Slice of the mean in which this rank holds sums.
-        incoming: [world_size, n] int32: messages from all ranks in the reduce half.
-        gathered: [world_size, n] int32: messages from all owners in the gather half.
-        received: Scratch of a dense reduce-scatter.
-        threshold: Threshold by which this rank selects.
+        is_filled: Whether the sums of this step are so many that all elements are gathered, without
+            places. Only with `TopkDSA`.
+        region: Slice of the mean in which this rank holds sums. Set by each reduction, except
+            sparse ones without owners.
+        incoming: [world_size, n] int32: row r is the message of rank r in the reduce half.
+        gathered: [world_size, n] int32: row r is the message of owner r in the gather half.
+        received: Scratch of a dense reduce-scatter. Empty if the bucket is sparse.
+        threshold: Magnitude from which this rank selects, kept from step to step.
         tally: Figures of the last sparse step, or of the one that has begun.
     """
 
@@ -95,10 +103,12 @@ class SparseBucket(CompressedBucket):
     configured: SparseAllReduce
 
     _head_words = 1
-    """Largest number of words before the places in a message: the count, and notes."""
+    """Largest number of words before the places in a message: the number of entries, and notes."""
 
     _num_notes = 0
-    """Number of words between count and places in this step's messages to owners: the notes."""
+    """Number of words of notes in this step's messages to owners, after the number of entries.
+
+    Only `RegionBucket` has notes, which tell owners what they need for new regions."""
 
     def __init__(self, bucket: Bucket, compressor: SparseAllReduce, traffic: Traffic) -> None:
         device, numel = bucket.mean.device, bucket.gradients.numel()
@@ -133,7 +143,10 @@ class SparseBucket(CompressedBucket):
         self.gathered = self._rows(self.selection.most_owned)
 
     def _rows(self, most: int) -> Tensor:
-        """Returns a buffer with a row for each rank: the head, and at most `most` entries."""
+        """Returns a buffer with a row for each rank, long enough for a message of `most` entries.
+
+        Rows are empty if the bucket is not sparse.
+        """
         num_words = self._head_words + 2 * most if self.is_sparse else 0
         return self.bucket.gradients.new_empty((self._world_size, num_words), dtype=torch.int32)
 
@@ -158,12 +171,20 @@ class SparseBucket(CompressedBucket):
     # --- the reduce half: sparse ------------------------------------------------------------------
 
     def accumulated(self, scale: Tensor | None) -> Tensor:
-        """Returns this rank's gradients plus residual, without the loss scale; see `Unsent`."""
+        """Returns this rank's gradients plus residual, flat fp32, without the loss scale.
+
+        What the caller does not set to 0 in the result is the new residual; see `Unsent`. Sets the
+        padding of the gradients to 0.
+        """
         gradients = self.bucket.gradients.index_fill_(0, self._padding, 0.0)
         return self.worker.accumulate(gradients.float(), scale)
 
     def select(self, waiting: Tensor) -> Entries:
-        """Returns the entries of `waiting` that reach this rank's threshold; about k."""
+        """Begins a sparse step, and returns the entries of `waiting` that are to be sent.
+
+        They are about k entries of large magnitude, at most `most_selected`, chosen by the
+        compressor: usually those that reach this rank's threshold.
+        """
         step = self._begin()
         found = Entries(*self.sparse.find(waiting, self.selection.k, self.threshold, step))
         selected = found.largest(self.selection.most_selected)
@@ -171,7 +192,10 @@ class SparseBucket(CompressedBucket):
         return selected
 
     def _begin(self) -> int:
-        """Begins a sparse step. Returns its number, from 0, which all of its rounds have."""
+        """Begins a round of a sparse step, with a new tally. Returns the step's number, from 0.
+
+        All rounds of a step have the same number. A step that was discarded does not count.
+        """
         most_words = self.sparse.most_words(self.numel, self._world_size)
         self.tally = Tally(self.selection.k, most_words=most_words)
         self.counts["reduce"] += not self._is_counted
@@ -179,26 +203,33 @@ class SparseBucket(CompressedBucket):
         return self.counts["reduce"] - 1
 
     def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> LaunchWithTag:
-        """Takes `selected` out of `waiting`. Returns the launch of its message to all ranks."""
+        """Sets the places of `selected` to 0 in `waiting`, so that they leave the residual.
+
+        Returns a function that launches the message with these entries to all ranks.
+        """
         waiting.index_fill_(0, selected.places, 0.0)
         messages = dict.fromkeys(range(self._world_size), selected.times(scale).packed())
         return partial(self.launch, "reduce_scatter", messages, self.incoming, 0)
 
     def expect(self, lane: str, tag: int) -> None:
-        """Posts the receives of other ranks' messages in the half `lane`."""
+        """Posts the receives of other ranks' messages. Does not block.
+
+        `lane` is the half: "reduce_scatter" or "all_gather".
+        """
         room = self.incoming if lane == "reduce_scatter" else self.gathered
         self._collectives.expect_messages(lane, room, tag)
 
     def launch(
         self, lane: str, messages: Mapping[int, Tensor], room: Tensor, num_notes: int, tag: int
     ) -> Work:
-        """Launches this rank's messages, and receives those of all ranks in `room`.
+        """Sends this rank's messages, and fills `room` with all ranks' messages to this rank.
 
         Args:
             lane: Half of the exchange, "reduce_scatter" or "all_gather".
-            messages: Rank -> message, for this rank, too: the number of entries, `num_notes` words
-                of notes, the places, the values.
-            room: `incoming` or `gathered`; row r is overwritten with the message of rank r.
+            messages: Rank -> message, for this rank, too, which is only copied. A message is the
+                number of entries, `num_notes` words of notes, the places, the values.
+            room: `incoming` or `gathered`; row r is overwritten, and then begins with the
+                message of rank r.
             num_notes: Number of words of notes.
             tag: Tag of the messages, equal on all ranks.
         """
@@ -210,7 +241,7 @@ class SparseBucket(CompressedBucket):
         return self._collectives.launch_messages(lane, messages, sources, room, tag, head)
 
     def note_received(self, heads: Tensor) -> list[int]:
-        """Counts in the tally what has been received.
+        """Adds the words of other ranks' entries to the tally.
 
         Args:
             heads: [world_size, 1 or more] int32: the first words of the messages of all ranks.
@@ -229,7 +260,7 @@ class SparseBucket(CompressedBucket):
         self.tally.words_received += words
 
     def sum_up(self) -> None:
-        """Sums the entries in `incoming` into the mean, in rank order."""
+        """Overwrites the mean with the sums of the entries in `incoming`, added in rank order."""
         mean = self.bucket.mean.zero_()
         self.note_received(self.incoming)
         for row in self.incoming:
@@ -240,14 +271,20 @@ class SparseBucket(CompressedBucket):
     # --- the reduce half: dense -------------------------------------------------------------------
 
     def flushed(self, scale: Tensor | None) -> Tensor:
-        """Returns the bucket's gradients, to which the whole residual has been added in place."""
+        """Adds the whole residual to the bucket's gradients, in place, and returns these.
+
+        The residual becomes 0 with the step. `region` becomes this rank's equal shard.
+        """
         self.region = shard_slice(self.spec.padded_numel, self._rank, self._world_size)
         gradients = self.bucket.gradients.index_fill_(0, self._padding, 0.0)
         self.worker.flush(gradients, scale)
         return gradients
 
     def launch_all(self, tag: int) -> Work:
-        """Launches a dense reduce-scatter. The mean gets this rank's shard, and 0 elsewhere."""
+        """Launches a dense reduce-scatter. Does not block.
+
+        After the work's `wait` the mean holds this rank's shard, and 0 elsewhere.
+        """
         place = self.received, self.bucket.mean[self.region], tag
         work = self._collectives.launch_reduce_scatter(self.bucket.gradients, *place)
         return work.then(self.clear_others)
@@ -260,9 +297,10 @@ class SparseBucket(CompressedBucket):
         self.bucket.mean[self.region.stop :].zero_()
 
     def _leave(self, places: Tensor, numbers: Tensor) -> None:
-        """Sets this rank's region to 0, except for `numbers` in `places`, [n] int64 of the bucket.
+        """Sets the mean to 0 in this rank's region, except for `numbers` in `places`.
 
-        Keeps the sums that are left out for `restore`.
+        `places` are [n] int64 indices in the bucket. The sums that are left out are stored, so that
+        `restore` can add them again.
         """
         own, places = self.bucket.mean[self.region], places - self.region.start
         self._left_out.append((self.region, own.index_fill(0, places, 0.0)))
@@ -271,7 +309,8 @@ class SparseBucket(CompressedBucket):
     def restore(self) -> None:
         """Adds to the mean the sums that an earlier round of this step has left out.
 
-        These were not chosen, or of parameters unused then, which another rank may have used since.
+        Those sums were not chosen by their owner, or belong to parameters that no rank had used
+        then. A rank may have used these since.
         """
         for part, numbers in self._left_out:
             self.bucket.mean[part].add_(numbers)
@@ -280,10 +319,11 @@ class SparseBucket(CompressedBucket):
     # --- around a step ----------------------------------------------------------------------------
 
     def take_sent(self) -> list[Entries]:
-        """Returns the entries that this rank has sent in this step, 0 for unused parameters.
+        """Returns the entries that this rank has sent in this step, a part for each round.
 
-        The caller empties the list when it knows which entries have had an effect. `discard`
-        empties it, too, so that nothing of a dropped step is added back to the residual.
+        Sets the values of unused parameters' entries to 0, which means "not sent": `commit` keeps
+        their residuals. The caller empties the list when it knows which entries have had an effect.
+        `discard` empties it, too, so that nothing of a dropped step is added to the residual.
         """
         for entries in self._sent:
             for part in self._unused:
@@ -293,7 +333,11 @@ class SparseBucket(CompressedBucket):
 
     @override
     def note_used(self, used: Sequence[bool], scale: Tensor | None, *, keeps: bool) -> None:
-        """See the base class; but in a scattered bucket senders keep the residuals, not owners."""
+        """See the base class, except for sparse steps of a scattered bucket.
+
+        There the means of unused parameters are not added to the owner's residual, since senders
+        keep theirs (see `commit`). If `keeps`, these means become 0, and are stored for `restore`.
+        """
         if all(used):
             self._unused = ()
             return

@@ -22,7 +22,7 @@ class Entries:
 
     Attributes:
         places: [n] int64 or int32: indices in the bucket, ascending. In mode "static" of `OkTopk`
-            in any order.
+            they are in any order, and a place may come twice if one of its values is 0.
         numbers: [n] fp32: the values in these places.
     """
 
@@ -30,7 +30,10 @@ class Entries:
     numbers: Tensor
 
     def packed(self, *notes: Tensor) -> Tensor:
-        """Returns [1 + words + 2 n] int32: n, the [words] int32 notes, places, and values' bits."""
+        """Returns the message [1 + words + 2 n] int32: n, the notes, places, and values' bits.
+
+        `notes` are int32 tensors with that many words in all. Only for a CPU.
+        """
         # By numpy: for many short messages the overhead of torch's calls would be most of the time.
         parts = [np.array([len(self.places)], dtype=np.int32), *(note.numpy() for note in notes)]
         parts += [self.places.numpy().astype(np.int32), self.numbers.numpy().view(np.int32)]
@@ -41,7 +44,7 @@ class Entries:
         return Entries(self.places.index_select(0, kept), self.numbers.index_select(0, kept))
 
     def largest(self, most: int) -> Entries:
-        """Returns the `most` entries of largest magnitude; of equal ones the first."""
+        """Returns at most `most` entries: those of largest magnitude, of equal ones the first."""
         return self if len(self.places) <= most else self.at(largest(self.numbers, most))
 
     def times(self, scale: Tensor | None) -> Entries:
@@ -49,7 +52,10 @@ class Entries:
         return self if scale is None else Entries(self.places, self.numbers * scale)
 
     def cut(self, regions: Sequence[int]) -> list[Entries]:
-        """Returns the entries in each region. Region r is from `regions[r]` to `regions[r + 1]`."""
+        """Returns the entries of each region, as views. `places` must be ascending.
+
+        Region r begins at `regions[r]` and ends before `regions[r + 1]`.
+        """
         cuts = torch.searchsorted(self.places, torch.tensor(regions[1:-1])).tolist()
         parts = self.places.tensor_split(cuts), self.numbers.tensor_split(cuts)
         return [Entries(places, numbers) for places, numbers in zip(*parts, strict=True)]
@@ -72,7 +78,7 @@ class Entries:
 
 
 def joined(parts: Sequence[Entries]) -> Entries:
-    """Returns the entries of all `parts`, one part after another."""
+    """Returns the entries of all `parts`, one part after another, not sorted by place."""
     places, numbers = ([part.places for part in parts], [part.numbers for part in parts])
     return Entries(torch.cat(places), torch.cat(numbers))
 
@@ -85,7 +91,7 @@ def unpacked(row: Tensor, num_notes: int = 0) -> Entries:
 
 
 def added(own: Entries, other: Entries) -> Entries:
-    """Returns the sum of both, in each place in which either has an entry; places ascending."""
+    """Returns entries in all places in which either has one, with the sums; places ascending."""
     both = torch.cat([own.places.long(), other.places.long()])
     places, at = torch.unique(both, return_inverse=True)
     # No place comes twice from one rank, and the values of `own` come first, so that the order of
@@ -102,8 +108,9 @@ def added(own: Entries, other: Entries) -> Entries:
 class Unsent(Memory):
     """Keeps the residual, which is not sent yet. acc = gradient + residual may be sent.
 
-    Values that are sent are taken out of acc, and added back if they had no effect. That is known
-    only when the gather half has arrived, so that `settle` may come after `commit`.
+    The caller takes the values that it sends out of acc, and what is left is the next residual. If
+    no sum comes back for a place, the value that was sent there had no effect, and `settle` adds it
+    back. That is known only when the gather half has arrived, often after `commit`.
     """
 
     names: ClassVar[tuple[str, ...]] = ("residual",)
@@ -125,7 +132,9 @@ class Unsent(Memory):
         return waiting
 
     def flush(self, gradients: Tensor, scale: Tensor | None) -> None:
-        """Adds the whole residual to `gradients`, in place, because all of them are sent now.
+        """Adds the whole residual to `gradients`, in place, because all elements are sent now.
+
+        The residual becomes 0 with `commit`.
 
         Args:
             gradients: Flat, of any floating-point dtype.
@@ -137,12 +146,13 @@ class Unsent(Memory):
         self._has_pending = True
 
     def settle(self, sent: Entries, has_arrived: Tensor) -> None:
-        """Adds back to the residual what was sent without effect, so that it is sent once more.
+        """Adds back to the residual what was sent without effect, so that it may be sent again.
 
         Args:
             sent: Entries that were sent; places are int64. Entries of value 0 were not sent, and
                 may have the same place several times.
-            has_arrived: [n] bool: whether the entry has had an effect. False for values of 0.
+            has_arrived: [n] bool: whether all ranks have got a sum in the entry's place. False for
+                values of 0.
         """
         lost = sent.numbers.masked_fill(has_arrived, 0.0)
         self._now["residual"].scatter_add_(0, sent.places, lost)
@@ -151,8 +161,8 @@ class Unsent(Memory):
 class UnsentVelocity(Unsent):
     """Like `Unsent`, with momentum: u = m u + gradient, acc = u + residual.
 
-    u becomes 0 in places that have arrived. These are momentum correction and momentum factor
-    masking, as in DGC (Lin et al. 2018, 3.2 and 3.3).
+    u becomes 0 in places whose values have arrived (see `settle`). These are momentum correction
+    and momentum factor masking, as in DGC (Lin et al. 2018, 3.2 and 3.3).
     """
 
     names: ClassVar[tuple[str, ...]] = ("momentum", "residual")
@@ -185,13 +195,13 @@ class UnsentVelocity(Unsent):
 
 
 class Forgotten(Unsent):
-    """Like `Unsent`, without error feedback: nothing is kept."""
+    """Like `Unsent`, without error feedback: values that are not sent are dropped."""
 
     names: ClassVar[tuple[str, ...]] = ()
 
     @override
     def accumulate(self, gradients: Tensor, scale: Tensor | None) -> Tensor:
-        # A new tensor, because the caller mutates it, and the gradients must not change.
+        # A new tensor, because the caller mutates the result, and the gradients must not change.
         return gradients.clone() if scale is None else gradients / scale
 
     @override
@@ -204,7 +214,10 @@ class Forgotten(Unsent):
 
 
 def new_unsent(compressor: SparseAllReduce, numel: int, device: torch.device) -> Unsent:
-    """Returns what a rank keeps of a bucket of `numel` elements that `compressor` compresses."""
+    """Returns the memory of a rank for a bucket of `numel` elements.
+
+    It keeps the residual, and u if the compressor has momentum; nothing without error feedback.
+    """
     if not compressor.has_feedback:
         return Forgotten(numel, device)
     if isinstance(compressor, OkTopk) and compressor.momentum:

@@ -4,19 +4,20 @@
     sums -> each owner keeps its share of k, the largest ones -> u                 (before the step)
     u -> to all ranks -> mean gradient; what has arrived leaves the residual    (the next forward)
 
-Neither half waits for another rank, except for the values that it sums or writes: regions,
-thresholds and owners' shares of k follow from messages of the step before. Only in some steps ranks
-wait for each other between the halves, for histograms. On gloo a message is only as long as its
-entries, and begins with their number.
+Each half waits for other ranks only for the values that it sums or writes: regions, thresholds and
+owners' shares of k follow from messages of the step before. Between the halves ranks wait for each
+other in some steps, for histograms. On gloo a message is only as long as its entries, and begins
+with their number.
 
-TopK-DSA also sums in regions, and gathers all sums. Gaussian-k selects by a threshold of its own.
-Two baselines give every rank the whole mean during backward, and gather nothing:
+TopkDSA also sums in regions. It gathers all sums, and ranks exchange counts between the halves of
+every step. Other baselines give every rank the whole mean in the reduce half, and gather nothing:
 
-    gradients / P + residual -> selection -> to all ranks -> sum, on every rank          (TopkA)
+    gradients / P + residual -> selection -> to all ranks -> sum, on every rank (TopkA, Gaussian-k)
     gradients / P + residual -> selection -> up a tree, k of the sums -> back down it    (gTopk)
 
-A bucket travels dense, in equal shards, in a dense step, or if it is so short that sparse messages
-would save nothing.
+A bucket travels dense, which means all of its elements, in a step without compression, or if it is
+so short that sparse messages would save nothing. It is then reduce-scattered to equal shards and
+all-gathered, or with the baselines that gather nothing all-reduced.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ from lightning_dear.telemetry.device_work import as_device_work
 
 
 def check_buckets(compressor: SparseAllReduce, traffic: Traffic) -> None:
-    """Refuses buckets that are too long for 32-bit places. Rank 0 warns if none travels sparsely.
+    """Refuses buckets that are too long for 32-bit places.
+
+    Rank 0 warns if no bucket travels sparsely, although there are several ranks. Buckets that the
+    plan leaves uncompressed are not checked.
 
     Raises:
         ValueError: If a bucket has more elements than an int32 can number.
@@ -75,10 +79,13 @@ def check_buckets(compressor: SparseAllReduce, traffic: Traffic) -> None:
 
 
 class WholeSparseExchange(CompressedExchange):
-    """Sends each rank's selected entries to all ranks, and sums them on every rank (TopkA).
+    """Sends each rank's selected entries to all ranks, which sum them (TopkA, Gaussian-k).
+
+    It is also the base of the other sparse exchanges.
 
     Args:
-        traffic: The buckets, which are all-reduced if there are several ranks, and collectives.
+        traffic: The buckets, and their collectives. In this class buckets have the role of
+            all-reduced ones, since every rank gets the whole mean.
         compressor: Says which entries are selected.
     """
 
@@ -109,7 +116,7 @@ class WholeSparseExchange(CompressedExchange):
 
     @override
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
-        """Selects large entries of the bucket's gradients, or all elements in a dense step."""
+        """Selects large entries of the bucket's gradients, or all elements if it travels dense."""
         coded, tag = self.coded[bucket.number], self.tag_of(bucket)
         if not coded.is_sparse:
             self._look_for_inf(coded.flushed(scale))
@@ -117,7 +124,7 @@ class WholeSparseExchange(CompressedExchange):
             return Sending(partial(coded.launch_all, tag) if coded.sparse.is_scattered else dense)
         waiting = coded.accumulated(scale)
         selected = coded.select(waiting)
-        # A value of nan or inf is among the selected entries, since it is the largest.
+        # A value of nan or inf is among the selected entries, since it counts as the largest.
         if len(selected.numbers):
             self._look_for_inf(selected.numbers)
         launch = coded.pack(waiting, selected, scale)
@@ -126,7 +133,10 @@ class WholeSparseExchange(CompressedExchange):
     @property
     @override
     def compression_ratio(self) -> float:
-        """4-byte words of dense all-reduces, divided by those that are usually sent."""
+        """4-byte words of dense all-reduces, divided by those that usual steps send.
+
+        1 with a single rank. See `SparseAllReduce.usual_words`.
+        """
         num_ranks, dense, sent = self.collectives.world.size, 0.0, 0.0
         for coded in self.coded:
             # A dense all-reduce consists of a reduce-scatter and an all-gather.
@@ -137,9 +147,13 @@ class WholeSparseExchange(CompressedExchange):
 
 
 class TreeBucket(SparseBucket):
-    """A sparse bucket whose k largest sums go up a tree of ranks and back down (gTopk)."""
+    """A sparse bucket whose k largest sums go up a tree of ranks and back down (gTopk).
+
+    Rank 0 is the root. The parent of another rank has the same number without the lowest 1 bit.
+    """
 
     _sums: Entries
+    """The sums that have come down the tree, equal on all ranks. Set by the work's `wait`."""
 
     @override
     def expect(self, lane: str, tag: int) -> None:
@@ -147,15 +161,23 @@ class TreeBucket(SparseBucket):
 
     @override
     def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> LaunchWithTag:
-        """Takes `selected` out of `waiting`. The returned launch sends nothing before its wait."""
+        """Sets the places of `selected` to 0 in `waiting`.
+
+        The returned function sends nothing: the `wait` of the work that it returns runs the tree.
+        """
         waiting.index_fill_(0, selected.places, 0.0)
         own = selected.times(scale)
         return lambda tag: Work(partial(self._through_tree, own, scale, tag))
 
     def _through_tree(self, own: Entries, scale: Tensor | None, tag: int) -> None:
-        """Sends entries up the tree, and sums down it. Collective, blocks.
+        """Runs all rounds of the tree: sends entries up, and the root's k sums down.
 
-        All ranks must call it for the buckets in the same order.
+        Collective, blocks. All ranks must call it for the buckets in the same order.
+
+        Args:
+            own: Entries that this rank has selected, multiplied by the loss scale.
+            scale: Loss scale. None means 1.
+            tag: Tag of the messages, equal on all ranks.
         """
         rank, world_size = self._rank, self._world_size
         below = rank & -rank if rank else 1 << (world_size - 1).bit_length()
@@ -173,7 +195,7 @@ class TreeBucket(SparseBucket):
         self._sums = own
 
     def _largest_of_both(self, own: Entries, other: Entries, scale: Tensor | None) -> Entries:
-        """Returns the k largest sums of both; adds the other sums to this rank's residual."""
+        """Adds the entries up; returns the k largest sums, and adds the others to the residual."""
         total = added(own, other)
         kept = total.largest(self.selection.k)
         is_kept = total.are_among(kept.places, self.spec.padded_numel)
@@ -182,12 +204,14 @@ class TreeBucket(SparseBucket):
         return kept
 
     def _receive(self, source: int, tag: int) -> Entries:
+        """Receives the entries that rank `source` sends, as views of `incoming`. Blocks."""
         place = self.incoming, tag
         self._collectives.launch_messages("reduce_scatter", {}, [source], *place).wait()
         self.tally.words_received += 2 * int(self.incoming[source, 0])
         return unpacked(self.incoming[source])
 
     def _send(self, own: Entries, ranks: Sequence[int], tag: int) -> None:
+        """Sends the entries `own` to each of `ranks`. Blocks until they have been sent."""
         self.tally.words_sent += 2 * len(own.places) * len(ranks)
         messages, place = dict.fromkeys(ranks, own.packed()), (self.incoming, tag)
         self._collectives.launch_messages("reduce_scatter", messages, [], *place).wait()
@@ -199,9 +223,13 @@ class TreeBucket(SparseBucket):
 
 
 class TreeExchange(WholeSparseExchange):
-    """Sums the selected entries up a tree, and keeps k of the sums of two ranks each (gTopk)."""
+    """Sums the selected entries up a tree of ranks, and sends the result back down (gTopk).
+
+    A rank adds each child's entries to its own, and keeps the k largest sums.
+    """
 
     _failure: BaseException | None = None
+    """What the rounds of a bucket have raised. None means that none has failed."""
 
     @override
     def launch_reduce(self, bucket: Bucket) -> Work:
@@ -211,10 +239,10 @@ class TreeExchange(WholeSparseExchange):
         return work
 
     def _go_through(self, rounds: Callable[[], None]) -> None:
-        """Runs the rounds of one bucket.
+        """Runs the rounds of one bucket's tree.
 
-        If they fail, the rounds of all later buckets raise at once, because other ranks do not
-        reach them.
+        If they fail, the rounds of all later buckets raise the same at once: the failure may keep
+        other ranks from reaching those rounds, so that waiting there would be in vain.
         """
         if self._failure is not None:
             raise self._failure
@@ -226,10 +254,11 @@ class TreeExchange(WholeSparseExchange):
 
 
 class SparseExchange(WholeSparseExchange):
-    """Sums selected entries at the owners of their regions, and gathers a few sums (Ok-Topk).
+    """Sums selected entries at the owners of their regions, and gathers sums (Ok-Topk, TopkDSA).
 
-    A bucket that travels dense is reduced to equal shards. Its mean is as long as the bucket, like
-    that of all buckets here, and is 0 outside this rank's shard.
+    With Ok-Topk owners choose the largest sums, about k in all, which are gathered. With TopkDSA
+    all sums are. A bucket that travels dense is reduced to equal shards. Its mean is as long as the
+    bucket, like that of all buckets here, and is 0 outside this rank's shard.
     """
 
     coded: Sequence[OwnedBucket]
@@ -244,7 +273,8 @@ class SparseExchange(WholeSparseExchange):
     @override
     def note_used(self, used: Sequence[bool], *, keeps: bool) -> None:
         super().note_used(used, keeps=keeps)
-        # Refusals are equal on all ranks, so that all skip the collectives of `_choose`.
+        # Once in each reduction. A refusal is equal on all ranks, so that all skip the collectives
+        # of `_choose`.
         if keeps and self._refusal is None:
             self._encode_now(None, self._choose)().wait()
 
@@ -255,10 +285,13 @@ class SparseExchange(WholeSparseExchange):
         return ["all_reduce"] if is_due else []
 
     def _choose(self) -> Sending:
-        """Lets owners choose the sums that they keep in the mean, in all sparse buckets.
+        """Lets this rank, as an owner, choose the sums that it keeps in all sparse buckets.
+
+        In an exact step of Ok-Topk, and with TopkDSA, nothing is chosen before ranks have agreed.
 
         Returns:
-            The message by which ranks agree on sums of exact steps, or on new regions, if any.
+            The message by which ranks agree, on sums or (static buckets) on new regions. Its
+            `launch` blocks. It launches nothing if there is nothing to agree on.
         """
         # Only `RegionBucket` reads values on the host, and so needs the loss scale as a float.
         looks = any(isinstance(coded, RegionBucket) and coded.is_sparse for coded in self.coded)
@@ -279,10 +312,10 @@ class SparseExchange(WholeSparseExchange):
         return Sending(partial(add_up_summaries, static, *place) if static else Work.done)
 
     def _agree(self, asked: list[tuple[RegionBucket, Entries]]) -> Work:
-        """Agrees on what owners keep. All ranks call; blocks.
+        """Agrees with all ranks on what owners keep. Collective, blocks.
 
-        In an exact step these are the k largest sums of all owners. If owners keep all sums, ranks
-        agree on whether all elements are gathered, without places.
+        In an exact step of Ok-Topk these are the k largest sums of all owners. With TopkDSA owners
+        keep all sums, and ranks set `is_filled`: whether all elements are gathered, without places.
 
         Args:
             asked: Buckets, and the sums that this rank as an owner may keep. If only some may be
@@ -311,22 +344,28 @@ class SparseExchange(WholeSparseExchange):
 
     @override
     def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
-        """Packs the sums that this rank has kept. The returned function sends them to all ranks."""
+        """Packs the sums that this rank has kept, with their places.
+
+        The returned function sends them to all ranks. If the bucket travels dense, or is filled,
+        nothing is packed, and the function gathers all elements of equal shards uncompressed.
+        """
         coded = self.coded[bucket.number]
         if coded.is_sparse and not coded.is_filled:
             return self._encode_now(bucket, partial(self._pack, coded))
         if coded.is_sparse:
-            # All elements are gathered from equal regions, so that all that was sent arrives.
+            # All elements are gathered, so that every entry that was sent has had its effect.
             coded.take_sent().clear()
             coded.count_words(coded.spec.padded_numel // self.collectives.world.size)
         return partial(self._send_as_it_is, coded)
 
     def _pack(self, coded: OwnedBucket) -> Sending:
+        """Makes the message with this rank's kept sums, and what handles arrived messages."""
         message, gathered, tag = coded.message(), coded.gathered, self.tag_of(coded.bucket)
         arrive = partial(coded.arrive, gathered, coded.take_sent(), self._is_nan)
         return Sending(partial(coded.spread, message, gathered, tag), arrive)
 
     def _send_as_it_is(self, coded: OwnedBucket) -> Work:
+        """Launches an uncompressed all-gather of equal shards of the mean."""
         tag = self.tag_of(coded.bucket)
         work = self.collectives.launch_all_gather(coded.bucket.gradients, tag)
         # `then` makes the work not done, even with one rank: a bucket is stepped by the thread that
@@ -338,7 +377,7 @@ class SparseExchange(WholeSparseExchange):
         coded = self.coded[bucket.number]
         tag = self.tag_of(bucket) + GRADIENT_TAGS
         if self._refusal is not None:
-            # No rank has chosen sums, so that there is nothing to gather.
+            # The step is refused on all ranks. No rank has chosen sums that could be gathered.
             bucket.gradients.fill_(math.nan)
             return Work.done()
         if coded.is_filled or not coded.is_sparse:
@@ -351,9 +390,11 @@ class SparseExchange(WholeSparseExchange):
 
     @override
     def look_again(self) -> None:
-        """Keeps hooks' changes of this rank's own sums; refuses changes of elements that were 0.
+        """Takes hooks' changes of the sums that this rank has kept, and looks for inf in them.
 
-        Collective, blocks.
+        Hooks must not change elements of the mean that were 0: if any rank's hook has, `check`
+        refuses the step on all ranks. Collective, blocks. If the step is refused already, it only
+        makes all means nan, and launches nothing.
         """
         if self._refusal is not None:
             for coded in self.coded:
@@ -363,7 +404,8 @@ class SparseExchange(WholeSparseExchange):
         for coded in self.coded:
             coded.clear_others()
         flags = self._look_at_means(torch.stack(is_denser).any() if is_denser else None)
-        # nan excuses other changes: a hook that clips by a norm of nan changes all elements.
+        # flags[1]: a hook changed elements that were 0. flags[0]: a mean has nan or inf. That
+        # excuses it, since clipping by a norm of nan changes all elements.
         if flags[1] and not flags[0]:
             self._refusal = RuntimeError(
                 "A hook has changed elements of the mean gradient that were 0, which"
@@ -373,11 +415,13 @@ class SparseExchange(WholeSparseExchange):
 
 
 def _keep(chosen: Sequence[tuple[RegionBucket, Entries]], scale: float) -> None:
+    """Makes each bucket keep its chosen sums; see `RegionBucket.keep`."""
     for coded, own in chosen:
         coded.keep(own, scale)
 
 
 def _kind_of(compressor: SparseAllReduce) -> type[SparseBucket]:
+    """Returns the class of the buckets that `compressor` compresses."""
     if compressor.all_reduces:
         return TreeBucket if compressor.is_tree else SparseBucket
     return StaticBucket if compressor.is_static else RegionBucket

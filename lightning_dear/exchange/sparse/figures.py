@@ -10,20 +10,21 @@ from torch import Tensor
 
 @dataclass
 class Tally:
-    """Counts of one bucket in one sparse step.
+    """Counts of one bucket in one sparse step; of its last round, if the step has several.
 
-    What is gathered is counted once it has arrived. A count may be a tensor, for which the host has
-    not waited.
+    What is gathered is counted once it has arrived. A count may be a tensor on an accelerator,
+    which `int` makes the host wait for.
 
     Attributes:
         num_wanted: Number of entries that the compressor asks for, k.
-        num_selected: Number of this rank's values that reached its threshold.
-        num_sent: Number of those that were sent. The others exceeded the size of a message.
-        num_kept: Number of sums that all owners have kept. 0 if owners keep all sums.
-        most_kept: Number of sums kept by the owner that kept most.
+        num_selected: Number of entries that this rank's compressor has found, before caps.
+        num_sent: Number of these that were sent. The others exceeded the size of a message.
+        num_kept: Number of sums that all owners together have sent with their places. 0 if there
+            are no owners, or if all elements were gathered.
+        most_kept: Number of sums sent by the owner that sent most.
         words_sent: Number of 4-byte words (values and places) that this rank has sent.
         words_received: Number of 4-byte words that this rank has received.
-        most_words: Upper bound of `words_sent`, and of `words_received`.
+        most_words: Upper bound of `words_sent`, and of `words_received`, if the step has one round.
     """
 
     num_wanted: int = 0
@@ -42,16 +43,16 @@ def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
     Blocks until counts that are tensors on an accelerator are known.
 
     Args:
-        tallies: Tallies of the buckets that have had a sparse step.
+        tallies: Tallies of this rank's buckets that have had a sparse step.
         world_size: Number of ranks.
 
     Returns:
         Name -> figure. "num_wanted", "num_selected" and "num_kept" are the sums of these counts in
-        `Tally`. "held_back" is the share of selected entries that exceeded messages and stayed in
+        `Tally`. "held_back" is the share of the entries found that exceeded messages and stayed in
         the residual. "imbalance" is the largest number of sums that one owner has kept, divided by
         the mean over owners, in the least balanced bucket. "share_of_bound" is the number of words
         sent or received, whichever is larger, divided by `SparseAllReduce.most_words`. "num_kept"
-        and "imbalance" are left out if owners keep all sums.
+        and "imbalance" are left out if `Tally.num_kept` is 0 in all buckets.
     """
     selected = sum(int(tally.num_selected) for tally in tallies)
     sent = sum(int(tally.num_sent) for tally in tallies)
@@ -59,7 +60,7 @@ def figures_of(tallies: Sequence[Tally], world_size: int) -> dict[str, float]:
     received = sum(tally.words_received for tally in tallies)
     words = max(sum(tally.words_sent for tally in tallies), received)
     counts = [(int(tally.most_kept), int(tally.num_kept)) for tally in tallies]
-    # Baselines do not choose among sums, so that they keep none in particular.
+    # 0 with baselines that have no owners.
     kept = [(most, count) for most, count in counts if count]
     figures = {
         "num_wanted": float(sum(tally.num_wanted for tally in tallies)),

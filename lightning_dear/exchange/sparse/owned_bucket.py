@@ -31,15 +31,17 @@ from lightning_dear.exchange.sparse.regions import (
 from lightning_dear.torch_modes import plain_mode
 
 LOOKED_AT_FIRST = 0.95
-"""Share of the last threshold: most owners find enough sums among those of at least this size."""
+"""An owner first looks for its sums among those of at least this share of the last threshold, where
+most owners find enough."""
 
 
 class RegionBucket(SparseBucket):
-    """A sparse bucket for gloo: the host reads how many entries there are. Messages say it.
+    """A sparse bucket for gloo, whose messages are as long as their entries (Ok-Topk, TopkDSA).
 
-    Notes in this step's messages tell all ranks what they need for the next step. In backward each
-    rank cuts the summary of its selection into slices, one for each owner, and each owner adds up
-    its slices of all ranks. In the gather half owners send these totals and their reports.
+    With Ok-Topk, notes in this step's messages tell all ranks what they need for the next step. In
+    backward each rank cuts the summary of its selection into slices, one for each owner, and each
+    owner adds up its slices of all ranks. In the gather half owners send these totals, in steps in
+    which new regions are due, and their reports. With TopkDSA there are no notes.
 
     Attributes:
         regions: Begins of all ranks' regions in the next step, and the bucket's end.
@@ -49,7 +51,7 @@ class RegionBucket(SparseBucket):
     """
 
     # Set when the selection of a step begins, and valid until its gather half has arrived, even if
-    # a checkpoint is loaded meanwhile: the sizes, whether owners find the k largest of all sums,
+    # a checkpoint is loaded meanwhile: the sizes, whether owners agree on the sums that they keep,
     # and the number of words of notes to all ranks.
     _settled: Selection
     _is_exact: bool
@@ -64,10 +66,10 @@ class RegionBucket(SparseBucket):
         self._report_words = REPORT_WORDS if self.sparse.is_regional else 0
         self._head_words = 1 + self._report_words + self._most_notes
         super()._make_room()
-        # The old shares were of another k. Those of the new k are found by the next exact step.
+        # A threshold and quotas of another k do not fit. Without them the next step is exact.
         self.shares = Shares.unknown(self._world_size)
-        # False until the next selection. Messages of the old k may arrive before the change on one
-        # rank and after it on another, so that they must not change shares.
+        # False until the next selection. Messages of the old k may arrive before this call on one
+        # rank and after it on another. If they changed shares, ranks would differ.
         self._follows_shares = False
 
     @override
@@ -102,7 +104,7 @@ class RegionBucket(SparseBucket):
 
     @property
     def _size(self) -> list[float]:
-        """Sizes that shares depend on; 0 if there are no shares."""
+        """Sizes that shares depend on: k and the owner's cap, both 0 if there are no shares."""
         selection = self.selection
         return [selection.k, selection.most_owned] if self.sparse.is_regional else [0, 0]
 
@@ -122,9 +124,10 @@ class RegionBucket(SparseBucket):
 
     @override
     def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> LaunchWithTag:
-        """Takes entries of `selected` out of `waiting`, and cuts them into a message per owner.
+        """Cuts `selected` into a message for each owner, and returns what launches them.
 
-        Entries beyond the size of a message stay in `waiting`.
+        Sets the places of entries that are sent to 0 in `waiting`. Entries beyond the size of a
+        message stay there.
         """
         parts = [part.largest(self.selection.most_sent) for part in selected.cut(self.regions)]
         self.tally.num_sent = num_sent = sum(len(part.places) for part in parts)
@@ -141,15 +144,15 @@ class RegionBucket(SparseBucket):
     # --- choosing among the sums ------------------------------------------------------------------
 
     def choose(self, scale: float) -> Entries | None:
-        """Keeps the largest sums of this owner's region, as many as its quota.
+        """Chooses which sums of its region this rank keeps.
 
         Args:
             scale: Loss scale, by which sums are multiplied.
 
         Returns:
-            None means that the sums have been kept. In an exact step, or if owners keep all sums,
-            nothing is kept yet: the candidates are returned, ranks must agree on a choice, and the
-            caller then calls `keep`.
+            None means that the largest sums have been kept, as many as this owner's quota. In an
+            exact step, or if owners keep all sums, nothing is kept yet: the candidates are
+            returned, ranks must agree on a choice, and the caller then calls `keep`.
         """
         if self._is_exact:
             return self._sums().largest(self.selection.most_owned)
@@ -169,12 +172,13 @@ class RegionBucket(SparseBucket):
         return Entries(places + self.region.start, own.index_select(0, places).float())
 
     def keep(self, chosen: Entries, scale: float, num_reached: int | None = None) -> None:
-        """Keeps the sums `chosen` in the region; `restore` adds the others if a round follows.
+        """Sets the sums of the region to 0, except `chosen`. `restore` may add the others again.
 
         Args:
             chosen: Some of the region's sums.
             scale: Loss scale, by which sums are multiplied.
-            num_reached: Number of sums that reached the threshold. None means that of `chosen`.
+            num_reached: Number of the region's sums that reached the threshold, for the report.
+                None means as many as are chosen.
         """
         self._leave(chosen.places, chosen.numbers)
         self.chosen, count = chosen.places, len(chosen.places)
@@ -182,7 +186,10 @@ class RegionBucket(SparseBucket):
         self._report = OwnerReport(count, count if num_reached is None else num_reached, smallest)
 
     def take_back(self) -> Tensor:
-        """Sets the region to 0 outside `chosen`. Returns whether it was not 0 there, as a bool."""
+        """Takes the mean back after hooks: sets this rank's region to 0 outside `chosen`.
+
+        Returns whether an element was not 0 there, as a bool tensor: then a hook has changed it.
+        """
         own, places = self.bucket.mean[self.region], self.chosen - self.region.start
         kept = own[places]
         is_denser = own.index_fill_(0, places, 0.0).any()
@@ -204,18 +211,19 @@ class RegionBucket(SparseBucket):
         return entries.packed(reached, smallest, slices.sum(0, dtype=torch.int32))
 
     def spread(self, message: Tensor, gathered: Tensor, tag: int) -> Work:
-        """Launches `message` to all ranks, and receives those of all owners in `gathered`."""
+        """Launches `message` to all ranks; row r of `gathered` receives that of owner r."""
         messages = dict.fromkeys(range(self._world_size), message)
         return self.launch("all_gather", messages, gathered, self._num_told, tag)
 
     def write(self, gathered: Tensor) -> Tensor:
         """Writes the sums in the messages `gathered` into the bucket's gradients.
 
+        The gradients are the same memory as the mean, which must be 0 except for this rank's sums.
+
         Returns:
             [n] int64: places of the sums.
         """
         whole = joined([unpacked(row, self._num_told) for row in gathered])
-        # The gradients are also the mean, which is 0 except for this rank's own sums.
         gradients, places = self.bucket.gradients, whole.places.long()
         numbers = whole.numbers.to(gradients.dtype)
         gradients.index_copy_(0, places, numbers)
@@ -223,7 +231,7 @@ class RegionBucket(SparseBucket):
         return places
 
     def arrive(self, gathered: Tensor, sent: list[Entries], is_nan: Tensor | None) -> None:
-        """Writes the gathered sums, returns what has not arrived to the residual, reads the notes.
+        """Writes the gathered sums, adds what has not arrived to the residual, reads the notes.
 
         Args:
             gathered: [world_size, n] int32: the owners' messages.
@@ -235,7 +243,7 @@ class RegionBucket(SparseBucket):
         with plain_mode(self.bucket.parameters.device.type):
             selected, gradients = self.write(gathered), self.bucket.gradients
             for own in sent:
-                # In most steps an element is not 0 exactly if a gathered sum was written there.
+                # Elements without a gathered sum are 0, and most often only those.
                 has_arrived = (gradients.index_select(0, own.places) != 0) & (own.numbers != 0)
                 if self._has_zeros:
                     has_arrived = own.are_among(selected, self.spec.padded_numel)
@@ -270,17 +278,20 @@ class RegionBucket(SparseBucket):
 
 
 class StaticBucket(SparseBucket):
-    """A sparse bucket for NCCL: the host waits for no count, and all messages have fixed length.
+    """A sparse bucket of `OkTopk(mode="static")`, whose messages have a fixed length.
 
-    Entries that do not fit stay in the residual. A message consists of all places, then all values.
+    So the host waits for no count, as NCCL requires. Entries that do not fit stay in the residual,
+    and sums that an owner does not keep are dropped: senders add them back to their residuals. A
+    message consists of all places, then all values.
     Unused entries differ in the two halves. In messages to owners their value is 0. In messages to
     all ranks their place is the bucket's length, because a real value there may be 0 after a hook.
 
     Attributes:
-        edges: [world_size + 1] int64, on the device: begins of all regions, and the bucket's end.
+        edges: [world_size + 1] int64, on the device: begins of all ranks' regions, and the end.
         has_regions: Whether regions follow selections. If not, they are equal.
         summary: Histogram of this rank's selection. The sum over ranks decides on new regions.
-        chosen: [n] int64: places of the sums that this rank, as an owner, has kept.
+        chosen: [n] int64: places of the sums that this rank, as an owner, has kept. If there are
+            fewer than n, the other places have a mean of 0.
     """
 
     summary: Tensor
@@ -333,7 +344,10 @@ class StaticBucket(SparseBucket):
 
     @override
     def pack(self, waiting: Tensor, selected: Entries, scale: Tensor | None) -> LaunchWithTag:
-        """Takes entries that fit into messages out of `waiting`, and makes a message per owner."""
+        """Makes a message for each owner, and returns what launches them.
+
+        Sets the places of entries that fit into the messages to 0 in `waiting`.
+        """
         room, places, numbers = self.selection.most_sent, selected.places, selected.numbers
         is_number = (numbers != 0).long()
         self.summary = summary_of(places, self.spec.padded_numel, is_number)
@@ -365,7 +379,7 @@ class StaticBucket(SparseBucket):
     # --- choosing among the sums ------------------------------------------------------------------
 
     def keep_largest(self) -> None:
-        """Keeps the largest sums, as many as there is room for; `restore` adds the others."""
+        """Sets all sums to 0 but the largest, `most_owned`. `restore` may add the others again."""
         mean = self.bucket.mean
         self.chosen = mean.abs().topk(self.selection.most_owned).indices
         kept = mean[self.chosen]
@@ -373,7 +387,7 @@ class StaticBucket(SparseBucket):
         self._leave(self.chosen, kept)
 
     def take_back(self) -> Tensor:
-        """Sets the mean to 0 outside `chosen`. Returns whether a hook filled other places."""
+        """Sets the mean to 0 outside `chosen`; tells whether it was not 0 where `write` wrote 0."""
         mean, end = self.bucket.mean, self.spec.padded_numel
         kept = mean[self.chosen]
         was_shown = torch.zeros(end + 1, dtype=torch.bool, device=mean.device)
@@ -383,7 +397,7 @@ class StaticBucket(SparseBucket):
         return is_denser
 
     def follow(self, total: Tensor) -> None:
-        """Takes the sum of all ranks' summaries; regions change when the step is committed."""
+        """Cuts new regions by `total`, the sum of ranks' summaries. `commit` puts them to use."""
         self._next_edges = regions_of(total, self.spec.padded_numel, self._world_size)
 
     # --- the gather half --------------------------------------------------------------------------
@@ -395,15 +409,15 @@ class StaticBucket(SparseBucket):
         return torch.cat([places.int(), numbers.view(torch.int32)])
 
     def spread(self, message: Tensor, gathered: Tensor, tag: int) -> Work:
-        """Launches `message` to all ranks, and receives those of all owners in `gathered`."""
+        """Launches `message` to all ranks; row r of `gathered` receives that of owner r."""
         gathered[self._rank].copy_(message)
         return self._collectives.launch_all_gather(gathered.view(-1), tag)
 
     def write(self, gathered: Tensor) -> Tensor:
-        """Writes the sums in the messages `gathered` into the bucket's gradients.
+        """Overwrites the bucket's gradients with the sums in the messages `gathered`, 0 elsewhere.
 
         Returns:
-            [n] int64: places of the sums. Unused entries have the bucket's length as place.
+            [n] int64: places of the sums, ascending. Unused entries have the bucket's length.
         """
         gradients, last = self.bucket.gradients.zero_(), self.spec.padded_numel - 1
         parts = _parts(gathered)
@@ -415,7 +429,10 @@ class StaticBucket(SparseBucket):
         return self._shown
 
     def arrive(self, gathered: Tensor, sent: list[Entries], is_nan: Tensor | None) -> None:
-        """Writes the gathered sums, and returns what has not arrived to the residual."""
+        """Writes the gathered sums, and adds what has not arrived back to the residual.
+
+        Same arguments as `RegionBucket.arrive`.
+        """
         end = self.spec.padded_numel
         # The thread that waits may be inside a context of the user's, such as autocast.
         with plain_mode(self.bucket.parameters.device.type):
@@ -450,7 +467,10 @@ OwnedBucket = RegionBucket | StaticBucket
 def add_up_summaries(
     buckets: Sequence[StaticBucket], collectives: Collectives, first_tag: int
 ) -> Work:
-    """Sums the summaries over ranks, for the buckets that get new regions. Collective, blocks."""
+    """Sums summaries over ranks, for buckets with new regions due; does nothing without any.
+
+    Collective, blocks (the host, or on NCCL the stream).
+    """
     due = [bucket for bucket in buckets if bucket.are_regions_due]
     if not due:
         return Work.done()

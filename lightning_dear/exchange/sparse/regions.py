@@ -1,8 +1,8 @@
 """How a bucket is cut into regions, one for each rank, and how many sums each owner keeps.
 
-Regions are cut so that all owners get about the same number of entries. What owners keep follows
-from the reports of the step before. Only in exact steps owners agree on it and wait for each
-other.
+With Ok-Topk regions are cut so that all owners get about the same number of entries. How many sums
+owners keep follows from the reports of the step before, except in exact steps: there owners wait
+for each other, to agree on the k largest of all sums. TopkDSA has equal regions and keeps all sums.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def equal_regions(numel: int, num_regions: int) -> list[int]:
 
 
 def summary_of(places: Tensor, numel: int, weights: Tensor | None = None) -> Tensor:
-    """Returns a histogram of places. The sum over ranks is the argument of `regions_of`.
+    """Returns a histogram of places. Its sum over ranks is the argument `total` of `regions_of`.
 
     Args:
         places: [n] int64: places that this rank has selected.
         numel: Length of the bucket.
-        weights: [n] int64: weight of each place. Then the host does not wait for a device. None
+        weights: [n] int64: weight of each place, with which the host waits for no device. None
             means a weight of 1 each; only for a CPU.
 
     Returns:
-        [NUM_BINS] int64.
+        [NUM_BINS] int64: sum of the weights in each of NUM_BINS equal ranges of the bucket.
     """
     bins = places * NUM_BINS // numel
     if weights is None:
@@ -61,9 +61,9 @@ def sliced(summary: Tensor, num_regions: int) -> Tensor:
 
 
 def regions_of(total: Tensor, numel: int, num_regions: int) -> Tensor:
-    """Returns the begins of all regions, and the end, so that each has about as many entries.
+    """Returns the begins of all regions, and the end, with about equally many entries in each.
 
-    Uses integers only, so that all ranks get the same regions.
+    If there are no entries, regions are equal. Uses integers only, so that all ranks get the same.
 
     Args:
         total: Sum of the summaries of all ranks, integers: [NUM_BINS], or the slices of `sliced`.
@@ -90,10 +90,11 @@ def regions_of(total: Tensor, numel: int, num_regions: int) -> Tensor:
 # --- each owner's share of k ----------------------------------------------------------------------
 
 FEWEST_REACHED = 1 / 2
-"""Share of k: if fewer sums than that reach the last threshold, quotas stay as they are."""
+"""Share of k: if fewer sums than that reach the threshold, quotas stay (not in exact steps)."""
 
 REPORT_WORDS = 2
-"""Number of 4-byte words in an owner's report, beside the number of sums that it has sent."""
+"""Number of 4-byte words of an owner's report in the notes of its message. `num_kept` is no part of
+them, since each message begins with it."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Shares:
     Attributes:
         threshold: Smallest magnitude among the k largest sums, as of the last step. 0 means that it
             is not known, so that the next step is an exact one.
-        quotas: For each owner the largest number of sums that it keeps.
+        quotas: For each owner the largest number of sums that it keeps; unused in an exact step.
     """
 
     threshold: float
@@ -132,9 +133,9 @@ class Shares:
     def after(self, reports: Sequence[OwnerReport], k: int, cap: int, *, is_exact: bool) -> Shares:
         """Returns the shares for the next step, from the owners' reports on this one.
 
-        The threshold is the smallest magnitude of the k largest sums. In a step that is not exact
-        each owner keeps its own largest sums, and if the quotas fit, the smallest of these is about
-        the same for all owners; the threshold is then their weighted mean.
+        After an exact step the threshold is the smallest sum that was kept. In other steps each
+        owner keeps its own largest sums. The threshold is then the mean of the owners' smallest
+        ones, weighted by the number of sums kept. If no sum was kept it is 0, and quotas stay.
 
         Args:
             reports: Report of each owner.
@@ -161,11 +162,12 @@ class Shares:
 def divided(total: int, weights: Sequence[int], cap: int) -> list[int]:
     """Divides `total` in proportion to `weights`, in integers, with at most `cap` for each.
 
-    What exceeds a cap goes to the others, in proportion to their weights, or equally if these are
-    all 0.
+    What exceeds a cap is divided among the others, in proportion to their weights, or equally if
+    these are all 0.
 
     Returns:
-        A part for each weight. The sum of parts is at most `total`, because parts are rounded down.
+        A part for each weight. Their sum is at most `total`, because parts are rounded down, and
+        less if all parts reach the cap.
     """
     parts, unfilled = [0] * len(weights), list(range(len(weights)))
     while unfilled:
@@ -194,9 +196,9 @@ more words than these entries, which have a place beside each value. (SparCML's 
 def are_filled(
     sums: Sequence[Entries], numels: Sequence[int], collectives: Collectives, first_tag: int
 ) -> list[bool]:
-    """Returns for each bucket whether the sums are so many that all elements are gathered.
+    """Returns for each bucket whether all elements are gathered, because at least half have sums.
 
-    All ranks call; blocks.
+    Collective, blocks. Counts the sums of all owners. Equal on all ranks.
 
     Args:
         sums: For each bucket this owner's sums.
@@ -211,7 +213,10 @@ def are_filled(
 
 
 def _told(own: Sequence[tuple[int, int]], collectives: Collectives, first_tag: int) -> Tensor:
-    """Returns all ranks' pairs of counts, [buckets, ranks, 2] int32. All ranks call; blocks."""
+    """Gathers each rank's pair of counts of each bucket. Collective, blocks.
+
+    Returns [buckets, ranks, 2] int32.
+    """
     counts = torch.zeros((collectives.world.size, len(own), 2), dtype=torch.int32)
     counts[collectives.world.rank] = torch.tensor(own)
     tag = SELECTION_TAGS + first_tag
@@ -222,10 +227,11 @@ def _told(own: Sequence[tuple[int, int]], collectives: Collectives, first_tag: i
 def largest_of_all(
     sums: Sequence[Entries], ks: Sequence[int], collectives: Collectives, first_tag: int
 ) -> list[Entries]:
-    """Finds the k largest sums of each bucket, among equal ones the first. All ranks call; blocks.
+    """Finds the k largest sums of all owners in each bucket. Collective, blocks.
 
-    Handles all buckets of a step in the same messages, so that ranks wait for each other only seven
-    times. Equal sums count in rank order, which is the order of regions.
+    Handles all buckets of a step in the same messages, so that ranks wait for each other seven
+    times, however many buckets there are. Of sums equal to the k-th largest the first are taken, in
+    the order of ranks, which is the order of regions.
 
     Args:
         sums: For each bucket the sums that this owner may keep.
@@ -260,7 +266,8 @@ def largest_of_all(
 
 
 DIGITS = (6, 5, 5, 5, 5, 5)
-"""Bits of each digit, 31 in all. Longer digits would need fewer messages, but twice the bytes."""
+"""Number of bits of each digit into which `kth_largest` cuts the 31 bits of an fp32 value above 0,
+from the highest. One bit more in a digit would need twice the bytes in its message."""
 
 
 def kth_largest(
@@ -276,8 +283,8 @@ def kth_largest(
         add_up: Sums an int32 tensor over ranks, in place. Blocks.
 
     Returns:
-        For each set its k-th largest value. The smallest if the set has fewer than k, 0 if it is
-        empty. Equal on all ranks.
+        For each set, over all ranks, its k-th largest value: the smallest if the set has fewer than
+        k values, 0 if it is empty. Equal on all ranks.
     """
     # The bits of floats above 0, read as integers, have the same order as the floats.
     bits = [part.view(torch.int32) for part in sizes]
@@ -298,9 +305,14 @@ def kth_largest(
 
 
 def _digit(histogram: Sequence[int], wanted: int) -> tuple[int, int]:
-    """Returns the digit of the `wanted`-th largest value, and its rank among those of that digit.
+    """Returns the digit of the `wanted`-th largest value, and its place among those of that digit.
 
-    If there are fewer values, that of the smallest; (0, 0) if there are none.
+    Places count from 1, from the largest value. If there are fewer than `wanted` values, the
+    smallest counts in its stead. (0, 0) means that there are no values.
+
+    Args:
+        histogram: Number of values with each digit.
+        wanted: From 1, the largest value.
     """
     from_above = list(accumulate(reversed(histogram)))
     wanted = min(wanted, from_above[-1])

@@ -306,7 +306,10 @@ OPTIMIZERS = (
     row(
         name="complex parameters with a compressor",
         run=_fit_complex,
-        message="compressor='int8' encodes real numbers, and 'net.phases' is of torch.complex64",
+        message=(
+            "'net.phases' has dtype torch.complex64, and compressor='int8' encodes only"
+            " real numbers"
+        ),
         why="a codec reads real numbers",
         instead='two real parameters, or `compressor="none"`',
     ),
