@@ -235,9 +235,7 @@ class TwoHopCollectives(PairwiseCollectives):
             await_first()
             outgoing = pass_on()
             if self.reduce_group is None:
-                raise RuntimeError(
-                    f"{names[1]} cannot be sent after training. Wait before it ends."
-                )
+                raise RuntimeError(f"hops=2 cannot send {names[1]} after training. Wait earlier.")
             sends = self._sends(lane, outgoing, tag + _SECOND_HOP)
             # Says so because, if the wait fails, the rank that its error names need not be the one
             # that failed.

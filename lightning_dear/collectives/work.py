@@ -297,7 +297,7 @@ class Collectives(ABC):
             tag: Tag of the message, equal on all ranks.
             num_notes: Leading elements of each message that the ledger counts as metadata.
         """
-        raise RuntimeError("NCCL needs messages of known length. Use OkTopk(mode='static').")
+        raise RuntimeError("NCCL cannot vary message lengths. Use gloo, or OkTopk(mode='static').")
 
     def expect_messages(self, lane: str, incoming: Tensor, tag: int) -> None:
         """Posts receives of all other ranks' rows, or messages; see `expect_reduce_scatter`."""

@@ -148,8 +148,7 @@ def bucket_of(ranges: Sequence[Part], world_size: int) -> BucketSpec:
     if len(families) != 1:
         names = ", ".join(tensor.name for tensor, _, _ in ranges[:2])
         raise ValueError(
-            f"The plan puts {names} in one bucket, but here they differ in dtype, device or"
-            " compressor."
+            f"The plan puts {names} in one bucket, where dtype, device, compressor must be equal."
         )
     slices, filled = [], 0
     for tensor, start, stop in ranges:
@@ -261,15 +260,15 @@ class BucketPlan:
                 `check_plan` refuses the plan.
         """
         if not isinstance(data, dict) or data.get("version") != FORMAT_VERSION:
-            raise ValueError(f"This is no plan of format version {FORMAT_VERSION}.")
+            raise ValueError(f"This is no plan of format version {FORMAT_VERSION}. It must be one.")
         if missing := _FIELDS - data.keys():
-            raise ValueError(f"The plan lacks {', '.join(sorted(missing))}.")
+            raise ValueError(f"The plan lacks {', '.join(sorted(missing))}. It must have these.")
         if (ranks := data["world_size"]) != world_size:
             raise ValueError(f"The plan was made for {ranks} ranks, and there are {world_size}.")
         # Tensors are matched by name, since indices may have changed since the plan was made.
         matched = _matched(data["tensors"], tensors)
         if unknown := {part[0] for parts in data["buckets"] for part in parts} - matched.keys():
-            raise ValueError(f"A bucket of the plan holds the unknown tensor {min(unknown)}.")
+            raise ValueError(f"Tensor {min(unknown)} of a bucket must be in the plan's tensors.")
         buckets = tuple(
             bucket_of([(matched[index], *span) for index, *span in parts], world_size)
             for parts in data["buckets"]
@@ -296,13 +295,12 @@ def check_plan(plan: BucketPlan, tensors: Specs) -> None:
     families = {tensor.index: tensor.family for tensor in tensors}
     for bucket in plan.buckets:
         if {families[part.tensor] for part in bucket.slices} != {bucket.family}:
-            raise ValueError("The plan mixes dtypes, devices or compressors in a bucket.")
+            raise ValueError("Tensors of a plan's bucket must have one dtype and compressor.")
         for number, part in enumerate(bucket.slices):
             continues = number == 0 and filled_by.get(bucket.family) == part.tensor
             is_next = part.start == reached[part.tensor] < part.stop
             if not is_next or (part.start > 0 and not continues):
-                at = f"tensor {part.tensor}"
-                raise ValueError(f"The plan does not hold {at} once, in order, unbroken.")
+                raise ValueError(f"A plan must hold tensor {part.tensor} once, in order, unbroken.")
             reached[part.tensor] = part.stop
         last = bucket.slices[-1]
         # A tensor cannot go on in the next bucket if padding at the end of this bucket would
@@ -311,10 +309,10 @@ def check_plan(plan: BucketPlan, tensors: Specs) -> None:
         filled_by[bucket.family] = last.tensor if is_full else None
     for tensor in tensors:
         if reached[tensor.index] != tensor.numel:
-            raise ValueError(f"The plan does not hold all of {tensor.name}.")
+            raise ValueError(f"The plan must hold all elements of {tensor.name}.")
     numbers = list(range(len(plan.buckets)))
     if sorted(plan.reduce_order) != numbers:
-        raise ValueError("The plan's reduce_order does not name every bucket once.")
+        raise ValueError("The plan's reduce_order must name every bucket once.")
     if len(set(plan.early)) < len(plan.early) or not set(plan.early) <= set(plan.reduce_order[:-1]):
         raise ValueError("The plan's early buckets must differ and not be reduced last.")
     for kind in ("all_reduced", "uncompressed"):
@@ -341,16 +339,16 @@ def _matched(saved: Sequence[Any], tensors: Specs) -> dict[int, TensorSpec]:
     matched = {}
     for index, name, numel, itemsize in saved:
         if name not in names:
-            raise ValueError(f"The plan is for another model: parameter {name} is not here.")
+            raise ValueError(f"The plan can be used only for a model with a parameter {name}.")
         tensor = names.pop(name)
         if (tensor.numel, tensor.itemsize) != (numel, itemsize):
             raise ValueError(
-                f"The plan is for another model: there {name} has {numel} elements of {itemsize}"
-                f" bytes, here {tensor.numel} of {tensor.itemsize}."
+                f"The plan can be used only for a model in which {name} has {numel} elements of"
+                f" {itemsize} bytes, here {tensor.numel} of {tensor.itemsize}."
             )
         matched[index] = tensor
     if names:
-        raise ValueError(f"The plan lacks {next(iter(names))} of this model.")
+        raise ValueError(f"The plan lacks {next(iter(names))} of this model, which it must hold.")
     return matched
 
 

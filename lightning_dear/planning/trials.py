@@ -240,7 +240,8 @@ class BayesianFusion(ThresholdFusion, search.StepModelPlanner):
         need('fusion="bayesian"', "sklearn")
         if not 0 < min_cap_mb < max_cap_mb < math.inf:
             raise ValueError(
-                f"fusion=bayesian needs 0 < min_cap_mb < max_cap_mb, got {min_cap_mb}, {max_cap_mb}"
+                f"fusion='bayesian' has min_cap_mb={min_cap_mb} and max_cap_mb={max_cap_mb}. Set"
+                " both above 0, and min_cap_mb below max_cap_mb."
             )
         self.num_trials = num_trials
         self.min_cap_mb = min_cap_mb

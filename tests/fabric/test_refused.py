@@ -206,7 +206,7 @@ def test_no_backward_sync_wants_what_setup_returned() -> None:
         fabric.no_backward_sync(build("mlp"))
     control = fabric.strategy._backward_sync_control
     assert control is not None
-    with pytest.raises(TypeError, match=r"what fabric\.setup returned, not UnevenMLP"):
+    with pytest.raises(TypeError, match=r"got a UnevenMLP. Pass what fabric"):
         control.no_backward_sync(build("mlp"), True)
 
 

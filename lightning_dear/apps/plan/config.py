@@ -222,7 +222,7 @@ def ranks_per_node(cluster: DictConfig) -> int:
     """
     if not isinstance(cluster.devices, int):
         raise ValueError(
-            f"cluster.devices={cluster.devices!r} is no number of ranks. Set it to one, such as 8."
+            f"cluster.devices={cluster.devices!r} is no rank count. Set cluster.devices=8, say."
         )
     return cluster.devices
 
