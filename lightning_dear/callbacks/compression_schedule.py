@@ -99,7 +99,7 @@ class CompressionSchedule(Callback):
         if self._dense_steps and codec.votes:
             raise ValueError(
                 f"dense_steps={self._dense_steps} cannot come before {codec.name}. Leave"
-                " dense_steps out: signs would be stepped with the same learning rate as gradients."
+                " dense_steps out. Signs and gradients need different learning rates."
             )
 
     def check_use(self, planner: FusionPlanner) -> None:

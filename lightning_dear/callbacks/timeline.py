@@ -81,4 +81,4 @@ class TimelineCallback(Callback):
             try:
                 plot_timeline(timeline.spans, directory / "timeline.png")
             except ModuleNotFoundError as error:
-                rank_zero_warn(f"{directory / 'timeline.json'} is written. {error}")
+                rank_zero_warn(f"{error}. Only timeline.json was written, to {directory}.")

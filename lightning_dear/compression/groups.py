@@ -107,8 +107,8 @@ def check_groups(groups: Groups, compressor: Compressor | None) -> None:
             )
         if type(other) is Fp32 and compressor.votes:
             raise ValueError(
-                f"{what} cannot be used beside {compressor.name}. Leave it out: signs would be"
-                " stepped with the same learning rate as gradients."
+                f"{what} leaves parameters uncompressed beside {compressor.name}'s signs. Leave it"
+                " out of compressors. Signs and gradients need different learning rates."
             )
         if type(other) is Fp32:
             continue
@@ -119,6 +119,6 @@ def check_groups(groups: Groups, compressor: Compressor | None) -> None:
             )
         if any(codec.brings_momentum or codec.votes for codec in (other, compressor)):
             raise ValueError(
-                f"{what} cannot be used beside {compressor.name}. Leave it out: codecs that vote or"
-                " keep momentum need an optimizer of their own."
+                f"{what} cannot be used beside {compressor.name}. Leave it out of compressors. A"
+                " codec that votes or keeps momentum needs an optimizer of its own."
             )

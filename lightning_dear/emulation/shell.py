@@ -74,7 +74,7 @@ def run(argv: Sequence[str]) -> str:
     except FileNotFoundError:
         raise EmulationUnavailable(f"`{command}`: {argv[0]} is missing. Install it") from None
     except subprocess.TimeoutExpired:
-        raise EmulationUnavailable(f"`{command}` took {_COMMAND_TIMEOUT_S:g} s. Retry") from None
+        raise EmulationUnavailable(f"`{command}` did not end in {_COMMAND_TIMEOUT_S:g} s") from None
     if done.returncode != 0:
         raise EmulationUnavailable(f"refused `{command}`, try it as root: {done.stderr.strip()}")
     return done.stdout

@@ -246,8 +246,8 @@ class Recording:
             check_plan(plan, self.tensors)
         except (KeyError, ValueError) as error:
             raise ValueError(
-                f"The plan '{plan.name}' is wrong or for another model ({error}). Give fusion= or"
-                " replan() a plan of this model, or use fusion='threshold'."
+                f"The plan '{plan.name}' is wrong or for another model. Give fusion= or replan() a"
+                f" plan of this model, or use fusion='threshold'. {error}"
             ) from None
         for number in plan.uncompressed:
             compressor = self.codecs[plan.buckets[number].slices[0].tensor]

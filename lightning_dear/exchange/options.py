@@ -92,9 +92,9 @@ class ExchangeOptions(Setting):
         if compressor is not None and looks_up_counts and not collectives.has_variable_lengths:
             raise ValueError(
                 f"compressor={compressor.name!r} works only with gloo. Use"
-                " process_group_backend='gloo' on CPUs, or compressor=OkTopk(mode='static'): how"
-                " many numbers travel depends on the gradients, which with NCCL the host would"
-                " have to wait for."
+                " process_group_backend='gloo' on CPUs, or compressor=OkTopk(mode='static'). How"
+                " many values travel depends on the gradients, for which with NCCL the host would"
+                " have to wait."
             )
         # All-reduces are matched by order, and each rank's backward may fill the buckets of two
         # optimizers in another order.

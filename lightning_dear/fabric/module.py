@@ -290,6 +290,6 @@ def _disown(part: OptimizerPipeline) -> None:
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> NoReturn:
     raise RuntimeError(
         f"The training of this {type(optimizer).__name__}'s parameters has ended: what fabric.setup"
-        " returned for the model is gone, or the model was set up again. Keep what `model,"
-        " optimizer = fabric.setup(model, optimizer)` returned, and call that model."
+        " returned for the model is gone, or the model was set up again. Keep what the last"
+        " `model, optimizer = fabric.setup(model, optimizer)` returned, and use both of them."
     )

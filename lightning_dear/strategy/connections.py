@@ -235,9 +235,9 @@ class StopRequest:
                     heard = max(collectives.all_gather_object(self.asked))
                 except RuntimeError as error:
                     raise RuntimeError(
-                        "This rank has made no step of late, and other ranks do not answer when it"
-                        " asks whether all are to stop. Make the same backwards and steps on all"
-                        " ranks: the others have probably made a step that this rank left out."
+                        "Other ranks do not answer this rank before its next batch. Make the same"
+                        " backwards and steps on all ranks: this rank has made no step of late, and"
+                        " the others have probably made one."
                     ) from error
             if heard:
                 self._hear(heard)

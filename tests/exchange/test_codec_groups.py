@@ -256,9 +256,9 @@ def test_what_cannot_stand_beside_another_is_refused() -> None:
     for codec, other, message in (
         (None, None, "compressor='none' cannot leave any out"),
         (PowerSGD(), None, "compressor='powersgd' cannot leave any out"),
-        (SignSGD(), None, "same learning rate as gradients"),
-        (Int8(), SignSGD(), "need an optimizer of their own"),
-        (DGC(), Int8(), "need an optimizer of their own"),
+        (SignSGD(), None, "need different learning rates"),
+        (Int8(), SignSGD(), "needs an optimizer of its own"),
+        (DGC(), Int8(), "needs an optimizer of its own"),
         (Int8(), Int4(halves="reduce"), "Set the same in both"),
     ):
         with pytest.raises(ValueError, match=message):

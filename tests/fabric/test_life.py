@@ -101,7 +101,7 @@ def test_calling_the_plain_module_is_refused() -> None:
     raw = build("mlp")
     optimizer = fabric.setup(raw, optimizer_for("sgd", raw))[1]
     fabric.backward(loss_of(raw, *batch("mlp", 0, fabric.global_rank)))
-    with pytest.raises(RuntimeError, match="and call that model"):
+    with pytest.raises(RuntimeError, match="and use both of them"):
         optimizer.step()
 
 

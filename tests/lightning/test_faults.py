@@ -238,7 +238,7 @@ def test_one_that_leaves_out_a_step_is_named(left_out: str) -> None:
     outcomes = observe_ranks(_train_by_hand, 2, left_out, init_process_group=False)
     assert isinstance(outcomes[0], Raised), outcomes[0]
     if HAS_NOTES:
-        words = "Rank 1 says: RuntimeError: This rank has made no step of late"
+        words = "Rank 1 says: RuntimeError: Other ranks do not answer this rank before"
         assert words in outcomes[0].traceback
 
 

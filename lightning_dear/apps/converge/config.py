@@ -122,7 +122,7 @@ def _check_momentum(name: str, codec: Any, cfg: DictConfig) -> None:
     try:
         check_momentum(optimizer, ExchangeOptions("gradients", compressor=codec))
     except ValueError as error:
-        raise ValueError(f"Entry {name}: {error} Add optimizer: sgd_plain to it.") from None
+        raise ValueError(f"Entry {name}: {error} Add optimizer: sgd_plain to the entry.") from None
 
 
 def _reference_of(name: str, wanted: str | None, before: Sequence[Entry]) -> str:

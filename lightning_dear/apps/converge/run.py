@@ -179,9 +179,9 @@ class Study:
             what = "batches" if weights else "initial weights"
             raise RuntimeError(
                 f"On seed {trial['seed']}, {trial['entry']} ({trial['buckets']}) and"
-                f" {first['entry']} ({first['buckets']}) have had other {what}. Take options of"
-                " model and data out of the entries; if raw.csv was written elsewhere, choose"
-                " another folder (hydra.run.dir=...). Such trainings cannot be compared."
+                f" {first['entry']} ({first['buckets']}) did not have the same {what}. Take"
+                " options of model and data out of the entries. If raw.csv has trainings of another"
+                " machine, choose another folder (hydra.run.dir=...)."
             )
 
 

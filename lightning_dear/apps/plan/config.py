@@ -222,7 +222,7 @@ def ranks_per_node(cluster: DictConfig) -> int:
     """
     if not isinstance(cluster.devices, int):
         raise ValueError(
-            f"cluster.devices={cluster.devices!r} is no rank count. Set cluster.devices=8, say."
+            f"cluster.devices={cluster.devices!r} is no number. Set it to the ranks of one node."
         )
     return cluster.devices
 
