@@ -21,8 +21,8 @@ from tests.lightning.nets import Net
 @pytest.mark.parametrize(
     ("codec", "schedule", "message"),
     [
-        (SignSGD(), {"dense_steps": 1}, "Leave dense_steps out .* same learning rate"),
-        (Signum(), {"dense_steps": 1}, "Leave dense_steps out .* same learning rate"),
+        (SignSGD(), {"dense_steps": 1}, "Leave dense_steps out.*different learning rates"),
+        (Signum(), {"dense_steps": 1}, "Leave dense_steps out.*different learning rates"),
     ],
 )
 def test_what_a_schedule_cannot_do_is_refused(
