@@ -168,7 +168,7 @@ PROPERTIES: dict[str, Properties] = {
         again=_same_integers,
     ),
     "onebit": OfRows(
-        formula="the mean of the numbers below zero, or that of the others, for each block",
+        formula="two means for each block: of the elements below 0, and of all other elements",
         instances=tuple(OneBit(block_size=size) for size in SIGN_BLOCKS),
         law=formulas.has_two_means,
         sent_again=_MEANS,
