@@ -160,7 +160,7 @@ def finish_at_exit() -> None:
             except (RuntimeError, ValueError) as error:
                 warnings.warn(
                     f"The last step's parameters did not all arrive ({error}). Use the last"
-                    " checkpoint: weights of other ranks may be a mixture of two steps.",
+                    " checkpoint: the weights of any rank may be a mixture of two steps.",
                     stacklevel=2,
                 )
 

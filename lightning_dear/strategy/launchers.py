@@ -213,7 +213,7 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
 
     def _end_unheard(self) -> None:
         if self.procs:
-            log.error("Rank 0 cannot be interrupted while it waits for others: ending those.")
+            log.error("Rank 0 has not reacted to a signal. It now ends the other ranks itself.")
             end_processes(self.procs, 0.0)
 
     @override

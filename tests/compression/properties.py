@@ -126,7 +126,7 @@ _SELECTED = (
 
 PROPERTIES: dict[str, Properties] = {
     "fp32": OfRows(
-        formula="C(x) = x,",
+        formula="C(x) = x.",
         instances=(Fp32(),),
         law=formulas.loses_nothing,
         sent_again="Exact.",
@@ -147,21 +147,21 @@ PROPERTIES: dict[str, Properties] = {
         again=_exactly,
     ),
     "int8": OfRows(
-        formula="q = round(x / s), s = max|x| / 127",
+        formula="q = round(x / s) is sent, with s = max|x| / 127",
         instances=tuple(Int8(block_size=size) for size in INTEGER_BLOCKS),
         law=formulas.is_within_half_a_scale,
         sent_again=_INTEGERS,
         again=_same_integers,
     ),
     "int4": OfRows(
-        formula="q = round(x / s), s = max|x| / 7",
+        formula="q = round(x / s) is sent, with s = max|x| / 7",
         instances=tuple(Int4(block_size=size) for size in INTEGER_BLOCKS),
         law=formulas.is_within_half_a_scale,
         sent_again=_INTEGERS,
         again=_same_integers,
     ),
     "loco": OfRows(
-        formula="e' = (1 - b) e + b (x - C(x))",
+        formula="e becomes (1 - b) e + b (x - C(x))",
         instances=(LoCo(), LoCo(block_size=24), LoCo(rate=1.0), LoCo(rate=0.7, block_size=8)),
         law=formulas.is_int4_whose_loss_is_averaged,
         sent_again=_INTEGERS,
@@ -175,14 +175,14 @@ PROPERTIES: dict[str, Properties] = {
         again=formulas.rounding_of_means,
     ),
     "efsignsgd": OfRows(
-        formula="C(x) = mean|x| sign(x) for each block",
+        formula="mean magnitude of each block: C(x) = mean|x| sign(x)",
         instances=tuple(EFSignSGD(block_size=size) for size in SIGN_BLOCKS),
         law=formulas.has_one_mean,
         sent_again=_MEANS,
         again=formulas.rounding_of_means,
     ),
     "signsgd": OfRows(
-        formula="C(x) = -1 where x < 0, otherwise +1",
+        formula="C(x) = -1 if x < 0, and otherwise +1",
         instances=(SignSGD(),),
         law=formulas.votes,
         sent_again="Exact: a vote votes for itself.",
@@ -214,7 +214,7 @@ PROPERTIES: dict[str, Properties] = {
         sent_again="Exact, whatever is drawn, by the law: a power of two has no other beside it.",
     ),
     "topk": OfRows(
-        formula="|C(x) - x|^2 <= (1 - d) |x|^2, with d = k / numel where `selector` is exact",
+        formula='|C(x) - x|^2 <= (1 - d) |x|^2, with d = k / numel if `selector` is "exact"',
         instances=tuple(
             TopK(density=density, selector=selector)
             for density, selector in product(DENSITIES, SELECTORS)

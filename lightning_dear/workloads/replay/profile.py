@@ -135,7 +135,7 @@ class ModelProfile:
                 0.
         """
         if not 0 < compute_s < math.inf:
-            raise ValueError(f"compute_s={compute_s} is not valid. Choose a number above 0.")
+            raise ValueError(f"compute_s={compute_s} is not valid. Choose a finite one above 0.")
         own_s = self.forward_s + self.backward_s
         if not own_s:
             raise ValueError(f"The profile {self.name!r} takes no time to rescale. Omit compute_s.")
