@@ -215,7 +215,7 @@ class PairwiseCollectives(Collectives):
         # A posted receive writes into the memory that the `expect_...` call was given, whatever
         # this launch asks for.
         if receives is not None and data_ptr != buffer.data_ptr():
-            raise RuntimeError(f"{lane} {tag} got a tensor other than expect_{lane} had. Pass that.")
+            raise RuntimeError(f"{lane} {tag} got another tensor than expect_{lane}. Pass that.")
         return self._receive(lane, rows, tag) if receives is None else receives
 
     def _sends(self, lane: str, outgoing: RankRows, tag: int) -> Waits:
