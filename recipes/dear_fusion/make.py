@@ -75,7 +75,7 @@ def planners_of(cfg: DictConfig) -> dict[str, FusionPlanner]:
             made[name] = FUSIONS[fusion](**cfg.get(name, {}))
         else:
             valid = ", ".join((EXACT, *FUSIONS))
-            raise ValueError(f"Unknown name {name!r} in fusions; valid ones: {valid}.")
+            raise ValueError(f"Unknown name {name!r} in fusions; valid names: {valid}.")
     return made
 
 

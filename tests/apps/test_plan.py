@@ -268,7 +268,7 @@ def test_what_a_host_was_measured_to_take_counts(tmp_path) -> None:
     [
         ("profile=bert_huge", "Unknown profile 'bert_huge'; valid names: bert_base"),
         ("strategies=[dare]", "Unknown strategy 'dare'; valid names: single, wfbp, ddp"),
-        ("cluster=gpu_host", "Set cluster.devices=8"),
+        ("cluster=gpu_host", "is no number. Set it to"),
         ("cluster.beta_s_per_byte=null", "Set cluster.beta_s_per_byte"),
         ("cluster=emulated cluster.rate_mbit=0", "cluster.rate_mbit=0 is not valid"),
         ("cluster=single_process", "has one rank, which sends nothing. Set cluster.num_nodes"),

@@ -14,7 +14,7 @@ from lightning_dear.planning import (
     ModelTimes,
     TensorSpec,
     ThresholdFusion,
-    fusion,
+    plan,
 )
 from lightning_dear.planning.trials import BayesianSearch
 
@@ -35,11 +35,11 @@ def _plans(least_mb: float, most_mb: float) -> dict[float, BucketPlan]:
 
 def test_caps_with_more_buckets_than_possible_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = [len(plan.buckets) for plan in _plans(1, 100).values()]
-    monkeypatch.setattr(fusion, "MAX_BUCKETS", counts[1])
+    monkeypatch.setattr(plan, "MAX_BUCKETS", counts[1])
     few = [len(plan.buckets) for plan in _plans(1, 100).values()]
     assert few == counts[1:]
     # The largest stays, and is refused where it is to be used.
-    monkeypatch.setattr(fusion, "MAX_BUCKETS", 0)
+    monkeypatch.setattr(plan, "MAX_BUCKETS", 0)
     assert len(_plans(1, 100)) == 1
 
 
