@@ -288,7 +288,7 @@ def test_the_monitor_logs_what_encoding_saves_and_leaves() -> None:
                 "compressor": "signsgd",
                 "compression_schedule": CompressionSchedule(compressors={"*": "none"}),
             },
-            "same learning rate",
+            "different learning rates",
         ),
     ],
 )
