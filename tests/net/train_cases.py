@@ -140,7 +140,9 @@ def _codec(name: str) -> Any:
 def _new_pipeline(model: nn.Module, case: Case, options: Any, timeout: timedelta) -> Any:
     fusion = find("planning", "ThresholdFusion")(bucket_cap_mb=0.012, first_bucket_cap_mb=0.004)
     collectives = find("collectives", "new_collectives")(torch.device("cpu"), timeout)
-    optimizer = _optimizer(model, case, options.compressor)
+    # Older trees call it codec.
+    codec = options.compressor if hasattr(options, "compressor") else options.codec
+    optimizer = _optimizer(model, case, codec)
     return find("pipeline", "Pipeline")(model, [optimizer], collectives, fusion, options=options)
 
 
