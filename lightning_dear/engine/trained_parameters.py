@@ -425,18 +425,19 @@ def check_momentum(optimizer: Optimizer, options: ExchangeOptions) -> None:
     if compressor is None or not compressor.brings_momentum:
         return
     for number, group in enumerate(optimizer.param_groups):
-        what = f"{type(optimizer).__name__}'s parameter group {number}"
         if group.get("momentum") or group.get("beta1") or any(group.get("betas", ())[:1]):
             raise ValueError(
-                f"compressor={compressor.name!r} keeps momentum itself, and {what} has momentum,"
-                " too. Use an optimizer without momentum, such as SGD(momentum=0), with schedules"
-                " that leave it so (OneCycleLR(cycle_momentum=False)), or another compressor."
-                " Otherwise gradients would be averaged twice."
+                f"compressor={compressor.name!r} keeps momentum itself, and parameter group"
+                f" {number} of {type(optimizer).__name__} has momentum, too. Use an optimizer"
+                " without momentum, such as SGD(momentum=0), with schedules that leave it so"
+                " (OneCycleLR(cycle_momentum=False)), or another compressor. Otherwise gradients"
+                " would be averaged twice."
             )
         is_decoupled = isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay")
         if group.get("weight_decay") and not (compressor.takes_weight_decay or is_decoupled):
             raise ValueError(
-                f"compressor={compressor.name!r} keeps momentum itself, and {what} has"
+                f"compressor={compressor.name!r} keeps momentum itself, and parameter group"
+                f" {number} of {type(optimizer).__name__} has"
                 f" weight_decay={group['weight_decay']:g}. Set weight_decay=0 and add this to the"
                 " loss, so that decay passes through momentum: weight_decay / 2 *"
                 " sum(p.square().sum() for p in parameters). Outside of momentum, decay would be"

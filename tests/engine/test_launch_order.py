@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_dear.collectives.work import Work
 from lightning_dear.engine.pipeline import Pipeline
@@ -17,6 +17,7 @@ from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion
 from tests.distributed.harness import distributed
 from tests.training import three_ways as training
+from tests.training.models import MayLeaveOut
 from tests.training.three_ways import new_native, new_pipeline
 
 REDUCES = {"launch_reduce_scatter", "launch_all_to_all", "launch_all_reduce"}
@@ -25,21 +26,6 @@ GRADIENTS = ExchangeOptions("gradients")
 ALL_REDUCED = ExchangeOptions("gradients", decouple=False)
 CASES = [(None, 1), (None, 2), (GRADIENTS, 1), (ALL_REDUCED, 1)]
 IDS = ["parameters", "two_optimizers", "gradients", "all_reduced"]
-
-
-class _Uneven(nn.Module):
-    """Uses one layer on rank 1 only, from the second step on; has BatchNorm's buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 40)
-        self.norm = nn.BatchNorm1d(40)
-        self.extra = nn.Linear(40, 40)
-        self.head = nn.Linear(40, 3)
-
-    def forward(self, x: Tensor, uses_extra: bool) -> Tensor:
-        x = self.norm(self.first(x))
-        return self.head(self.extra(x) if uses_extra else x)
 
 
 def _log_launches(collectives: Any) -> list[tuple[str, int]]:
@@ -74,7 +60,7 @@ def test_a_rank_that_lacks_a_gradient_launches_in_the_order_of_the_others(
     options: ExchangeOptions | None, num_optimizers: int
 ) -> None:
     torch.manual_seed(0)
-    model = _Uneven()
+    model = MayLeaveOut(width=40)
     parameters = list(model.parameters())
     optimizers = [
         torch.optim.SGD(parameters[n::num_optimizers], lr=0.1) for n in range(num_optimizers)

@@ -22,7 +22,7 @@ from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
 from tests.training import three_ways
 from tests.training.linear import Run, gradients_of
-from tests.training.models import distance, weights
+from tests.training.models import MayLeaveOut, distance, weights
 from tests.training.ordered import OrderedCollectives, new_ordered
 from tests.training.three_ways import SMALL_BUCKETS
 
@@ -37,21 +37,6 @@ ALL_REDUCED = ExchangeOptions("gradients", decouple=False)
 INT8 = ExchangeOptions("parameters", compressor=resolve_compressor("int8"))
 INT8_GRADIENTS = replace(INT8, gather="gradients")
 STATIC = ExchangeOptions("gradients", compressor=OkTopk(mode="static", density=0.05))
-
-
-class Uneven(nn.Module):
-    """May leave out a layer; has BatchNorm's buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 61)
-        self.norm = nn.BatchNorm1d(61)
-        self.extra = nn.Linear(61, 61)
-        self.head = nn.Linear(61, 3)
-
-    def forward(self, x: Tensor, uses_extra: bool) -> Tensor:
-        x = torch.tanh(self.norm(self.first(x)))
-        return self.head(self.extra(x) if uses_extra else x)
 
 
 @dataclass(frozen=True)
@@ -117,7 +102,7 @@ CODED = {
 
 def _new_training(case: Case) -> tuple[nn.Module, list[Optimizer]]:
     torch.manual_seed(0)
-    model, count = Uneven(), case.num_optimizers
+    model, count = MayLeaveOut(), case.num_optimizers
     parameters = list(model.parameters())
     optimizers = [torch.optim.SGD(parameters[n::count], lr=0.1, momentum=0.9) for n in range(count)]
     return model, optimizers

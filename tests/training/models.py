@@ -26,6 +26,21 @@ class UnevenMLP(nn.Module):
         return self.layers(x)
 
 
+class MayLeaveOut(nn.Module):
+    """May leave out a layer; has BatchNorm's buffers."""
+
+    def __init__(self, width: int = 61) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.extra = nn.Linear(width, width)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor, uses_extra: bool) -> Tensor:
+        x = torch.tanh(self.norm(self.first(x)))
+        return self.head(self.extra(x) if uses_extra else x)
+
+
 class ConvNet(nn.Module):
     """Convolutions with a bias in front of BatchNorm, whose gradient is pure rounding noise."""
 
