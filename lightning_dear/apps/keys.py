@@ -190,8 +190,10 @@ def check(program: str, cfg: DictConfig, hydra: Any) -> None:
         if _is_given(name, hydra):
             raise ValueError(f"{name} has no effect in {program}. Leave it out.")
     if program == "dear-plan" and hydra.runtime.choices.get("cluster") == "emulated_1gbit":
-        # Its links have 1/16 of the rate of ethernet_1g, for models with 1/16 of the bytes.
-        raise ValueError("cluster=emulated_1gbit has 1/16 of 1 Gb/s. Choose cluster=ethernet_1g.")
+        raise ValueError(
+            "cluster=emulated_1gbit does not fit dear-plan. Choose cluster=ethernet_1g. The"
+            " links of emulated_1gbit have 1/16 of 1 Gb/s, for replays of 1/16 of a model's bytes."
+        )
     if keys := KEYS.get(program):
         known = {one.name: one.metadata for one in fields(keys)}
         for name in {*cfg} - {*hydra.runtime.choices, "hydra"}:

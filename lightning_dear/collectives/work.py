@@ -384,7 +384,7 @@ class Collectives(ABC):
     def check(self) -> None:
         """Raises `RuntimeError` after `abort`: data that has arrived since may be incomplete."""
         if self.was_aborted:
-            raise RuntimeError("Another rank failed. The communicator was aborted: read its error.")
+            raise RuntimeError("Another rank failed. Read its error: the communicator was aborted.")
 
     def discard(self) -> None:
         """After a failure: keeps later fits from reusing groups with messages still in flight."""

@@ -75,7 +75,7 @@ class SparseAllReduce(FewOfMany):
         if not setting.decouple and not self.all_reduces:
             raise ValueError(
                 f"decouple=False does not fit {self.name}. Leave out one of them: decouple=False"
-                f" gathers nothing, and {self.name} gathers the sums that owners have selected."
+                f" gathers nothing, and {self.name} gathers sums from the ranks that own them."
             )
 
     def saves(self, numel: int, world_size: int) -> bool:

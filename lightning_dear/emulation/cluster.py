@@ -226,8 +226,9 @@ class EmulatedCluster:
                 _ip(host.namespace, f"route change {route} {chosen}")
         except EmulationUnavailable as error:
             raise EmulationUnavailable(
-                f"TCP knows no congestion_control={self.congestion_control!r} here ({error})."
-                " Choose one of /proc/sys/net/ipv4/tcp_available_congestion_control"
+                f"congestion_control={self.congestion_control!r} was not set ({error}). Choose"
+                " one of those in /proc/sys/net/ipv4/tcp_available_congestion_control, or load its"
+                f" module first: sudo modprobe tcp_{self.congestion_control}"
             ) from None
 
     def _limit_socket_buffers(self, host: EmulatedHost) -> None:
@@ -298,4 +299,8 @@ def _delete_namespace(name: str) -> None:
     except EmulationUnavailable as error:
         # It may not exist: it was never made, or another process found it stale and removed it.
         if (NAMESPACES / name).exists():
-            warnings.warn(f"{name} remains ({error}). Run: ip netns delete {name}", stacklevel=2)
+            warnings.warn(
+                f"Network namespace {name} was not removed ({error}). Run: sudo ip netns delete"
+                f" {name}",
+                stacklevel=2,
+            )

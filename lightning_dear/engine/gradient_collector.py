@@ -125,10 +125,10 @@ class GradientCollector:
             return
         raise RuntimeError(
             f"A second gradient for '{self._names[index]}' arrived after the first had been reduced"
-            " over ranks. Run every backward but the step's last one in"
-            " `with trainer.strategy.block_backward_sync():`, or"
-            " `with fabric.no_backward_sync(model):`. This step ran backward through the parameter"
-            " more often than the first step did."
+            " over ranks. Add up the step's losses and run one backward. Or call"
+            " self.manual_backward(loss) or fabric.backward(loss), and all but the step's last in"
+            " `with trainer.strategy.block_backward_sync():` or"
+            " `with fabric.no_backward_sync(model):`. Other ranks would not send a second time."
         )
 
     def _collect(self, index: int) -> None:

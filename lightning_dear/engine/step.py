@@ -151,10 +151,11 @@ class OptimizerPipeline:
         compressor, state = self._training.options.compressor, self.progress.state
         if state in _WERE_CHANGED and compressor is not None and compressor.encodes_once:
             raise RuntimeError(
-                "Another backward would add to mean gradients that a hook was shown, that"
-                " whole_gradients() has shown or that were clipped. Run all backwards of a step"
-                " before that. If only hooks see them, pass DearStrategy(gradients_in_hooks=False)."
-                f" compressor={compressor.name!r} would encode once more what it has encoded."
+                f"compressor={compressor.name!r} allows no backward after the step's mean gradient"
+                " was shown to a hook or in whole_gradients(), or was clipped. Run all backwards"
+                " before that, and all but the last in block_backward_sync() or no_backward_sync()."
+                " If only hooks see it, you may pass DearStrategy(gradients_in_hooks=False). The"
+                " gradient would be encoded twice."
             )
         self.plans.trained.hooks.stay_last()
         if self.progress.is_due and self.progress.state not in (StepState.EMPTY, StepState.EXPOSED):

@@ -441,7 +441,7 @@ def check_momentum(optimizer: Optimizer, options: ExchangeOptions) -> None:
                 f" weight_decay={group['weight_decay']:g}. Set weight_decay=0 and add this to the"
                 " loss, so that decay passes through momentum: weight_decay / 2 *"
                 " sum(p.square().sum() for p in parameters). Outside of momentum, decay would be"
-                " 1 - momentum times as strong as in an SGD with momentum."
+                " (1 - momentum) times as strong as in an SGD with momentum."
             )
 
 

@@ -457,7 +457,7 @@ class ShardedOptimizer(SteppedPieces):
                 f"{type(optimizer).__name__}.state_dict() is without its state, which is sharded."
                 " On all ranks, call trainer.save_checkpoint(path) to save it, or"
                 " strategy.optimizer_state(optimizer, on_all_ranks=True) to get it whole. Under"
-                " Fabric call fabric.save(path, state), or state_dict() of what setup returned.",
+                " Fabric: fabric.save(path, state), or state_dict() of the optimizer it set up.",
                 stacklevel=2,
             )
 

@@ -251,7 +251,10 @@ class LinkQueue:
         """
         while (step, key) not in self._ends_s:
             if not self._waiting and not self._coming:
-                raise KeyError(f"{key[0]} {key[1]} of step {step} was never launched. Launch it.")
+                raise KeyError(
+                    f"{key[0]} {key[1]} of step {step} was never launched, or the collective"
+                    " that it comes after was not. Launch both."
+                )
             self._carry_next()
         return self._ends_s[step, key]
 

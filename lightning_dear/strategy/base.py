@@ -239,7 +239,9 @@ class PipelineStrategy(ABC):
     @timeline.setter
     def timeline(self, timeline: Timeline | None) -> None:
         if self._present is None:
-            raise RuntimeError("Nothing is being trained. Assign timeline in a fit's callback.")
+            raise RuntimeError(
+                "Nothing is being trained. Assign timeline in on_fit_start or later."
+            )
         self._present.timeline = timeline
 
     # --- for users: each rank has its shard of the mean gradient ----------------------------------

@@ -235,9 +235,10 @@ class StopRequest:
                     heard = max(collectives.all_gather_object(self.asked))
                 except RuntimeError as error:
                     raise RuntimeError(
-                        "Other ranks do not answer this rank before its next batch. Make the same"
-                        " backwards and steps on all ranks: this rank has made no step of late, and"
-                        " the others have probably made one."
+                        "Other ranks do not answer this rank before its next batch. If one failed,"
+                        " mend its error. If none did, make the same backwards and steps on all"
+                        " ranks: this rank has made no step since its last batch, and the others"
+                        " have probably made one."
                     ) from error
             if heard:
                 self._hear(heard)

@@ -215,7 +215,7 @@ def test_nothing_goes_dense_before_votes_which_try_more_learning_rates() -> None
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ("[int8]", "compared with None, but the dense entries before it are none"),
+        ("[int8]", "no dense entry before it"),
         ("[dense,{name: a, compressor: int8, reference: b}]", "compared with b"),
         ("[dense,{name: a, reference: dense}]", "encodes nothing"),
         ("[dense,int8,int8]", "int8 more than once"),

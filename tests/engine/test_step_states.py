@@ -70,7 +70,7 @@ class Steps(RuleBasedStateMachine):
     @rule()
     def backward_last(self) -> None:
         if self._refuses_more():
-            with pytest.raises(RuntimeError, match="Another backward would add"):
+            with pytest.raises(RuntimeError, match="allows no backward after"):
                 self._backward(synchronize=True)
             self._check(self.expected)
             return

@@ -128,10 +128,14 @@ def _check_momentum(name: str, codec: Any, cfg: DictConfig) -> None:
 def _reference_of(name: str, wanted: str | None, before: Sequence[Entry]) -> str:
     dense = [entry.name for entry in before if entry.reference is None]
     reference = wanted or next(iter(dense), None)
+    if not dense:
+        raise ValueError(
+            f"Entry {name} has no dense entry before it to be compared with. Put dense before it."
+        )
     if reference not in dense:
         raise ValueError(
             f"Entry {name} is to be compared with {reference}, but the dense entries before it are"
-            f" {', '.join(dense) or 'none'}. Set its key reference to one, or put dense first."
+            f" {', '.join(dense)}. Set its key reference to one of them."
         )
     return str(reference)
 

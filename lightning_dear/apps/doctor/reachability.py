@@ -188,8 +188,8 @@ def interface_address(name: str) -> str:
         except OSError:
             raise ValueError(
                 f"{' or '.join(INTERFACE_VARIABLES)} names {name!r}, but host"
-                f" {socket.gethostname()} has no IPv4 interface of that name. Name one of"
-                f" {', '.join(_interfaces())}."
+                f" {socket.gethostname()} has no such interface, or it has no IPv4 address. Set the"
+                f" variable to another of {', '.join(_interfaces())}, or unset it."
             ) from None
     return socket.inet_ntoa(answer[20:24])
 

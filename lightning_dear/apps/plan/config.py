@@ -129,8 +129,9 @@ def network_of(
             raise ValueError(f"A measured cluster ignores algorithm={algorithm}. Leave it out.")
         if measured.num_nodes == 1 and (num_nodes > 1 or world_size > measured.world_size):
             raise ValueError(
-                "This cluster was measured on one node, which says nothing of links between"
-                " several. Run dear-plan calibrate on two or more nodes, or choose another cluster."
+                f"This cluster was measured with {measured.world_size} ranks on one node. Leave out"
+                " cluster.num_nodes and cluster.devices, or run dear-plan calibrate on"
+                f" {num_nodes} nodes with {world_size} ranks."
             )
         return measured_network(cluster, world_size)
     between = Link(float(cluster.alpha_s), float(8e-6 / rate_mbit if beta_s is None else beta_s))
