@@ -213,7 +213,7 @@ def test_nothing_is_added_to_what_owners_have_shown() -> None:
         run = run_of(codec)
         run.backward()
         run.part.mean.expose()
-        with pytest.raises(RuntimeError, match="hook was shown.*gradients_in_hooks=False"):
+        with pytest.raises(RuntimeError, match="shown to a hook.*gradients_in_hooks=False"):
             run.backward(step=7)
 
 

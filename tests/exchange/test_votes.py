@@ -22,7 +22,7 @@ def test_votes_are_not_encoded_twice() -> None:
     run.step()
     run.backward()
     run.part.mean.expose()
-    with pytest.raises(RuntimeError, match="encode once more"):
+    with pytest.raises(RuntimeError, match="would be encoded twice"):
         run.backward(step=7)
 
 
