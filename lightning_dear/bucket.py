@@ -303,8 +303,8 @@ def allocate(
         plan: Plan over exactly these parameters, by their index.
         parameters: Parameters in the engine's order.
         role_of: (bucket number, dtype of its parameters) -> role of the bucket.
-        rank: Rank whose shards are made.
-        scratch_numel: Elements of a bucket -> elements of `Bucket.received`.
+        rank: This rank.
+        scratch_numel: The collectives' method of that name. With less room gloo ends the process.
         keeps_gradients: Whether 32-bit and 64-bit gradients get a buffer, as 16-bit ones always do.
             The optimizer reads `parameter.grad` otherwise.
     """

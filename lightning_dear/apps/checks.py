@@ -9,6 +9,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
 
+from lightning_dear.names import is_meant
 from lightning_dear.paths import conf_dir
 
 NODE_VARIABLES = frozenset({"NODE_RANK", "GROUP_RANK"})
@@ -82,11 +83,12 @@ def ignored_groups(overrides: list[str], strategy: Any) -> list[str]:
     return [group for group in ("fusion", "compressor") if group in chosen and group not in used]
 
 
-def unknown_options(keys: Iterable[str]) -> list[str]:
-    """Return the top-level keys of a job that ``conf/train.yaml`` does not have.
+def unknown_options(keys: Iterable[str]) -> dict[str, str]:
+    """Return the top-level keys of a job that ``conf/train.yaml`` does not have, with `is_meant`.
 
     Hydra accepts added keys (``+strategi=ddp``), but no code would read them.
     """
     config = OmegaConf.load(conf_dir() / "train.yaml")
     groups = {str(group) for entry in config.defaults if entry != "_self_" for group in entry}
-    return [key for key in keys if key not in {*map(str, config), *groups}]
+    known = {*map(str, config), *groups}
+    return {key: is_meant(key, known) for key in keys if key not in known}

@@ -1,5 +1,6 @@
 """Runs one job of possibly many in one process: its environment, its errors, its end."""
 
+import logging
 import os
 import re
 import shutil
@@ -28,6 +29,8 @@ def isolated_job() -> Iterator[None]:
     """
     from lightning_dear.strategy.launchers import job_end
 
+    # Lightning prints its log lines by a handler of its own. Hydra's handler prints them, too.
+    logging.getLogger("lightning").handlers.clear()
     environment, end = dict(os.environ), job_end()
     yield
     # After an error this is skipped: the process ends anyway, and closing an NCCL group may block.

@@ -14,14 +14,15 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.background import Background
-from lightning_dear.collectives.work import Collectives, Work
+from lightning_dear.collectives.work import Work
+from lightning_dear.engine.notes import Notes
 from lightning_dear.exchange import Exchange
 
 UNUSED, USED, LATE = 0, 1, 2
@@ -57,124 +58,6 @@ class Weight:
         return self.own / self.total if self.own else 0.0
 
 
-class Note(Protocol):
-    """A few bytes of each rank, of which all ranks get the maximum over ranks, byte by byte.
-
-    A note tells other ranks something that is no gradient, without a message of its own. For
-    example, `SharedOptions` compares learning rates, and `Signal` carries a wish to stop. `Notes`
-    calls `say` (if `num_bytes` is not 0) and then `hear` once in each round.
-    """
-
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes, the same on all ranks and in all rounds. 0 means that none are sent."""
-        ...
-
-    def say(self, device: torch.device) -> Tensor:
-        """Returns this rank's bytes for this round: [num_bytes] uint8 on `device`."""
-        ...
-
-    def hear(self, maxima: Sequence[int], *, is_of_round_before: bool) -> None:
-        """Receives the maximum over ranks of each byte, equal on all ranks. May raise.
-
-        Args:
-            maxima: The maxima, [num_bytes]. In the first round on NCCL all are 0, whatever ranks
-                have sent, since there is no round before.
-            is_of_round_before: True on NCCL: the maxima are those of the round before. False on
-                gloo: they are those of this round.
-        """
-        ...
-
-
-class Signal:
-    """Note of one byte: a number from which all ranks take the maximum in each round.
-
-    A strategy sends a rank's wish to stop in it. 0 means that a rank has no wish.
-
-    Attributes:
-        ask: Called in each round; returns this rank's number, from 0 to 255. At first it returns 0;
-            to be assigned to.
-        heard: Maximum over ranks that the last round has brought. On NCCL that is the maximum of
-            the round before it. None means that no round has ended since `heard` was last set to
-            None; to be assigned to.
-        on_heard: Called with that maximum, unless it is 0. At first it does nothing; to be assigned
-            to.
-    """
-
-    num_bytes = 1
-
-    def __init__(self) -> None:
-        # `int()` returns 0.
-        self.ask: Callable[[], int] = int
-        self.heard: int | None = None
-        self.on_heard: Callable[[int], object] = int
-
-    def say(self, device: torch.device) -> Tensor:
-        """Returns what `ask` returns; see `Note`."""
-        return torch.full((1,), self.ask(), dtype=torch.uint8, device=device)
-
-    def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
-        """Stores the maximum in `heard`, and calls `on_heard` unless it is 0; see `Note`."""
-        (self.heard,) = maxima
-        if self.heard:
-            self.on_heard(self.heard)
-
-
-class Notes:
-    """All notes that travel with the rounds of one optimizer. One object serves all its plans.
-
-    A note is a few bytes of each rank (class `Note`). `BucketRound` calls this object. At the end
-    of each round each note gets the maximum over ranks of its bytes. On NCCL it gets the maximum of
-    the round before, which has arrived by then: to read this round's bytes would block the host.
-
-    Args:
-        notes: The notes, in an order that is the same on all ranks.
-    """
-
-    def __init__(self, notes: Sequence[Note]) -> None:
-        self._notes = notes
-        # On NCCL: returns the maxima of the round before. None before the first round has ended.
-        self._earlier: Callable[[], list[int]] | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes of all notes together."""
-        return sum(note.num_bytes for note in self._notes)
-
-    def write(self, room: Tensor) -> None:
-        """Gets this rank's bytes from each note that sends any, and writes them into `room`.
-
-        Args:
-            room: Overwritten, [num_bytes] uint8.
-        """
-        parts = torch.split(room, [note.num_bytes for note in self._notes])
-        for note, part in zip(self._notes, parts, strict=True):
-            if note.num_bytes:
-                part.copy_(note.say(room.device))
-
-    def hear(self, room: Tensor, collectives: Collectives) -> None:
-        """Gives each note the maximum over ranks of its bytes.
-
-        On NCCL these are the maxima of the round before; in the first round all are 0.
-
-        Args:
-            room: The maxima of this round, [num_bytes] uint8.
-            collectives: Tells whether the backend is NCCL, and reads `room` for the next round.
-
-        Raises:
-            Exception: What a note raises, on all ranks.
-        """
-        # On NCCL `finish` has made only the device wait: to read now would block the host.
-        if is_of_round_before := not collectives.wait_blocks_host:
-            earlier, self._earlier = self._earlier, collectives.streams.read_later(room)
-            maxima = [0] * len(room) if earlier is None else earlier()
-        else:
-            maxima = room.tolist()
-        for note in self._notes:
-            own, maxima = maxima[: note.num_bytes], maxima[note.num_bytes :]
-            note.hear(own, is_of_round_before=is_of_round_before)
-
-
 class BucketRound:
     """Reduces buckets over ranks, one round at a time, without autograd or an optimizer.
 
@@ -190,17 +73,36 @@ class BucketRound:
        had values for.
 
     After the last round of a step every rank calls `Exchange.note_used`, which completes what a
-    compressor keeps, and `Exchange.check`, which raises if values were not finite. Then the means
-    may be used. Afterwards `end_step` keeps the residuals that encoding has left. `drop` instead
+    compressor keeps, and `Exchange.check`. With a compressor, on CPUs, that raises if values were
+    not finite. Without one nan and inf arrive in the means, as in any sum. Then the means may be
+    used. Afterwards `end_step` keeps the residuals that encoding has left. `drop` instead
     forgets the means, and restores the residuals of before. The round neither reads values from
     parameters nor writes means to them. A step usually has one round. It has another one for late
     gradients (LATE), or if a backward follows after the means were reduced. The means of all rounds
     add up (`set_means_aside`). All ranks must launch the same buckets, and
     call `finish`, `end_step` and `drop` equally often.
 
-    To make a round, `bucket.allocate` makes the buffers of a plan, and `exchange.new_exchange` an
-    exchange over them. `PlanLifecycle` does so for training, tests/engine/test_bucket_round.py
-    without a module.
+    `PlanLifecycle` makes rounds for training. Without a module, each rank averages the 8 elements
+    of `values` so:
+
+        collectives, options = new_collectives(torch.device("cpu")), ExchangeOptions()
+        world = collectives.world
+        spec = TensorSpec(0, "values", 8, 4, "fp32", first_use=0, ready=0)
+        plan = NoFusion().plan([spec], world.size)
+        place = partial(options.role_of, plan), world.rank, collectives.scratch_numel
+        flat = allocate(plan, [Parameter(values)], *place, keeps_gradients=True)
+        traffic = Traffic(collectives, 0, flat, options.is_of_gradients)
+        exchange = new_exchange(options, [None], traffic)
+        averaging = BucketRound(flat, [0], exchange, ["values"], None, lambda _: nullcontext())
+
+        mean = flat.placements[0].gradient  # the parameter's view of its bucket
+        mean.copy_(values * averaging.weight.scale)
+        averaging.launch_all()
+        averaging.finish([USED])
+        exchange.note_used(averaging.used, keeps=True)
+        exchange.check()
+        exchange.launch_gather_gradients(flat.buckets[0]).wait()  # the other ranks' shards
+        averaging.end_step()
 
     Args:
         flat: The buckets of a plan, and where each parameter lies in them.
@@ -314,8 +216,11 @@ class BucketRound:
         """Marks bucket `number` as full, which launches nothing: `launch_full` does that.
 
         To be called when the bucket holds all of this rank's gradients, times `weight.scale`.
+
+        Raises:
+            KeyError: If the round has no such bucket.
         """
-        self._full.add(number)
+        self._full.add(self._buckets[number].number)
 
     def launch_full(self) -> None:
         """Launches full buckets, in the round's order, up to the first that is not full.
@@ -397,9 +302,14 @@ class BucketRound:
             `GradientCollector` has refused late gradients of a backward before.
 
         Raises:
-            ValueError: What a note raises, on all ranks, such as for different learning rates.
-            RuntimeError: What the backend raises.
+            ValueError: What a note raises, on all ranks, such as for different learning rates. If
+                `says` has another length than there are parameters.
+            RuntimeError: If a bucket of the round was not launched. What the backend raises.
         """
+        if left := [number for number in self._order if number not in self.launched]:
+            raise RuntimeError(f"Buckets {left} were not launched. Call launch_all before finish.")
+        if len(says) != len(self._placements):
+            raise ValueError(f"{len(says)} flags for {len(self._placements)} parameters. Pass all.")
         absent = self._absent_votes(says)
         with self._waiting("gradients"):
             flags, found = self._flags([*says, *absent.values()])

@@ -18,11 +18,11 @@ from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.collectives.work import Collectives, uncounted
 from lightning_dear.compression import Compressor, check_replaces
 from lightning_dear.engine.active_plan import ActivePlan, Recording
-from lightning_dear.engine.bucket_round import BucketRound, Notes
+from lightning_dear.engine.bucket_round import BucketRound
 from lightning_dear.engine.gradient_collector import GradientCollector
 from lightning_dear.engine.hooks import OnGradient
+from lightning_dear.engine.notes import Notes, SharedOptions
 from lightning_dear.engine.parameter_gatherer import ParameterGatherer
-from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.engine.training import Training
 from lightning_dear.engine.whole_gradients import WholeGradients
@@ -84,7 +84,7 @@ class PlanLifecycle:
         self._training = training
         present = partial(getattr, training, "collectives")
         self.residuals = ResidualKeeper(stepper.optimizer, present, training.options)
-        shared = SharedOptions(training, stepper.optimizer, number)
+        shared = SharedOptions(present, stepper.optimizer, number)
         self._notes = Notes((shared, training.signal))
         self.loss_scale: LossScale = lambda: None
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None

@@ -21,8 +21,8 @@ from lightning_dear.compression.groups import unused_group
 from lightning_dear.engine.gate import owners, plain_parameters
 from lightning_dear.engine.hooks import GradientHooks, OnGradient
 from lightning_dear.engine.module_tree import ModuleTree, ignored_names
+from lightning_dear.engine.notes import OptionValues, check_options, options_of
 from lightning_dear.engine.read_order import ForwardRecorder
-from lightning_dear.engine.shared_options import OptionValues, check_options, options_of
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.tensorwise import choose_options
 

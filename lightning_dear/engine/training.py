@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.collectives.world import World
-from lightning_dear.engine.bucket_round import Signal
 from lightning_dear.engine.module_tree import ModuleTree
+from lightning_dear.engine.notes import Signal
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.telemetry.statistics import Instruments

@@ -44,8 +44,8 @@ class Traffic:
 
     Attributes:
         collectives: Launches the messages.
-        first_tag: Message tag of bucket 0; bucket n uses `first_tag + n`. The buckets of other
-            optimizers have other tags.
+        first_tag: Message tag of bucket 0; bucket n uses `first_tag + n`. For two plans over
+            the same collectives it must differ by `MAX_BUCKETS` at least.
         flat: All buckets of the plan.
         is_of_gradients: True if the gather half gathers mean gradients, False if it gathers
             parameters (the paper).

@@ -12,6 +12,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -110,6 +111,12 @@ def why_not_steppable(optimizer: Optimizer, options: ExchangeOptions) -> str | N
         return (
             f"strategy='dear' does not support {name}(differentiable=True). Leave differentiable"
             " out: steps are made outside of autograd, which cannot record them."
+        )
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        return (
+            f"strategy='dear' cannot shard {name}: its step needs a closure, which it may call"
+            " several times. Use strategy='ddp', or an optimizer whose step needs none."
         )
     if options.is_of_gradients:
         return _why_not_whole(optimizer)

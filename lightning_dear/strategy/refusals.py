@@ -72,7 +72,7 @@ def checked_options(create: Callable[..., None], given: Mapping[str, Any]) -> di
     own, others = signature(create).parameters, given["ddp_options"]
     if others:
         what = "; ".join(f"{one} ({_INSTEAD.get(one) or _guess(one, own)})" for one in others)
-        raise ValueError(f"strategy='dear' does not take {what}. Omit it, or use strategy='ddp'.")
+        raise ValueError(f"strategy='dear' does not take {what}. Write the right name, or omit it.")
     for option, hint in get_type_hints(create).items():
         takes = get_args(hint) or (hint,)
         # Compressors and planners are looked up by name later, which refuses unknown names.
@@ -102,7 +102,7 @@ def _check_value(option: str, value: Any, takes: Sequence[Any], words: str) -> N
 
 def _guess(option: str, own: Iterable[str]) -> str:
     if any(option in signature(one).parameters for one in (DDPStrategy, DistributedDataParallel)):
-        return "it is of DistributedDataParallel, which is not used"
+        return "it is of DistributedDataParallel: needs strategy='ddp'"
     if (kind := class_with(option)) is not None:
         return (
             "unknown option; compressors have it: compressor="

@@ -50,7 +50,7 @@ def test_choices_that_nothing_reads_are_found(overrides, ignored):
 
 def test_options_that_do_not_exist_are_found():
     known = ["strategy", "fusion", "callbacks", "seed", "task_name"]
-    assert checks.unknown_options([*known, "strategi"]) == ["strategi"]
+    assert checks.unknown_options([*known, "strategi"]) == {"strategi": " Is 'strategy' meant?"}
 
 
 def test_nodes_that_nobody_starts_are_not_waited_for(monkeypatch) -> None:

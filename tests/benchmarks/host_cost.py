@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from lightning_dear.bucket import FlatBuffers
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.engine.module_tree import ModuleTree
+from lightning_dear.engine.notes import SharedOptions
 from lightning_dear.engine.parameter_gatherer import ParameterGatherer, _Reader
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle
-from lightning_dear.engine.shared_options import SharedOptions
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.engine.training import BufferBroadcast
 from lightning_dear.planning import ThresholdFusion

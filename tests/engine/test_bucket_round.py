@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,7 +20,8 @@ from lightning_dear.bucket import FlatBuffers, allocate
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Fp32
-from lightning_dear.engine.bucket_round import LATE, UNUSED, USED, BucketRound, Notes, Weight
+from lightning_dear.engine.bucket_round import LATE, UNUSED, USED, BucketRound, Weight
+from lightning_dear.engine.notes import Notes
 from lightning_dear.exchange import Traffic, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion, TensorSpec
@@ -223,3 +225,26 @@ def test_all_hear_the_largest_that_any_says(blocks: bool) -> None:
     said = [[2, 255], [42, 215]]
     heard = said if blocks else [[0, 0], said[0]]
     assert note.heard == [(one, not blocks) for one in heard]
+
+
+@distributed(world_sizes=(1, 2))
+def test_the_example_averages() -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    lines = [line for line in str(BucketRound.__doc__).splitlines() if line.startswith(" " * 8)]
+    start = next(place for place, line in enumerate(lines) if "new_collectives" in line)
+    end = next(place for place, line in enumerate(lines) if "end_step" in line)
+    names = {**globals(), "values": torch.full((8,), rank + 1.0)}
+    exec(textwrap.dedent("\n".join(lines[start : end + 1])), names)
+    assert names["mean"].tolist() == [(1 + num_ranks) / 2] * 8
+
+
+def test_what_was_not_launched_is_named_and_so_are_wrong_arguments() -> None:
+    rounds = Rounds((0, 3))
+    with pytest.raises(RuntimeError, match=r"Buckets \[0, 3\] were not launched. Call launch_all"):
+        rounds.round.finish(says([0, 3]))
+    with pytest.raises(KeyError, match="2"):
+        rounds.round.mark_full(2)
+    rounds.round.launch_all()
+    with pytest.raises(ValueError, match="1 flags for 4 parameters"):
+        rounds.round.finish([USED])
+    assert not rounds.round.finish(says([0, 3]))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dear.collectives.world import World
-from lightning_dear.engine.shared_options import SharedOptions
+from lightning_dear.engine.notes import SharedOptions
 from tests.distributed.harness import distributed
 from tests.training.models import batch, build, loss_of, optimizer_for
 from tests.training.three_ways import new_pipeline, train_steps
@@ -111,8 +111,8 @@ def test_a_number_in_a_tuple_is_seen_to_change_in_place() -> None:
     optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
     beta = torch.tensor(0.5)
     optimizer.param_groups[0]["betas"] = (beta, 0.9)
-    training: Any = SimpleNamespace(world=World(0, 2))
-    shared, cpu = SharedOptions(training, optimizer, 0), torch.device("cpu")
+    collectives: Any = SimpleNamespace(world=World(0, 2))
+    shared, cpu = SharedOptions(lambda: collectives, optimizer, 0), torch.device("cpu")
     before = shared.say(cpu)
     assert torch.equal(shared.say(cpu), before)
     beta.mul_(0.5)

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_dear.emulation import EmulatedCluster, EmulatedHost
-from lightning_dear.engine.shared_options import SharedOptions
+from lightning_dear.engine.notes import SharedOptions
 from tests.distributed.harness import run_ranks
 from tests.netns.work import Probe, Stack, train
 

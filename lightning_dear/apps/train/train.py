@@ -68,11 +68,12 @@ def check(cfg: DictConfig) -> None:
     """
     checks.use_interface(cfg.cluster.interface)
     options: Any = OmegaConf.to_container(cfg, resolve=False)
-    chosen = list(HydraConfig.get().overrides.task)
+    chosen, warn = list(HydraConfig.get().overrides.task), rank_zero_only(log.warning)
     for group in checks.ignored_groups(chosen, options["strategy"]):
-        log.warning("%s is ignored. Leave it out: only strategy=dear reads it.", group)
-    for key in checks.unknown_options(options):
-        log.warning("%s is no option of dear-train. Leave it out unless your config uses it.", key)
+        warn("%s is ignored. Leave it out: only strategy=dear reads it.", group)
+    for key, hint in checks.unknown_options(options).items():
+        text = "%s is no option of dear-train.%s Leave it out unless your config uses it."
+        warn(text, key, hint and f"{hint} Then write it without +.")
 
 
 def build_trainer(

@@ -1,21 +1,143 @@
-"""Checks that all ranks step with the same learning rates and other options of their optimizers.
+"""Notes: a few bytes of each rank that travel with the flags of a round, see `BucketRound`.
 
-An option is an entry of a parameter group: a learning rate, Adam's betas, weight decay.
+`SharedOptions` is the note by which ranks find out that their optimizers' options differ. An option
+is an entry of a parameter group: a learning rate, Adam's betas, weight decay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dear.engine.training import Training
+from lightning_dear.collectives.work import Collectives
+
+
+class Note(Protocol):
+    """A few bytes of each rank, of which all ranks get the maximum over ranks, byte by byte.
+
+    A note tells other ranks something that is no gradient, without a message of its own. For
+    example, `SharedOptions` compares learning rates, and `Signal` carries a wish to stop. `Notes`
+    calls `say` (if `num_bytes` is not 0) and then `hear` once in each round.
+    """
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes, the same on all ranks and in all rounds. 0 means that none are sent."""
+        ...
+
+    def say(self, device: torch.device) -> Tensor:
+        """Returns this rank's bytes for this round: [num_bytes] uint8 on `device`."""
+        ...
+
+    def hear(self, maxima: Sequence[int], *, is_of_round_before: bool) -> None:
+        """Receives the maximum over ranks of each byte, equal on all ranks. May raise.
+
+        Args:
+            maxima: The maxima, [num_bytes]. In the first round on NCCL all are 0, whatever ranks
+                have sent, since there is no round before.
+            is_of_round_before: True on NCCL: the maxima are those of the round before. False on
+                gloo: they are those of this round.
+        """
+        ...
+
+
+class Signal:
+    """Note of one byte: a number from which all ranks take the maximum in each round.
+
+    A strategy sends a rank's wish to stop in it. 0 means that a rank has no wish.
+
+    Attributes:
+        ask: Called in each round; returns this rank's number, from 0 to 255. At first it returns 0;
+            to be assigned to.
+        heard: Maximum over ranks that the last round has brought. On NCCL that is the maximum of
+            the round before it. None means that no round has ended since `heard` was last set to
+            None; to be assigned to.
+        on_heard: Called with that maximum, unless it is 0. At first it does nothing; to be assigned
+            to.
+    """
+
+    num_bytes = 1
+
+    def __init__(self) -> None:
+        # `int()` returns 0.
+        self.ask: Callable[[], int] = int
+        self.heard: int | None = None
+        self.on_heard: Callable[[int], object] = int
+
+    def say(self, device: torch.device) -> Tensor:
+        """Returns what `ask` returns; see `Note`."""
+        return torch.full((1,), self.ask(), dtype=torch.uint8, device=device)
+
+    def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
+        """Stores the maximum in `heard`, and calls `on_heard` unless it is 0; see `Note`."""
+        (self.heard,) = maxima
+        if self.heard:
+            self.on_heard(self.heard)
+
+
+class Notes:
+    """All notes that travel with the rounds of one optimizer. One object serves all its plans.
+
+    A note is a few bytes of each rank (class `Note`). `BucketRound` calls this object. At the end
+    of each round each note gets the maximum over ranks of its bytes. On NCCL it gets the maximum of
+    the round before, which has arrived by then: to read this round's bytes would block the host.
+
+    Args:
+        notes: The notes, in an order that is the same on all ranks.
+    """
+
+    def __init__(self, notes: Sequence[Note]) -> None:
+        self._notes = notes
+        # On NCCL: returns the maxima of the round before. None before the first round has ended.
+        self._earlier: Callable[[], list[int]] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of all notes together."""
+        return sum(note.num_bytes for note in self._notes)
+
+    def write(self, room: Tensor) -> None:
+        """Gets this rank's bytes from each note that sends any, and writes them into `room`.
+
+        Args:
+            room: Overwritten, [num_bytes] uint8.
+        """
+        parts = torch.split(room, [note.num_bytes for note in self._notes])
+        for note, part in zip(self._notes, parts, strict=True):
+            if note.num_bytes:
+                part.copy_(note.say(room.device))
+
+    def hear(self, room: Tensor, collectives: Collectives) -> None:
+        """Gives each note the maximum over ranks of its bytes.
+
+        On NCCL these are the maxima of the round before; in the first round all are 0.
+
+        Args:
+            room: The maxima of this round, [num_bytes] uint8.
+            collectives: Tells whether the backend is NCCL, and reads `room` for the next round.
+
+        Raises:
+            Exception: What a note raises, on all ranks.
+        """
+        # On NCCL `finish` has made only the device wait: to read now would block the host.
+        if is_of_round_before := not collectives.wait_blocks_host:
+            earlier, self._earlier = self._earlier, collectives.streams.read_later(room)
+            maxima = [0] * len(room) if earlier is None else earlier()
+        else:
+            maxima = room.tolist()
+        for note in self._notes:
+            own, maxima = maxima[: note.num_bytes], maxima[note.num_bytes :]
+            note.hear(own, is_of_round_before=is_of_round_before)
+
+
+# --- learning rates and other options of optimizers --------------------------------------------
 
 OptionValues = Mapping[tuple[int, str], Any]
 """(number of a parameter group, name of an option) -> value of the option, as `options_of` has it:
@@ -72,21 +194,23 @@ def check_options(what: str, reports: Sequence[OptionValues]) -> None:
 class SharedOptions:
     """Compares learning rates and other options between ranks in each round of gradients.
 
-    It is a `bucket_round.Note`, whose bytes travel with the round's flags: a hash of the
+    It is a `Note`, whose bytes travel with the round's flags: a hash of the
     optimizer's options, and the complement of each byte of the hash. Ranks get the maximum over
     ranks of each byte. If all ranks have sent the same hash, a byte and its complement still add up
     to 255. If not, some of these sums are larger.
 
     Args:
-        training: What all optimizers of the module share.
+        collectives: Returns the present collectives.
         optimizer: The optimizer whose parameter groups are compared.
         number: Optimizer number, for messages.
     """
 
     NUM_BYTES = 8
 
-    def __init__(self, training: Training, optimizer: Optimizer, number: int) -> None:
-        self._training, self._optimizer, self._number = training, optimizer, number
+    def __init__(
+        self, collectives: Callable[[], Collectives], optimizer: Optimizer, number: int
+    ) -> None:
+        self._collectives, self._optimizer, self._number = collectives, optimizer, number
         # Options that `say` has hashed in the present round, and in the round before.
         self._options: OptionValues = {}
         self._before: OptionValues = {}
@@ -98,7 +222,7 @@ class SharedOptions:
     @property
     def num_bytes(self) -> int:
         """Number of bytes of the note. 0 if there is no other rank."""
-        return self.NUM_BYTES if self._training.world.size > 1 else 0
+        return self.NUM_BYTES if self._collectives().world.size > 1 else 0
 
     def say(self, device: torch.device) -> Tensor:
         """Returns a hash of the options and its complement: [num_bytes] uint8 on `device`.
@@ -149,4 +273,4 @@ class SharedOptions:
             return
         what = f"step with different options: {type(self._optimizer).__name__} {self._number}"
         options = self._before if is_of_round_before else self._options
-        check_options(what, self._training.collectives.all_gather_object(options))
+        check_options(what, self._collectives().all_gather_object(options))
