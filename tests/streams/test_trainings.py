@@ -59,7 +59,7 @@ WAITS = {
 }
 """Where the host waits in every step; nowhere else but in `LONG_PAST`."""
 
-LONG_PAST = "engine/bucket_round.py:hear"
+LONG_PAST = "engine/notes.py:hear"
 """Where it reads what was sent to it in the step before."""
 
 
