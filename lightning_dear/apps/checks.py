@@ -84,9 +84,12 @@ def ignored_groups(overrides: list[str], strategy: Any) -> list[str]:
 
 
 def unknown_options(keys: Iterable[str]) -> dict[str, str]:
-    """Return the top-level keys of a job that ``conf/train.yaml`` does not have, with `is_meant`.
+    """Return the top-level keys of a job that ``conf/train.yaml`` does not have.
 
     Hydra accepts added keys (``+strategi=ddp``), but no code would read them.
+
+    Returns:
+        Key -> what `is_meant` says of it.
     """
     config = OmegaConf.load(conf_dir() / "train.yaml")
     groups = {str(group) for entry in config.defaults if entry != "_self_" for group in entry}

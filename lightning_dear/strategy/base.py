@@ -239,9 +239,7 @@ class PipelineStrategy(ABC):
     @timeline.setter
     def timeline(self, timeline: Timeline | None) -> None:
         if self._present is None:
-            raise RuntimeError(
-                "Nothing is being trained. Assign timeline in on_fit_start or later."
-            )
+            raise RuntimeError("Nothing is being trained. Assign timeline once a fit has begun.")
         self._present.timeline = timeline
 
     # --- for users: each rank has its shard of the mean gradient ----------------------------------

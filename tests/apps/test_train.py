@@ -59,6 +59,8 @@ def test_it_ends_with_the_table(main_job):
     assert "not measured" not in table
     assert table.rstrip().splitlines()[-1].startswith("Config, metrics, logs: /")
     assert result.stdout.count("test accuracy") == 1
+    # Lightning's own handler is removed, since Hydra's prints its lines, too.
+    assert (result.stdout + result.stderr).count("GPU available") == 1
 
 
 def test_it_leaves_config_metrics_and_timeline(main_job):

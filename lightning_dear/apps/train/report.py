@@ -7,7 +7,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Callback, Trainer
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from typing_extensions import override
 
 from lightning_dear.callbacks import DearMonitor
@@ -64,12 +64,11 @@ def end_of_job(cfg: DictConfig, trainer: Trainer, metrics: Mapping[str, float]) 
     batch = cfg.data.get("batch_size", 0) * int(tokens or 1) * trainer.accumulate_grad_batches
     unit = "tokens" if tokens else "samples"
     table = rows(metrics, summary_of(trainer), batch * trainer.world_size, unit)
-    chosen = cfg.strategy.get("compressor") if OmegaConf.is_config(cfg.strategy) else None
-    compressor = (chosen or {}).get("_target_", "NoCompression").rpartition(".")[2]
-    how = "" if compressor == "NoCompression" else f", {compressor}"
-    title = f"{cfg.task_name}: {type(trainer.strategy).__name__}{how}, {trainer.world_size} rank(s)"
-    print(format_table(title, table), _where(trainer), sep="\n")
-    _JOBS.append((list(HydraConfig.get().overrides.task), dict(table)))
+    words, groups = list(HydraConfig.get().overrides.task), HydraConfig.get().runtime.choices
+    chosen = [word for word in words if word.lstrip("+").partition("=")[0] in groups]
+    title = f"{cfg.task_name}: {type(trainer.strategy).__name__}, {trainer.world_size} rank(s)"
+    print(format_table(" ".join([title, *chosen]), table), _where(trainer), sep="\n")
+    _JOBS.append((words, dict(table)))
 
 
 def jobs_end() -> None:
