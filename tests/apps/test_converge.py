@@ -257,9 +257,6 @@ def test_unknown_and_impossible_compressors_are_refused_before_anything_starts()
         entry = job(f"entries=[dense,{ignored}]")
         with entry as cfg, pytest.raises(ValueError, match=message):
             entries_of(cfg)
-    biased = job("entries=[dense,{name: a, compressor: topk, compressor.error_feedback: false}]")
-    with biased as cfg, pytest.raises(Exception, match="loses a part of every gradient"):
-        entries_of(cfg)
 
 
 # --- running ------------------------------------------------------------------------------------
@@ -393,14 +390,15 @@ def test_an_interrupted_study_keeps_what_it_trained(tmp_path: Path, number: sign
     assert f"dear-converge: Interrupted: add hydra.run.dir={out} to the command" in output
     before = (out / "raw.csv").read_text()
     report = [sys.executable, "-m", "lightning_dear.apps.converge", "report", "out"]
-    (out / "summary.csv").unlink()
+    table = (out / "table.txt").read_text()
+    (out / "table.txt").unlink()
     shown = subprocess.run(
         **{"args": report, "cwd": tmp_path, "env": environment(), "check": False},
         **{"capture_output": True, "text": True},
     )
     assert shown.returncode == 0, shown.stderr
-    assert (out / "table.txt").read_text() in shown.stdout
-    assert read(out / "summary.csv")[0]["entry"] == "dense"
+    assert table in shown.stdout
+    assert (out / "table.txt").read_text() == table
     run(tmp_path, *arguments)
     assert (out / "raw.csv").read_text().startswith(before)
     assert len(read(out / "raw.csv")) == 4

@@ -111,6 +111,7 @@ def test_a_part_of_what_is_recorded_comes_out_again() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_all_that_is_recorded_comes_out_again() -> None:
     assert compared(made().summary, read_rows(RECORDED / "summary.csv")) == "Same as recorded."
 
