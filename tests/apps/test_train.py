@@ -155,7 +155,7 @@ def test_one_failing_rank_ends_all_with_its_message(tmp_path):
     start_s = time.monotonic()
     result = run(tmp_path, "+callbacks.fails._target_=fails.Fails", *QUICK)
     assert result.returncode != 0
-    assert time.monotonic() - start_s < 60
+    assert time.monotonic() - start_s < 150
     assert "dear-train: [local rank 1] RuntimeError: the fourth batch is broken" in result.stderr
     assert "Traceback (most recent call last)" not in result.stderr
 
