@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear import private_names
-from lightning_dear.collectives.work import Collectives, SplitTensor, Work, shard_of
+from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Work, shard_of
 
 # torch 2.13 renamed both functions. There the old names warn. Earlier versions have no new names.
 _IS_RENAMED = hasattr(dist, "reduce_scatter_single")
@@ -55,6 +56,11 @@ class NativeCollectives(Collectives):
             private_names.NCCL_GROUP_END.of(backends[0])()
 
     @override
+    def start(self, call: str, group: Any, *arguments: Any) -> Waits:
+        """Sends complex tensors as pairs of real numbers, since NCCL sends no others."""
+        return super().start(call, group, *map(_as_real, arguments))
+
+    @override
     def launch_reduce_scatter(
         self, buffer: Tensor, received: Tensor, out: Tensor, tag: int
     ) -> Work:
@@ -95,3 +101,14 @@ class NativeCollectives(Collectives):
         waits = self.start("broadcast", self.gather_group, buffer, 0)
         self.ledger["other"] += buffer.nbytes
         return self.new_work("other", "module buffers", waits)
+
+
+def _as_real(argument: Any) -> Any:
+    """Returns a complex tensor, or those of a list, as real numbers. Others stay as they are.
+
+    torch does the same in most of its calls, but not in `reduce_scatter_single`.
+    """
+    if isinstance(argument, list):
+        return [_as_real(one) for one in argument]
+    is_complex = isinstance(argument, Tensor) and argument.is_complex()
+    return torch.view_as_real(argument) if is_complex else argument

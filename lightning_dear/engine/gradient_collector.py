@@ -128,7 +128,8 @@ class GradientCollector:
             " over ranks. Add up the step's losses and run one backward. Or call"
             " self.manual_backward(loss) or fabric.backward(loss), and all but the step's last in"
             " `with trainer.strategy.block_backward_sync():` or"
-            " `with fabric.no_backward_sync(model):`. Other ranks would not send a second time."
+            " `with fabric.no_backward_sync(model):`. To change `.grad` yourself, use"
+            " `with trainer.strategy.whole_gradients():`. Other ranks would not send a second time."
         )
 
     def _collect(self, index: int) -> None:
@@ -196,6 +197,9 @@ class GradientCollector:
 
         Returns:
             This rank's flag for each parameter: UNUSED, USED or LATE.
+
+        Raises:
+            RuntimeError: If a gradient is late on NCCL; see `on_gradient`.
         """
         num_launched = len(self._round.launched)
         late = set[int]()
@@ -204,6 +208,7 @@ class GradientCollector:
             # here would.
             if placement.parameter.grad is not None:
                 if num_launched > self._turns[index]:
+                    self._check_may_be_late(index)
                     late.add(index)
                 else:
                     self._collect(index)

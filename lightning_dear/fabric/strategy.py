@@ -35,7 +35,7 @@ from lightning_dear.fabric import module as modules
 from lightning_dear.fabric.module import DearModule
 from lightning_dear.planning import FusionPlanner, resolve_fusion
 from lightning_dear.strategy import refusals
-from lightning_dear.strategy.base import DEFAULT_TIMEOUT, PipelineStrategy
+from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy
 from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
 from lightning_dear.strategy.connections import connect_scaler, unwrapped
 
@@ -105,7 +105,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
             checkpoint_io=checkpoint_io,
             precision=precision,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=timeout or NO_TIMEOUT,
             start_method=start_method,
         )
         private_names.FABRIC_BACKWARD_SYNC.replace_in(self, _DearBackwardSyncControl())

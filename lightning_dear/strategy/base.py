@@ -38,7 +38,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 Lightning's default is 30 minutes."""
 
 NO_TIMEOUT = timedelta(minutes=30)
-"""Timeout of collectives if `timeout` is None: torch's default."""
+"""Timeout of collectives if `timeout` is None: torch's default on gloo. On NCCL torch's is 10."""
 
 
 class PipelineStrategy(ABC):

@@ -143,7 +143,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         super().__init__(
             *host,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=timeout or NO_TIMEOUT,
             start_method=start_method,
         )
 

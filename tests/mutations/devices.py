@@ -88,6 +88,27 @@ DEVICES = [
         (ACCELERATOR,),
     ),
     Mutation(
+        "refusing late gradients that no hook has seen",
+        "GradientCollector.collect_rest",
+        "                    self._check_may_be_late(index)\n",
+        "",
+        ("tests/streams/test_late_gradients.py",),
+    ),
+    Mutation(
+        "complex numbers as pairs of real ones",
+        "NativeCollectives.start",
+        "*map(_as_real, arguments)",
+        "*arguments",
+        ("tests/streams/test_trainings.py::test_odd_models[spectral-2]",),
+    ),
+    Mutation(
+        "the same timeout on both backends",
+        "DearStrategy.__init__",
+        "timeout=timeout or NO_TIMEOUT,",
+        "timeout=timeout,",
+        ("tests/strategy/test_options.py::test_no_timeout_is_half_an_hour_on_every_backend",),
+    ),
+    Mutation(
         "a digest that the device is given without a wait",
         "SharedOptions.say",
         "torch.full((1,), both, device=device)",

@@ -167,3 +167,9 @@ def test_no_compressor_is_none(strategy: Any) -> None:
 def test_a_cap_is_a_number_for_its_planner_too() -> None:
     with pytest.raises(ValueError, match="bucket_cap_mb must be > 0 MiB, got '5MB'"):
         ThresholdFusion(bucket_cap_mb="5MB")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [DearStrategy, DearFabricStrategy])
+def test_no_timeout_is_half_an_hour_on_every_backend(kind: Any) -> None:
+    """Torch's own default is 30 minutes on gloo and 10 on NCCL."""
+    assert kind(timeout=None)._timeout == timedelta(minutes=30)

@@ -37,6 +37,7 @@ _FOLDERS = (str(Path(lightning_dear.__file__).parent), str(Path(__file__).parent
 # How collectives are launched and timed is the same for all.
 _SKIPPED = (
     "collectives/work.py",
+    "distributed/strict.py",
     "telemetry/clock.py",
     "streams/device.py",
     "streams/communicators.py",

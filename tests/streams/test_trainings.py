@@ -94,7 +94,7 @@ def check_weights(variant: str, found: list[Tensor], expected: Sequence[Tensor])
         assert all(map(torch.equal, weights, expected))
 
 
-@pytest.mark.parametrize(("model", "size"), [*product(ODD_MODELS, SIZES)])
+@pytest.mark.parametrize(("model", "size"), [*product([*ODD_MODELS, "spectral"], SIZES)])
 def test_odd_models(model: str, size: int) -> None:
     training = Training(model=model)
     found = run(training, size)

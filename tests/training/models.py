@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from tests.training.odd_models import ODD_MODELS
+from tests.training.odd_models import ODD_MODELS, Spectral
 
 
 class UnevenMLP(nn.Module):
@@ -90,6 +90,7 @@ MODELS = {
     "wide_mlp": lambda: UnevenMLP((7, *[301] * 9, 3)),
     "wide_conv": lambda: ConvNet((90,) * 9),
     "wide_gpt": lambda: TinyGPT(width=196),
+    "spectral": Spectral,
     **ODD_MODELS,
 }
 
@@ -164,5 +165,9 @@ def weights(model: nn.Module) -> list[Tensor]:
 def distance(left: Iterable[Tensor], right: Iterable[Tensor]) -> float:
     """Norm of the difference divided by the norm of `right`."""
     pairs = list(zip(left, right, strict=True))
-    difference = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
-    return (difference / sum(float(b.double().square().sum()) for _, b in pairs)) ** 0.5
+    difference = sum(float((_wide(a) - _wide(b)).abs().square().sum()) for a, b in pairs)
+    return (difference / sum(float(_wide(b).abs().square().sum()) for _, b in pairs)) ** 0.5
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.cdouble if tensor.is_complex() else torch.double)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -147,6 +149,24 @@ class ChannelsLast(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.second(F.relu(self.first(x.to(memory_format=torch.channels_last)))))
         return self.head(x.mean((2, 3)))
+
+
+class Spectral(nn.Module):
+    """Has a complex weight, as Fourier neural operators have."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, width)
+        self.phases = nn.Parameter(torch.randn(width // 2 + 1, dtype=torch.cfloat))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = torch.fft.rfft(torch.tanh(self.first(x))) * self.phases
+        return self.head(torch.fft.irfft(waves, n=self.first.out_features))
+
+    def to(self, *_: Any, **__: Any) -> Spectral:
+        """Stays as it is: torch would make complex weights real."""
+        return self
 
 
 ODD_MODELS = {
