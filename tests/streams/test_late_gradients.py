@@ -13,23 +13,23 @@ from tests.streams.ranks import Rank, on_simulated_cuda
 from tests.streams.trainings import OnDevice, Training
 
 
-def _backward_without_exchange(trained: OnDevice) -> None:
-    with trained.pipeline.forward():
-        loss = trained.loss(1)
-    with trained.pipeline.backward(synchronize=False):
-        loss.backward()
-
-
 def _by_hand(trained: OnDevice) -> None:
     *_, parameter = trained.model.parameters()
     parameter.grad = torch.ones_like(parameter)
 
 
-def _backward(trained: OnDevice) -> None:
+def _backward(trained: OnDevice, *, synchronize: bool = True) -> None:
     with trained.pipeline.forward():
         loss = trained.loss(1)
-    with trained.pipeline.backward():
+    with trained.pipeline.backward(synchronize=synchronize):
         loss.backward()
+
+
+LATE: dict[str, Callable[[OnDevice], None]] = {
+    "backward": _backward,
+    "backward without exchange": partial(_backward, synchronize=False),
+    "by hand": _by_hand,
+}
 
 
 def _train(
@@ -47,12 +47,12 @@ def _train(
 
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("late", [_backward_without_exchange, _by_hand, _backward])
+@pytest.mark.parametrize("late", LATE)
 @pytest.mark.parametrize("is_all_reduced", [False, True])
 def test_a_late_gradient_is_refused(
-    is_all_reduced: bool, late: Callable[[OnDevice], None], ranks: tuple[int, ...]
+    is_all_reduced: bool, late: str, ranks: tuple[int, ...]
 ) -> None:
     options = ExchangeOptions("gradients", decouple=False) if is_all_reduced else None
     training = Training(options=options)
     with pytest.raises(RuntimeError, match="A second gradient for '.*block_backward_sync"):
-        on_simulated_cuda(partial(_train, training=training, late=late, ranks=ranks), 2)
+        on_simulated_cuda(partial(_train, training=training, late=LATE[late], ranks=ranks), 2)
