@@ -11,15 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.collectives.work import (
-    Collectives,
-    SplitTensor,
-    Waits,
-    Work,
-    shard_of,
-    sum_in_source_order,
-    take_largest,
-)
+from lightning_dear.collectives.launch_log import Logged
+from lightning_dear.collectives.shards import shard_of, sum_in_source_order, take_largest
+from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Work
 
 # Above the tags of all buckets.
 _FLAGS_TAG = 1 << 29
@@ -114,7 +108,7 @@ class PairwiseCollectives(Collectives):
             [(rank, part) for rank, part in enumerate(torch.split(flat, sizes)) if len(part)]
             for flat, sizes in (outgoing, incoming)
         )
-        waits = self._exchange("all_gather", incoming[0], rows, sent, tag)
+        waits = self._exchange("all_gather", incoming[0], rows, sent, tag, has_one_length=False)
         self.ledger["all_gather"] += nbytes_of(sent)
         return self.new_work("all_gather", f"bucket {tag}", waits)
 
@@ -131,7 +125,7 @@ class PairwiseCollectives(Collectives):
         # gloo lets a message be shorter than the memory of its receive.
         outgoing = [(peer, messages[peer]) for peer in self._peers() if peer in messages]
         rows = [(source, incoming[source]) for source in self._sources() if source in sources]
-        waits = self._exchange(lane, incoming, rows, outgoing, tag)
+        waits = [*self._receives(lane, incoming, rows, tag), *self._sends(lane, outgoing, tag)]
         note_bytes = sum(num_notes * message.element_size() for _, message in outgoing)
         self.ledger["metadata"] += note_bytes
         self.ledger[lane] += nbytes_of(outgoing) - note_bytes
@@ -193,7 +187,14 @@ class PairwiseCollectives(Collectives):
             self._expected[lane, tag] = buffer.data_ptr(), self._receive(lane, rows, tag)
 
     def _exchange(
-        self, lane: str, buffer: Tensor, rows: RankRows, outgoing: RankRows, tag: int
+        self,
+        lane: str,
+        buffer: Tensor,
+        rows: RankRows,
+        outgoing: RankRows,
+        tag: int,
+        *,
+        has_one_length: bool = True,
     ) -> Waits:
         """Posts the receives of `rows`, unless they are posted, and sends `outgoing`.
 
@@ -204,7 +205,17 @@ class PairwiseCollectives(Collectives):
             rows: Memory that other ranks' messages are written into.
             outgoing: Messages to other ranks.
             tag: Tag of all these messages.
+            has_one_length: Whether `buffer` has the same length on all ranks.
         """
+        elements = buffer.numel() if has_one_length else None
+        group = int(lane == "all_gather")
+        self.log.add(Logged(lane, group, buffer.dtype, elements, tag, has_tag=True))
+        return self._both_ways(lane, buffer, rows, outgoing, tag)
+
+    def _both_ways(
+        self, lane: str, buffer: Tensor, rows: RankRows, outgoing: RankRows, tag: int
+    ) -> Waits:
+        """Does what `_exchange` does, without noting it in the log."""
         # Receives first: a send takes 1.7 times as long if its receive is not posted yet.
         receives = self._receives(lane, buffer, rows, tag)
         return [*receives, *self._sends(lane, outgoing, tag)]

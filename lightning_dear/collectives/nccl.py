@@ -12,7 +12,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear import private_names
-from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Work, shard_of
+from lightning_dear.collectives.shards import shard_of
+from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Work
 
 # torch 2.13 renamed both functions. There the old names warn. Earlier versions have no new names.
 _IS_RENAMED = hasattr(dist, "reduce_scatter_single")
@@ -56,37 +57,37 @@ class NativeCollectives(Collectives):
             private_names.NCCL_GROUP_END.of(backends[0])()
 
     @override
-    def start(self, call: str, group: Any, *arguments: Any) -> Waits:
+    def start(self, call: str, group: Any, *arguments: Any, tag: int = 0) -> Waits:
         """Sends complex tensors as pairs of real numbers, since NCCL sends no others."""
-        return super().start(call, group, *map(_as_real, arguments))
+        return super().start(call, group, *map(_as_real, arguments), tag=tag)
 
     @override
     def launch_reduce_scatter(
         self, buffer: Tensor, received: Tensor, out: Tensor, tag: int
     ) -> Work:
         own = shard_of(buffer, self.world.rank, self.world.size)
-        waits = self.start(REDUCE_SCATTER, self.reduce_group, own, buffer)
+        waits = self.start(REDUCE_SCATTER, self.reduce_group, own, buffer, tag=tag)
         self.ledger["reduce_scatter"] += self.ring_bytes(buffer)
         finish = None if out.dtype == own.dtype else partial(out.copy_, own)
         return self.new_work("reduce_scatter", f"bucket {tag}", waits, finish)
 
     @override
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, tag: int) -> Work:
-        waits = self.start("all_to_all_single", self.reduce_group, incoming, rows)
+        waits = self.start("all_to_all_single", self.reduce_group, incoming, rows, tag=tag)
         self.ledger["reduce_scatter"] += self.ring_bytes(rows)
         return self.new_work("reduce_scatter", f"bucket {tag}", waits)
 
     @override
     def launch_parts(self, outgoing: SplitTensor, incoming: SplitTensor, tag: int) -> Work:
         both = incoming[0], outgoing[0], incoming[1], outgoing[1]
-        waits = self.start("all_to_all_single", self.gather_group, *both)
+        waits = self.start("all_to_all_single", self.gather_group, *both, tag=tag)
         self.ledger["all_gather"] += outgoing[0].nbytes
         return self.new_work("all_gather", f"bucket {tag}", waits)
 
     @override
     def launch_all_gather(self, buffer: Tensor, tag: int) -> Work:
         own = shard_of(buffer, self.world.rank, self.world.size)
-        waits = self.start(ALL_GATHER, self.gather_group, buffer, own)
+        waits = self.start(ALL_GATHER, self.gather_group, buffer, own, tag=tag)
         self.ledger["all_gather"] += self.ring_bytes(buffer)
         return self.new_work("all_gather", f"bucket {tag}", waits)
 
@@ -98,7 +99,7 @@ class NativeCollectives(Collectives):
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
-        waits = self.start("broadcast", self.gather_group, buffer, 0)
+        waits = self.start("broadcast", self.gather_group, buffer, 0, tag=index)
         self.ledger["other"] += buffer.nbytes
         return self.new_work("other", "module buffers", waits)
 

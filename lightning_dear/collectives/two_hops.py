@@ -26,16 +26,10 @@ from typing_extensions import override
 
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.gloo import PairwiseCollectives, RankRows, by_source, nbytes_of
+from lightning_dear.collectives.launch_log import TAGS_OF_ONE_OPTIMIZER
 from lightning_dear.collectives.nccl import ALL_GATHER, REDUCE_SCATTER, NativeCollectives
-from lightning_dear.collectives.work import (
-    TAGS_OF_ONE_OPTIMIZER,
-    Begun,
-    Encode,
-    Waits,
-    Work,
-    shard_of,
-    sum_in_source_order,
-)
+from lightning_dear.collectives.shards import shard_of, sum_in_source_order
+from lightning_dear.collectives.work import Begun, Encode, Waits, Work
 
 _SECOND_HOP = 1 << 28
 """Added to a bucket's tag for the messages of its second hop. It is above the tags of all buckets,
@@ -297,13 +291,13 @@ class NativeTwoHopCollectives(NativeCollectives):
         own = self.world.host
         return [row[:0] if host == own else row for host, row in enumerate(rows)]
 
-    def _start_within(self, call: str, buffer: Tensor) -> Waits:
+    def _start_within(self, call: str, buffer: Tensor, tag: int) -> Waits:
         """Launches `call` within this host, in place, once for each host's shards in `buffer`."""
         waits: list[Any] = []
         for of_host in buffer.chunk(self.world.num_hosts):
             own = shard_of(of_host, self.world.place_on_host, self.world.ranks_a_host)
             both = (own, of_host) if call == REDUCE_SCATTER else (of_host, own)
-            waits += self.start(call, self._within, *both)
+            waits += self.start(call, self._within, *both, tag=tag)
         return waits
 
     def _two_hops(
@@ -347,8 +341,8 @@ class NativeTwoHopCollectives(NativeCollectives):
         lane, own = "reduce_scatter", self._column(buffer)
         of_hosts = list(received.chunk(len(own)))
         both = self._but_own(of_hosts), self._but_own(own)
-        second = partial(self.start, "all_to_all", self._across, *both)
-        waits = self._two_hops(lane, tag, self._start_within(REDUCE_SCATTER, buffer), second)
+        second = partial(self.start, "all_to_all", self._across, *both, tag=tag)
+        waits = self._two_hops(lane, tag, self._start_within(REDUCE_SCATTER, buffer, tag), second)
         of_hosts[self.world.host] = shard_of(buffer, self.world.rank, self.world.size)
         self._count(lane, buffer, own[0])
         return self.new_work(
@@ -364,9 +358,9 @@ class NativeTwoHopCollectives(NativeCollectives):
 
         def launch_second() -> Waits:
             rows = encode(torch.stack(own, out=sums).float())
-            return self.start("all_to_all_single", self._across, incoming, rows)
+            return self.start("all_to_all_single", self._across, incoming, rows, tag=tag)
 
-        first = self._start_within(REDUCE_SCATTER, buffer)
+        first = self._start_within(REDUCE_SCATTER, buffer, tag)
         waits = self._two_hops(lane, tag, first, launch_second)
         self._count(lane, buffer, incoming[0])
         return self.new_work(lane, f"bucket {tag}", waits), self.streams.follow_beside
@@ -376,14 +370,14 @@ class NativeTwoHopCollectives(NativeCollectives):
         lane, rows = "all_gather", self._but_own(self._column(buffer))
         own = shard_of(buffer, self.world.rank, self.world.size)
         outgoing = self._but_own([own] * len(rows))
-        first = self.start("all_to_all", self._across, rows, outgoing)
-        second = partial(self._start_within, ALL_GATHER, buffer)
+        first = self.start("all_to_all", self._across, rows, outgoing, tag=tag)
+        second = partial(self._start_within, ALL_GATHER, buffer, tag)
         waits = self._two_hops(lane, tag, first, second)
         self._count(lane, buffer, own)
         return self.new_work(lane, f"bucket {tag}", waits)
 
     @override
     def launch_gather_of_host(self, buffer: Tensor, tag: int) -> Work:
-        lane, waits = "all_gather", self._start_within(ALL_GATHER, buffer)
+        lane, waits = "all_gather", self._start_within(ALL_GATHER, buffer, tag)
         self._count(lane, buffer, buffer[:0])
         return self.new_work(lane, f"bucket {tag} within the host", waits)

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dear.collectives.launch_log import LaunchLog, Logged
+from lightning_dear.collectives.shards import shard_of
 from lightning_dear.collectives.streams import Streams
 from lightning_dear.collectives.world import World
 
@@ -29,9 +31,6 @@ SplitTensor = tuple[Tensor, list[int]]
 
 Encode = Callable[[Tensor], Tensor]
 """Encodes a host's sums, [hosts, elements] fp32. Returns bytes, a row for each host."""
-
-TAGS_OF_ONE_OPTIMIZER = 1 << 12
-"""Number of tags for the buckets of one optimizer; optimizer n has those from n times this on."""
 
 GRADIENT_TAGS = 1 << 22
 STATE_TAGS = 1 << 23
@@ -188,6 +187,7 @@ class Collectives(ABC):
         matches_by_tag: Whether messages are matched by tag (gloo). If not, they are matched by
             order, and all ranks must launch in one order over all groups.
         has_variable_lengths: Whether a message may be shorter than the memory that receives it.
+        log: What this rank has launched, to be compared between ranks.
         was_discarded: Whether `discard` has been called, after a failure.
         has_given_up: Whether a wait here, or a rank, has failed. Then a wait for late data fails.
         observer: Wraps each work's `arrive`, to record when data arrives. None means no timeline.
@@ -208,6 +208,7 @@ class Collectives(ABC):
 
     def __post_init__(self) -> None:
         self.ledger = Counter[str]()
+        self.log = LaunchLog(matches_by_tag=self.matches_by_tag)
         self.observer: WorkObserver | None = None
         self.showing: Callable[[str, str], AbstractContextManager[None]] | None = None
         self.was_discarded = self.was_aborted = self.has_given_up = False
@@ -306,7 +307,7 @@ class Collectives(ABC):
         """Sums the flat `buffer` over ranks, in place, with equal bits, on the reduce group."""
         if self.world.size == 1:
             return Work.done()
-        waits = self.start("all_reduce", self.reduce_group, buffer)
+        waits = self.start("all_reduce", self.reduce_group, buffer, tag=tag)
         self.ledger["all_reduce"] += 2 * self.ring_bytes(buffer)
         # The lane of the reduce-scatter, whose place in backward the all-reduce takes.
         return self.new_work("reduce_scatter", f"bucket {tag}", waits)
@@ -400,9 +401,15 @@ class Collectives(ABC):
         """Drops the references to the groups. Afterwards nothing can be sent."""
         self.reduce_group = self.gather_group = self.object_group = None
 
-    def start(self, call: str, group: Any, *arguments: Any) -> Waits:
-        """Launches the function `call` of `calls`, whose work does not name its peers."""
+    def start(self, call: str, group: Any, *arguments: Any, tag: int = 0) -> Waits:
+        """Launches the function `call` of `calls`, which matches by order and names no peers."""
         self.check()
+        # With lengths of parts, or with rows for some ranks only, the length may differ by rank.
+        has_one_length = len(arguments) <= 2 and isinstance(arguments[0], Tensor)
+        like = arguments[0] if isinstance(arguments[0], Tensor) else arguments[0][0]
+        elements = like.numel() if has_one_length else None
+        number = self.device_groups.index(group)
+        self.log.add(Logged(call, number, like.dtype, elements, tag, has_tag=False))
         work = getattr(self.calls, call)(*arguments, group=group, async_op=True)
         return [(None, work, arguments)]
 
@@ -454,46 +461,3 @@ def _blame(peer: int | None, late_s: float, said: str) -> str:
     is_closed = re.search("closed|reset|[Bb]roken pipe", said)
     what = "connection closed by" if is_closed else "an error between this rank and"
     return f"{what} {who}: see its output. ({said})"
-
-
-def shard_of(buffer: Tensor, number: int, num_shards: int) -> Tensor:
-    """Returns a view of shard `number` of the flat `buffer`, cut into `num_shards` equal shards."""
-    size = buffer.numel() // num_shards
-    return buffer[number * size : (number + 1) * size]
-
-
-def take_largest(rows: Sequence[Tensor], out: Tensor) -> None:
-    """Replaces each element of `out` by the maximum of itself and that element of all rows."""
-    for row in rows:
-        torch.maximum(out, row, out=out)
-
-
-def sum_in_source_order(rows: Sequence[Tensor], out: Tensor, size: int = 1) -> None:
-    """Writes `rows[0] + rows[1] + ...`, added up from left to right, into `out`.
-
-    The order is that of the ranks, so that the bits depend only on the number of ranks, and on how
-    many a host has. 16-bit rows are summed in fp32, and rounded once if `out` has 16 bits. May
-    overwrite any row.
-
-    Args:
-        rows: Rows of all ranks, or of all hosts, in their order.
-        out: One of the rows, or an fp32 tensor.
-        size: Number of ranks on a host. Each host's rows are summed first, and rounded to their
-            dtype; then the hosts' sums are summed.
-    """
-    if size > 1:
-        for begin in range(0, len(rows), size):
-            sum_in_source_order(rows[begin : begin + size], rows[begin])
-        rows = rows[::size]
-    total = rows[0]
-    if total.dtype in (torch.float16, torch.bfloat16):
-        total = total.float()
-        for row in rows[1:]:
-            total.add_(row)
-        out.copy_(total)
-        return
-    # Only the last sum is written to `out`, which may be a row that has not been added yet.
-    for number, row in enumerate(rows[1:], start=2):
-        torch.add(total, row, out=out if number == len(rows) else total)
-    if len(rows) == 1 and total.data_ptr() != out.data_ptr():
-        out.copy_(total)

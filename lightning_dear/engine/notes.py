@@ -1,21 +1,24 @@
 """Notes: a few bytes of each rank that travel with the flags of a round, see `BucketRound`.
 
-`SharedOptions` is the note by which ranks find out that their optimizers' options differ. An option
-is an entry of a parameter group: a learning rate, Adam's betas, weight decay.
+`Digest` is a note that compares a number between ranks. `SharedOptions` and `LaunchDigest` are two:
+the first finds options of optimizers that differ between ranks. An option is an entry of a
+parameter group: a learning rate, Adam's betas, weight decay. The second finds other launches.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, Protocol
-from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
+from lightning_dear.collectives.launch_log import Report, difference, hash_of
 from lightning_dear.collectives.work import Collectives
 
 
@@ -137,7 +140,102 @@ class Notes:
             note.hear(own, is_of_round_before=is_of_round_before)
 
 
-# --- learning rates and other options of optimizers --------------------------------------------
+# --- numbers that must be equal on all ranks ----------------------------------------------------
+
+
+class Digest(ABC):
+    """A `Note` that compares a number of 64 bits between ranks, and raises if ranks differ.
+
+    It sends the number and its complement. Ranks get the maximum over ranks of each byte. If all
+    ranks have sent the same number, a byte and its complement still add up to 255. If not, some of
+    these sums are larger.
+
+    Args:
+        collectives: Returns the present collectives.
+    """
+
+    NUM_BYTES = 16
+
+    def __init__(self, collectives: Callable[[], Collectives]) -> None:
+        self._collectives = collectives
+        # The number that `say` last sent, and its bytes.
+        self._said: tuple[int, Tensor] | None = None
+
+    @abstractmethod
+    def value(self) -> int:
+        """Returns this rank's number, from 0 to 2^64 - 1. Called once in each round."""
+
+    @abstractmethod
+    def explain(self, *, is_of_round_before: bool) -> None:
+        """Finds out in what ranks differ, and raises. Collective, blocks.
+
+        Args:
+            is_of_round_before: Whether the numbers that differ are those of the round before
+                (NCCL).
+        """
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of the note. 0 if there is no other rank."""
+        return self.NUM_BYTES if self._collectives().world.size > 1 else 0
+
+    def say(self, device: torch.device) -> Tensor:
+        """Returns the number and its complement: [num_bytes] uint8 on `device`."""
+        value = self.value()
+        if self._said is None or self._said[0] != value:
+            signed = value - (value >> 63 << 64)
+            # Written as integers, since `torch.full` does not block the host. To copy bytes to a
+            # device would.
+            both = [torch.full((1,), one, device=device) for one in (signed, ~signed)]
+            self._said = value, torch.cat(both).view(torch.uint8)
+        return self._said[1]
+
+    def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
+        """Calls `explain` if ranks have sent different numbers; see `Note`."""
+        # On NCCL all maxima are 0 in the first round. At world size 1 there are none.
+        if any(maxima) and sum(maxima) != 255 * len(maxima) // 2:
+            self.explain(is_of_round_before=is_of_round_before)
+
+
+class LaunchDigest(Digest):
+    """Compares between ranks what they have launched, in each round of gradients.
+
+    Ranks that launch different collectives would add up values of different steps, or wait for each
+    other. It happens if only some ranks call a backward, a step, or a method that exchanges.
+
+    Args:
+        collectives: Returns the present collectives, whose launches are compared.
+        number: Optimizer number, whose launches are compared where messages are matched by tag.
+    """
+
+    def __init__(self, collectives: Callable[[], Collectives], number: int) -> None:
+        super().__init__(collectives)
+        self._number = number
+        # Launches up to the present round, and up to the round before.
+        self._report: Report = ()
+        self._before: Report = ()
+
+    @override
+    def value(self) -> int:
+        log = self._collectives().log
+        self._before, self._report = self._report, log.report(self._number)
+        return log.total(self._number)
+
+    @override
+    def explain(self, *, is_of_round_before: bool) -> None:
+        collectives = self._collectives()
+        own = self._before if is_of_round_before else self._report
+        reports = collectives.all_gather_object(own)
+        first = difference(reports, matches_by_tag=collectives.matches_by_tag)
+        raise RuntimeError(
+            "Ranks have launched different messages. Call backward, step, and what exchanges"
+            " (clipping, grad_norm(), whole_gradients(), optimizer_state()) equally often and in"
+            " the same order on all ranks. "
+            + (f"The first difference: {first}." if first else "It is older than the last 64.")
+        )
+
+
+# --- learning rates and other options of optimizers ---------------------------------------------
 
 OptionValues = Mapping[tuple[int, str], Any]
 """(number of a parameter group, name of an option) -> value of the option, as `options_of` has it:
@@ -191,13 +289,8 @@ def check_options(what: str, reports: Sequence[OptionValues]) -> None:
                 )
 
 
-class SharedOptions:
+class SharedOptions(Digest):
     """Compares learning rates and other options between ranks in each round of gradients.
-
-    It is a `Note`, whose bytes travel with the round's flags: a hash of the
-    optimizer's options, and the complement of each byte of the hash. Ranks get the maximum over
-    ranks of each byte. If all ranks have sent the same hash, a byte and its complement still add up
-    to 255. If not, some of these sums are larger.
 
     Args:
         collectives: Returns the present collectives.
@@ -205,42 +298,28 @@ class SharedOptions:
         number: Optimizer number, for messages.
     """
 
-    NUM_BYTES = 8
-
     def __init__(
         self, collectives: Callable[[], Collectives], optimizer: Optimizer, number: int
     ) -> None:
-        self._collectives, self._optimizer, self._number = collectives, optimizer, number
-        # Options that `say` has hashed in the present round, and in the round before.
+        super().__init__(collectives)
+        self._optimizer, self._number = optimizer, number
+        # Options that `value` has hashed in the present round, and in the round before.
         self._options: OptionValues = {}
         self._before: OptionValues = {}
         # Names and values of all options at the last call of `_have_changed`.
         self._seen: Sequence[Any] = ()
-        # The hash of `_options` and its complement. None before the first round.
-        self._digest: Tensor | None = None
+        self._hash = 0
 
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes of the note. 0 if there is no other rank."""
-        return self.NUM_BYTES if self._collectives().world.size > 1 else 0
-
-    def say(self, device: torch.device) -> Tensor:
-        """Returns a hash of the options and its complement: [num_bytes] uint8 on `device`.
-
-        To be called once in each round, since it also stores the options of the round before.
-        """
+    @override
+    def value(self) -> int:
         self._before = self._options
-        if self._digest is None or self._have_changed():
+        if self._have_changed():
             self._options = options_of(self._optimizer)
-            hashed = crc32(repr(self._options).encode()).to_bytes(self.NUM_BYTES // 2, "little")
-            both = int.from_bytes([*hashed, *(255 - own for own in hashed)], "little", signed=True)
-            # All bytes are written as one integer, since `torch.full` does not block the host. To
-            # copy bytes to a device would.
-            self._digest = torch.full((1,), both, device=device).view(torch.uint8)
-        return self._digest
+            self._hash = hash_of(repr(self._options))
+        return self._hash
 
     def _have_changed(self) -> bool:
-        """Whether the options have changed since `say` has hashed them.
+        """Whether the options have changed since `value` has hashed them.
 
         It is fast if all values are the same objects as at the last call. It compares by value
         (`options_of`) if an object was replaced, or if any option is a tensor or a tuple, such as
@@ -255,22 +334,8 @@ class SharedOptions:
             return False
         return options_of(self._optimizer) != self._options
 
-    def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
-        """Compares the options of all ranks one by one, if their hashes differ; see `Note`.
-
-        Then it is collective and blocks. It does nothing if all ranks have sent the same hash.
-
-        Args:
-            maxima: Maximum over ranks of each byte.
-            is_of_round_before: Whether the maxima, and so the options to compare, are those of the
-                round before (NCCL).
-
-        Raises:
-            ValueError: On all ranks, if options differ; names the option.
-        """
-        # On NCCL all maxima are 0 in the first round. At world size 1 there are none.
-        if not any(maxima) or sum(maxima) == 255 * len(maxima) // 2:
-            return
+    @override
+    def explain(self, *, is_of_round_before: bool) -> None:
         what = f"step with different options: {type(self._optimizer).__name__} {self._number}"
         options = self._before if is_of_round_before else self._options
         check_options(what, self._collectives().all_gather_object(options))

@@ -11,7 +11,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.collectives.work import Collectives, Work, shard_of, sum_in_source_order
+from lightning_dear.collectives.shards import shard_of, sum_in_source_order
+from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.compression import Codec, Fp32
 from lightning_dear.compression.codec import field
 from lightning_dear.compression.error_feedback import Encoded, Memory

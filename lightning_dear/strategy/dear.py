@@ -35,11 +35,11 @@ from lightning_dear.checkpoint.files import stamp
 from lightning_dear.compression import Compressor, NoCompression
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import FusionPlanner
-from lightning_dear.strategy import connections, refusals
+from lightning_dear.strategy import connections, failure_watch, refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy
 from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
 from lightning_dear.strategy.connections import StopRequest, unwrapped
-from lightning_dear.strategy.failures import FailureBoard, FailureWatch, is_consequence
+from lightning_dear.strategy.failures import FailureBoard, is_consequence
 from lightning_dear.strategy.launchers import JobLauncher, configure_launcher
 
 log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     ) -> None:
         given = refusals.checked_options(DearStrategy.__init__, locals())
         # Until the first run a watch of one rank, which does nothing.
-        self._failures = FailureWatch(FailureBoard(), timeout or NO_TIMEOUT)
+        self._failures = failure_watch.FailureWatch(FailureBoard(), timeout or NO_TIMEOUT)
         self._stop: StopRequest | None = None
         self._is_sync_blocked = False
         # Optimizers of the `last_backward` block, or an empty list for all. None outside of it.
@@ -167,7 +167,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         super().setup_environment()
         self._failures.close()
         board = FailureBoard(self.broadcast(uuid4().hex), self.global_rank, self.world_size)
-        self._failures = FailureWatch(board, self._timeout or NO_TIMEOUT)
+        self._failures = failure_watch.FailureWatch(board, self._timeout or NO_TIMEOUT)
         module = self.lightning_module
         if module is not None and private_names.MODULE_TRAINER.of(module) is not None:
             # Added before a checkpoint is loaded, which may have a plan for the `FusionTuner`.
@@ -203,7 +203,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             part.inherit(before)
         # Assigned only now: if a line above raises, the next fit inherits the old pipeline's state.
         self._pipeline = pipeline
-        self._failures.on_failed = collectives.abort
+        self._failures.follow(collectives)
         # Half the timeout, so that ranks that wait in a collective can still be told the reason.
         self._pipeline.before_change = partial(
             self._failures.board.agree,

@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from lightning_dear import private_names
 from lightning_dear.collectives.factory import leave_process_groups
-from lightning_dear.strategy import failures
+from lightning_dear.strategy import failure_watch, failures
 
 if TYPE_CHECKING:
     from hydra.conf import HydraConf
@@ -247,7 +247,7 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
         # of collectives, this thread must end the process.
         if self._is_failing.wait(GRACE_S):
             return
-        failures.dump_stacks()
+        failure_watch.dump_stacks()
         self._end_at_once(f"Local rank {first_ending(codes)}, which rank 0 has not noticed")
 
     def end_job(self) -> None:
@@ -336,7 +336,7 @@ def _is_wakeup_taken() -> bool:
 
 def print_first_failure() -> None:
     """Prints to stderr which rank failed first and why. Prints nothing if that is not known."""
-    if (failure := failures.first_failure()) is not None:
+    if (failure := failure_watch.first_failure()) is not None:
         print(failure, file=sys.stderr, flush=True)
 
 
@@ -357,7 +357,7 @@ def _end_after(parent: int) -> None:
         time.sleep(POLL_S)
     # Rank 0 was killed: in all other cases it ends only after its children.
     time.sleep(GRACE_S)
-    failures.dump_stacks()
+    failure_watch.dump_stacks()
     log.error("Rank 0 was killed, and this rank, which has not noticed, is ended.")
     os._exit(1)
 

@@ -17,14 +17,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_dear.bucket import allocate
-from lightning_dear.collectives.work import (
-    STATE_TAGS,
-    Collectives,
-    Work,
-    shard_of,
-    sum_in_source_order,
-    uncounted,
-)
+from lightning_dear.collectives.shards import shard_of, sum_in_source_order
+from lightning_dear.collectives.work import STATE_TAGS, Collectives, Work, uncounted
 from lightning_dear.compression import Codec, Fp32
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange import Traffic, new_exchange

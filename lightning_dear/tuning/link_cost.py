@@ -13,7 +13,8 @@ from statistics import median
 
 import torch
 
-from lightning_dear.collectives.work import STATE_TAGS, Collectives, Work, shard_of, uncounted
+from lightning_dear.collectives.shards import shard_of
+from lightning_dear.collectives.work import STATE_TAGS, Collectives, Work, uncounted
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import LinkCost
 from lightning_dear.planning.measured import Train, fitted, sent_bytes

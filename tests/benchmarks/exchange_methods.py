@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.gloo import PairwiseCollectives
-from lightning_dear.collectives.work import shard_of, sum_in_source_order
+from lightning_dear.collectives.shards import shard_of, sum_in_source_order
 from tests.benchmarks.rounds import Rounds
 
 Wait = Callable[[], object]

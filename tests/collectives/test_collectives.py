@@ -14,9 +14,9 @@ from lightning_dear.collectives import factory
 from lightning_dear.collectives.factory import forget_process_groups, new_collectives
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.nccl import NativeCollectives
+from lightning_dear.collectives.shards import shard_of, sum_in_source_order
 from lightning_dear.collectives.streams import Streams
 from lightning_dear.collectives.two_hops import NativeTwoHopCollectives
-from lightning_dear.collectives.work import shard_of, sum_in_source_order
 from tests.distributed.harness import distributed, run_ranks
 from tests.distributed.rank import on_hosts
 

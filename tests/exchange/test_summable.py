@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Generator, Tensor
 
-from lightning_dear.collectives.work import sum_in_source_order
+from lightning_dear.collectives.shards import sum_in_source_order
 from lightning_dear.compression import CODECS, Codec, Fp32, Int4, Int8, RandomK
 from lightning_dear.compression.groups import VECTORS, groups_of
 from lightning_dear.exchange.options import ExchangeOptions

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dear.collectives.factory import new_collectives
+from lightning_dear.collectives.shards import shard_of
 from lightning_dear.collectives.two_hops import TwoHopCollectives
-from lightning_dear.collectives.work import shard_of
 from lightning_dear.compression import (
     CODECS,
     DGC,

@@ -75,7 +75,7 @@ class Pretended(NativeCollectives):
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * WORLD_SIZE
 
-    def start(self, call: str, group: Any, *arguments: Any) -> Any:
+    def start(self, call: str, group: Any, *arguments: Any, tag: int = 0) -> Any:
         return []
 
     def new_work(self, lane: str, name: str, waits: Any, finish: Any = None) -> Work:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.nccl import NativeCollectives
-from lightning_dear.collectives.work import shard_of
+from lightning_dear.collectives.shards import shard_of
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.telemetry.clock import StreamClock
 from tests.distributed.harness import run_ranks

@@ -22,8 +22,9 @@ from typing_extensions import override
 
 from lightning_dear import DearStrategy
 from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.collectives.shards import shard_of
 from lightning_dear.collectives.two_hops import TwoHopCollectives
-from lightning_dear.collectives.work import Work, shard_of
+from lightning_dear.collectives.work import Work
 from lightning_dear.optimizers import sharded
 from lightning_dear.planning import BucketPlan, TensorSpec, ThresholdFusion
 from tests.distributed.rank import RANKS_A_HOST

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from lightning_dear.strategy.failures import FailureBoard
 from tests.distributed.calls import Raised, Returned
 from tests.distributed.harness import observe_ranks, run_ranks
 from tests.lightning.fault_script import START_TIMEOUT
-from tests.lightning.faults import MESSAGE, Fault, train
+from tests.lightning.faults import MESSAGE, OPTIONS, Fault, fit, new_strategy, train
 from tests.lightning.fitting import new_trainer
 from tests.lightning.nets import Net, data
 from tests.lightning.test_registration import _session as processes_of_session
@@ -206,6 +206,37 @@ def test_ctrl_c_on_all_ranks_still_saves(tmp_path: Path) -> None:
     assert len(saved["optimizer_states"][0]["state"]) == len(list(Net("gpt").parameters()))
 
 
+class _Alone(Callback):
+    """In the third step rank 0 calls a method that exchanges, and other ranks do not."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == 0:
+            result = getattr(trainer.strategy, self.method)()
+            with result if self.method == "whole_gradients" else nullcontext():
+                pass
+
+
+def _call_alone(method: str) -> None:
+    # Otherwise all ranks would gather gradients for the hook.
+    strategy = new_strategy(gradients_in_hooks=False)
+    fit(new_trainer(strategy, _Alone(method), **OPTIONS), None)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+@pytest.mark.parametrize("method", ["grad_norm", "whole_gradients"])
+def test_a_method_that_one_rank_alone_calls_is_found(method: str) -> None:
+    outcomes = observe_ranks(_call_alone, 2, method, init_process_group=False)
+    for outcome in outcomes:
+        assert isinstance(outcome, Raised), outcome
+        said = outcome.traceback.partition("Ranks may have launched different messages: ")[2]
+        assert said.startswith("rank 0 "), outcome.traceback
+        assert ", and rank 1 all-gather of bucket 0, float32," in said
+        assert "equally often" in said
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_alone_saves_nothing_and_waits_for_nobody(rank: int, tmp_path: Path) -> None:
     outcomes = observe_ranks(
@@ -223,7 +254,7 @@ def test_one_rank_alone_saves_nothing_and_waits_for_nobody(rank: int, tmp_path: 
 
 
 def _second_failure(folder: Path) -> str:
-    from lightning_dear.strategy.failures import first_failure
+    from lightning_dear.strategy.failure_watch import first_failure
 
     for error in (ValueError("first attempt"), None):
         callbacks = [] if error is None else [_Stop(error, None)]

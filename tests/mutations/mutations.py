@@ -11,6 +11,7 @@ from tests.mutations.devices import DEVICES
 from tests.mutations.gathering import GATHERING
 from tests.mutations.hooks import HOOKS
 from tests.mutations.kept import KEPT
+from tests.mutations.launches import LAUNCHES
 from tests.mutations.loading import LOADING
 from tests.mutations.low_rank import LOW_RANK
 from tests.mutations.mutation import Mutation, row
@@ -135,6 +136,7 @@ MUTATIONS = [
     *CODED,
     *KEPT,
     *LOW_RANK,
+    *LAUNCHES,
     *LOADING,
     *CODEC_PLANS,
     *COMPARING,

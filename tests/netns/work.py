@@ -132,7 +132,7 @@ def compute_alone(num_layers: int, batch_size: int) -> Callable[[], None]:
 def communication_alone(strategy: DearStrategy) -> Callable[[], None]:
     """The same buckets' reduce-scatters, then their all-gathers, with nothing beside them."""
     from lightning_dear.collectives.factory import new_collectives
-    from lightning_dear.collectives.work import shard_of
+    from lightning_dear.collectives.shards import shard_of
 
     assert strategy.plan is not None
     collectives = new_collectives(torch.device("cpu"))

@@ -17,15 +17,18 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lightning_dear.strategy import failures
+from lightning_dear.strategy import failure_watch, failures
+from lightning_dear.strategy.failure_watch import FailureWatch, first_failure
 from lightning_dear.strategy.failures import (
     Failure,
     FailureBoard,
-    FailureWatch,
     describe,
-    first_failure,
     is_consequence,
+    pack,
+    unpack,
 )
 
 NUM_RANKS = 3
@@ -37,7 +40,7 @@ CLOSED = "[pair.cc:537] Read error [127.0.0.1]:57046: Connection reset by peer."
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(failures, "default_store", lambda: store)
-    monkeypatch.setattr(failures, "new_store_client", lambda *_: store)
+    monkeypatch.setattr(failure_watch, "new_store_client", lambda *_: store)
     monkeypatch.setattr(failures, "REPORT_WAIT_S", 0.3)
     return store
 
@@ -210,6 +213,69 @@ def test_nobody_is_named_where_nobody_can_know(boards: list[FailureBoard]) -> No
     assert f"Rank 1 says: RuntimeError: {LATE}" in sentence
 
 
+def test_ranks_that_wait_for_each_other_in_vain_are_told_so(boards: list[FailureBoard]) -> None:
+    for board, last in zip(boards, ("norm", "weights", "weights"), strict=True):
+        board.launches = lambda last=last: [("sum", 3, False), (last, 1, False)]
+    sentences = [blamed(board, LATE) for board in boards]
+    assert sentences[-1].startswith(
+        "Ranks may have launched different messages: rank 0 norm, and rank 1 weights. Call"
+    )
+
+
+@given(st.lists(st.tuples(st.text(), st.integers(), st.booleans())))
+def test_launches_come_out_of_a_line_as_they_were(launches: Any) -> None:
+    text = pack(launches)
+    assert unpack(text) == launches
+    assert text.isprintable()
+
+
+class _Far:
+    """A store whose answers take `trip_s`."""
+
+    def __init__(self, store: dist.Store, trip_s: float) -> None:
+        self._store, self._trip_s = store, trip_s
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            time.sleep(self._trip_s / 2)
+            answer = getattr(self._store, name)(*arguments)
+            time.sleep(self._trip_s / 2)
+            return answer
+
+        return call
+
+
+@pytest.mark.parametrize("trip_s", [0.04, 0.2])
+@pytest.mark.parametrize("num_ranks", [8, 32])
+def test_no_rank_that_lives_is_called_dead_over_a_slow_link(
+    num_ranks: int, trip_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 does not come to a collective, and rank 2 is dead."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    far: Any = _Far(store, trip_s)
+    monkeypatch.setattr(failures, "default_store", lambda: far)
+    monkeypatch.setattr(failure_watch, "new_store_client", lambda *_: far)
+    boards = [FailureBoard("attempt", rank, num_ranks) for rank in range(num_ranks)]
+    watches = [FailureWatch(board, timedelta(seconds=60)) for board in boards if board.rank != 2]
+    time.sleep(failures.WATCH_POLL_S + 2 * trip_s)
+    late = RuntimeError(f"bucket 3, reduce-scatter: nothing from rank 1 for 8 s. ({LATE})")
+    others = [board for board in boards if board.rank not in (1, 2)]
+
+    def fail(board: FailureBoard) -> str | None:
+        board.report(board.rank, late)
+        return board.blame(late)
+
+    start_s = time.monotonic()
+    with ThreadPoolExecutor(len(others)) as pool:
+        sentences = [*pool.map(fail, others)]
+    for watch in watches:
+        watch.close()
+    assert time.monotonic() - start_s < 3 + 15 * trip_s
+    assert {sentence[:40] for sentence in sentences if sentence} == {
+        "Ranks [2] neither send nor answer. See wh"[:40]
+    }
+
+
 def test_one_that_has_ended_well_is_named(boards: list[FailureBoard], store: dist.Store) -> None:
     boards[1].leave("has ended its training after 5 batches")
     boards[2].notice(store)
@@ -247,10 +313,10 @@ def test_a_suspicion_outlives_the_store(
     """Rank 2 dies, rank 0 notices, says so and ends; only then rank 1 loses a connection."""
     watch = FailureWatch(boards[1], timedelta(seconds=60))
     boards[0].report(0, RuntimeError(CLOSED))
-    while not store.check([boards[0]._key("alive", 1)]):
-        time.sleep(0.01)
+    while 1 not in boards[0]._texts("alive"):
+        first(boards[0])
     sentence = boards[0].blame(RuntimeError(CLOSED))
-    while boards[1]._suspected is None:
+    while not boards[1]._texts("suspicion"):
         time.sleep(0.01)
     monkeypatch.setattr(failures, "default_store", _DeadStore)
     assert boards[1].blame(RuntimeError(CLOSED)) == sentence
@@ -330,7 +396,7 @@ def test_ranks_at_different_steps_do_not_agree(boards: list[FailureBoard]) -> No
 def watch_all(
     boards: list[FailureBoard], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[float], list[FailureWatch]]]:
-    monkeypatch.setattr(failures, "WATCH_POLL_S", 0.05)
+    monkeypatch.setattr(failure_watch, "WATCH_POLL_S", 0.05)
     made: list[FailureWatch] = []
 
     def make(timeout_s: float) -> list[FailureWatch]:
@@ -377,12 +443,14 @@ def test_a_rank_whose_store_is_gone_is_ended(
     store: dist.Store,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(failures, "WATCH_POLL_S", 0.05)
+    monkeypatch.setattr(failure_watch, "WATCH_POLL_S", 0.05)
     ended: list[str] = []
     monkeypatch.setattr(FailureWatch, "_end", lambda _, why: ended.append(why))
     clients = [_DeadStore(), _DeadStore(), store if comes_back else _DeadStore()]
     monkeypatch.setattr(
-        failures, "new_store_client", lambda *_: clients.pop(0) if len(clients) > 1 else clients[0]
+        failure_watch,
+        "new_store_client",
+        lambda *_: clients.pop(0) if len(clients) > 1 else clients[0],
     )
     start_s = time.monotonic()
     watch = FailureWatch(boards[1], timedelta(seconds=1))
@@ -397,8 +465,8 @@ def test_a_rank_whose_store_does_not_answer_is_ended(
     boards: list[FailureBoard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 is stopped: whoever asks its store waits for ever."""
-    monkeypatch.setattr(failures, "WATCH_POLL_S", 0.05)
-    monkeypatch.setattr(failures, "new_store_client", lambda *_: _StuckStore())
+    monkeypatch.setattr(failure_watch, "WATCH_POLL_S", 0.05)
+    monkeypatch.setattr(failure_watch, "new_store_client", lambda *_: _StuckStore())
     ended: list[str] = []
     monkeypatch.setattr(FailureWatch, "_end", lambda _, why: ended.append(why))
     start_s = time.monotonic()
@@ -413,8 +481,8 @@ def test_a_rank_whose_store_does_not_answer_is_ended(
 def test_who_does_not_notice_a_failure_aborts_soon(
     boards: list[FailureBoard], monkeypatch: pytest.MonkeyPatch, ends_by_itself: bool
 ) -> None:
-    monkeypatch.setattr(failures, "WATCH_POLL_S", 0.05)
-    monkeypatch.setattr(failures, "ABORT_S", 0.4)
+    monkeypatch.setattr(failure_watch, "WATCH_POLL_S", 0.05)
+    monkeypatch.setattr(failure_watch, "ABORT_S", 0.4)
     aborted: list[float] = []
     watch = FailureWatch(boards[1], timedelta(seconds=60))
     watch.on_failed = lambda: aborted.append(time.monotonic())

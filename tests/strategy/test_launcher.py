@@ -174,7 +174,7 @@ def test_a_failure_here_ends_hanging_children_with_the_process(make_launcher, mo
 def test_the_first_failure_is_printed_last(make_launcher, monkeypatch, capfd):
     monkeypatch.setattr(launchers, "GRACE_S", 30.0)
     monkeypatch.setattr(
-        launchers.failures, "first_failure", lambda: Failure(1, "ValueError: bad batch")
+        launchers.failure_watch, "first_failure", lambda: Failure(1, "ValueError: bad batch")
     )
     made = make_launcher("import sys; print('noise', file=sys.stderr)")
 

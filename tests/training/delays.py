@@ -56,7 +56,7 @@ class DelayedCollectives(PairwiseCollectives):
     def _expect(self, *args: Any) -> None:
         """Nothing is received before its time."""
 
-    def _exchange(
+    def _both_ways(
         self,
         lane: str,
         buffer: Tensor,
@@ -70,7 +70,7 @@ class DelayedCollectives(PairwiseCollectives):
         if not rows and not outgoing:
             return []
         late = _LateExchange(
-            partial(PairwiseCollectives._exchange, self, lane, buffer, rows, outgoing, tag),
+            partial(PairwiseCollectives._both_ways, self, lane, buffer, rows, outgoing, tag),
             self._random.uniform(before_s / 2, before_s),
             self._random.uniform(after_s / 2, after_s),
         )

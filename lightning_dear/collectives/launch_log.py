@@ -1,0 +1,213 @@
+"""A log of the collectives that this rank has launched, to find a rank that launches others."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import combinations
+from typing import NamedTuple
+
+import torch
+
+TAGS_OF_ONE_OPTIMIZER = 1 << 12
+"""Number of tags for the buckets of one optimizer; optimizer n has those from n times this on."""
+
+BUCKET_TAGS = 1 << 19
+"""Tags of all buckets are below this. The bits from here on say which message of a bucket it is."""
+
+_OTHER_TAGS = 1 << 24
+"""Tags from here on belong to no bucket: flags and module buffers."""
+
+_ALL = -1
+_NUM_KEPT = 64
+_MASK = (1 << 64) - 1
+_FACTOR = 6364136223846793005
+
+
+class Logged(NamedTuple):
+    """One launch, as it must be on all ranks.
+
+    Attributes:
+        call: Name of the collective.
+        group: Number of the process group.
+        dtype: Type of the elements.
+        elements: Number of elements. None means that it may differ by rank.
+        tag: Tag of the message, which names its bucket.
+        has_tag: Whether the backend matches the message by its tag. If not, it matches it by order.
+    """
+
+    call: str
+    group: int
+    dtype: torch.dtype
+    elements: int | None
+    tag: int
+    has_tag: bool
+
+    def __str__(self) -> str:
+        of = f"bucket {self.tag}" if self.tag < BUCKET_TAGS else f"tag {self.tag}"
+        parts = [f"{self.call.replace('_', '-')} of {of}", str(self.dtype).removeprefix("torch.")]
+        parts += [] if self.elements is None else [f"{self.elements} elements"]
+        return ", ".join([*parts, f"group {self.group}"])
+
+
+def hash_of(text: str) -> int:
+    """Returns a hash of `text` from 0 to 2^64 - 1, the same on all ranks."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+@lru_cache(maxsize=4096)
+def _hash_of(launch: Logged) -> int:
+    return hash_of(repr(launch))
+
+
+Report = Sequence[tuple[int, str]]
+"""Pairs (number, launch); see `LaunchLog.report`."""
+
+
+LastLaunches = Sequence[tuple[str, int, bool]]
+"""Triples (launch, how often it was launched by then, whether ranks may launch it earlier or later
+than other launches), in order; see `LaunchLog.last`."""
+
+
+class LaunchLog:
+    """What this rank has launched so far, as a number to compare between ranks, and as lists.
+
+    Where messages are matched by order, all ranks must launch in one order, and the number depends
+    on the order. Where they are matched by tag, ranks may launch in other orders, and the number is
+    a sum. There the launches of each optimizer are counted apart, because ranks may launch those of
+    two optimizers in another order. A gather of weights counts when its bucket is next reduced,
+    because ranks may launch these gathers before or after the flags of a step.
+
+    Args:
+        matches_by_tag: Whether the backend matches most messages by tag (gloo).
+    """
+
+    def __init__(self, *, matches_by_tag: bool) -> None:
+        self._matches_by_tag = matches_by_tag
+        # Optimizer -> the number, of launches that messages' order and tags match.
+        self._orders, self._sums = Counter[int](), Counter[int]()
+        self._counts: dict[int, Counter[Logged]] = {}
+        self._gathers: dict[int, list[Logged]] = {}
+        # Number of the launch, the launch, and how often it was launched by then.
+        self._last: deque[tuple[int, Logged, int]] = deque(maxlen=_NUM_KEPT)
+        self._times = Counter[Logged]()
+        self._num_launched = 0
+        # Gathers may be launched by another thread than the training's.
+        self._lock = threading.Lock()
+
+    def add(self, launch: Logged) -> None:
+        """Notes a launch of this rank."""
+        with self._lock:
+            self._num_launched += 1
+            self._times[launch] += 1
+            self._last.append((self._num_launched, launch, self._times[launch]))
+            is_of_bucket = not launch.tag & BUCKET_TAGS and launch.tag < _OTHER_TAGS
+            owner = launch.tag % BUCKET_TAGS // TAGS_OF_ONE_OPTIMIZER if is_of_bucket else _ALL
+            if not self._matches_by_tag:
+                self._count(launch, _ALL)
+            elif launch.tag >= BUCKET_TAGS:
+                # Ranks launch it at the same place between two messages of flags.
+                self._count(launch, owner)
+            elif launch.group:
+                self._gathers.setdefault(launch.tag, []).append(launch)
+            else:
+                for one in (launch, *self._gathers.pop(launch.tag, ())):
+                    self._count(one, owner)
+
+    def _count(self, launch: Logged, owner: int) -> None:
+        self._counts.setdefault(owner, Counter())[launch] += 1
+        if launch.has_tag:
+            self._sums[owner] += _hash_of(launch)
+        else:
+            self._orders[owner] = (self._orders[owner] * _FACTOR + _hash_of(launch)) & _MASK
+
+    def total(self, optimizer: int) -> int:
+        """Returns the number that is equal on ranks that have launched alike, from 0 to 2^64 - 1.
+
+        Args:
+            optimizer: Number of the optimizer whose launches count, and those of no bucket. Where
+                messages are matched by order, all launches count.
+        """
+        parts = (part[owner] for part in (self._orders, self._sums) for owner in (optimizer, _ALL))
+        return sum(parts) & _MASK
+
+    def report(self, optimizer: int) -> Report:
+        """Returns what `difference` compares between ranks; see `total` for the argument.
+
+        Where messages are matched by order these are the last launches, numbered from 1. Where they
+        are matched by tag, it is how often each was launched.
+        """
+        if not self._matches_by_tag:
+            return [(number, str(launch)) for number, launch, _ in self._last]
+        none = Counter[Logged]()
+        counts = self._counts.get(optimizer, none) + self._counts.get(_ALL, none)
+        return [(count, str(launch)) for launch, count in counts.items()]
+
+    def last(self) -> LastLaunches:
+        """Returns the last launches, for `divergence`. Any thread may call.
+
+        Ranks may launch gathers of weights earlier or later, where messages are matched by tag.
+        """
+        with self._lock:
+            return [
+                (str(one), count, one.has_tag and one.group > 0 and one.tag < BUCKET_TAGS)
+                for _, one, count in self._last
+            ]
+
+
+def difference(reports: Sequence[Report], *, matches_by_tag: bool) -> str | None:
+    """Describes the first launch in which ranks differ, by their reports, in rank order.
+
+    None means that the reports tell no difference, as it may be if they begin after it.
+
+    Args:
+        reports: What `LaunchLog.report` has returned on each rank.
+        matches_by_tag: Same as in `LaunchLog`.
+    """
+    if not matches_by_tag:
+        tables = [dict(report) for report in reports]
+        first = max(min(table, default=1) for table in tables)
+        last = max(max(table, default=0) for table in tables)
+        for number in range(first, last + 1):
+            launches = [table.get(number, "nothing") for table in tables]
+            if len({*launches}) > 1:
+                said = [f"{launch} on rank {rank}" for rank, launch in enumerate(launches)]
+                return f"launch {number} is {'; '.join(said)}"
+        return None
+    counts = [{launch: count for count, launch in report} for report in reports]
+    for launch in {launch: None for table in counts for launch in table}:
+        numbers = [table.get(launch, 0) for table in counts]
+        if len({*numbers}) > 1:
+            said = [f"{number} times on rank {rank}" for rank, number in enumerate(numbers)]
+            return f"{launch} was launched {', '.join(said)}"
+    return None
+
+
+def divergence(last: Mapping[int, LastLaunches]) -> str | None:
+    """Describes how two ranks wait for each other: each has launched what the other has not.
+
+    None means that there are no such ranks, as far as their last launches tell: ranks that launch
+    alike may be at different launches.
+
+    Args:
+        last: Rank -> what `LaunchLog.last` has returned there.
+    """
+    for one, other in combinations(sorted(last), 2):
+        own, their = _lacking(last[one], last[other]), _lacking(last[other], last[one])
+        if own and their and not all(is_any_time for *_, is_any_time in (*own, *their)):
+            return (
+                f"Ranks may have launched different messages: rank {one} {own[0][0]}, and rank"
+                f" {other} {their[0][0]}. Call backward, step and what exchanges equally often and"
+                " in the same order on all ranks."
+            )
+    return None
+
+
+def _lacking(launches: LastLaunches, others: LastLaunches) -> LastLaunches:
+    """Returns those `launches` that are known to be missing in another rank's `others`."""
+    counts = {launch: count for launch, count, _ in others}
+    # If the other rank's list has none of them, they may be older than the list.
+    return [one for one in launches if counts.get(one[0], one[1] - (one[1] == 1)) < one[1]]

@@ -1,0 +1,159 @@
+"""`FailureWatch`: a thread that reads a `FailureBoard`, and ends a rank that never notices."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from lightning_dear.collectives.store import new_store_client
+from lightning_dear.collectives.work import Collectives
+from lightning_dear.strategy.failures import (
+    STORE_WAIT_S,
+    WATCH_POLL_S,
+    Failure,
+    FailureBoard,
+)
+
+log = logging.getLogger(__name__)
+
+RAISING_S = 1.5
+"""Seconds, plus the timeout of collectives, from reading of a failure until this rank is ended.
+Until then a rank that waits in a collective raises by itself, and its error says more."""
+
+ABORT_S = 2.0
+"""Seconds from reading a failure on the board until this rank's collectives are aborted. Until then
+a rank that notices the failure by itself ends, and its error says more."""
+
+_latest: FailureBoard | None = None
+
+
+def first_failure() -> Failure | None:
+    """Returns the first failure of this process's latest run. None if it has read of none."""
+    return None if _latest is None else _latest.seen
+
+
+def dump_stacks() -> None:
+    """Writes the Python stacks of all threads to stderr, so that a hang shows where it stands."""
+    # In a notebook or a test stderr may be no file, and the dump fails.
+    if sys.__stderr__ is not None:
+        with suppress(OSError, ValueError):
+            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+
+
+class FailureWatch:
+    """Reads a board in a thread, twice a second, until this rank's run is over.
+
+    A rank that hangs outside of collectives never notices that other ranks have failed. So a second
+    thread ends this process if the run still goes on `timeout` + `RAISING_S` after a failure was
+    read: it writes the stacks of all threads to stderr, and exits with code 1. It does the same if
+    the board cannot be read for as long, since then rank 0, which keeps it, is gone or cut off.
+
+    Args:
+        board: The board of this run.
+        timeout: Timeout of collectives. A rank in a collective notices a failure within this time.
+
+    Attributes:
+        board: Same as the argument.
+        on_failed: Called once, in a thread of its own, if this rank's run still goes on `ABORT_S`
+            after it has read that a rank has failed. May block.
+        on_asked: Called in the reading thread with `FailureBoard.asked`, after each read of the
+            board, as long as a rank wishes to stop.
+    """
+
+    def __init__(self, board: FailureBoard, timeout: timedelta) -> None:
+        self.board = board
+        self.on_asked: Callable[[int], object] = int
+        self.on_failed: Callable[[], object] = int
+        self._timeout_s = timeout.total_seconds()
+        self._end_s = time.monotonic() + self._timeout_s + RAISING_S
+        self._has_noticed = False
+        self._is_over = threading.Event()
+        if board.world_size > 1:
+            global _latest
+            _latest = board
+            threading.Thread(target=self._run, daemon=True, name="failure watch").start()
+
+    def follow(self, collectives: Collectives) -> None:
+        """Aborts `collectives` once another rank has failed, and reports what they have launched.
+
+        To be called when a run's collectives have been made.
+        """
+        self.on_failed = collectives.abort
+        self.board.launches = collectives.log.last
+
+    def handle(self, exception: BaseException, asked: str = "") -> None:
+        """Ends the watch and reports `exception`, with which this rank's run ends.
+
+        Blocks as long as `FailureBoard.handle`.
+
+        Args:
+            exception: The exception.
+            asked: Sentence about the wish to stop, if all ranks end because of it. Empty means that
+                `exception` is a failure.
+        """
+        self._is_over.set()
+        if not asked:
+            self.board.handle(exception)
+            return
+        self.board.has_failed = True
+        self.board.leave(f"has ended, and not all others with it: {asked}.")
+
+    def close(self) -> None:
+        """Ends the watch, since the run is over on this rank. Does not block."""
+        self._is_over.set()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Makes copies and unpickled objects, needed only before a run, watch nothing."""
+        return FailureWatch, (FailureBoard(), timedelta(seconds=self._timeout_s))
+
+    def _run(self) -> None:
+        # A client of its own: a store client has one lock, and the main thread may hold it as long
+        # as it waits for a key.
+        client = new_store_client()
+        abort = threading.Timer(ABORT_S, lambda: self._is_over.is_set() or self.on_failed())
+        abort.daemon = True
+        # Another thread, because a read may hang if the process that has the store is stopped.
+        threading.Thread(target=self._end_in_time, daemon=True, name="failure end").start()
+        while client is not None and not self._is_over.wait(WATCH_POLL_S):
+            try:
+                # Also read after a failure: its cause may be written later than the failure itself.
+                noticed = self.board.notice(client)
+                if not self._has_noticed:
+                    self._end_s = time.monotonic() + self._timeout_s + RAISING_S
+                if noticed and not self._has_noticed:
+                    abort.start()
+                self._has_noticed = noticed
+            except Exception:
+                # A network outage may pass, but the lost connection must be made anew.
+                with suppress(Exception):
+                    client = new_store_client(STORE_WAIT_S)
+            if self.board.asked:
+                self.on_asked(self.board.asked)
+        self._is_over.set()
+
+    def _end_in_time(self) -> None:
+        while (left_s := self._end_s - time.monotonic()) > 0:
+            if self._is_over.wait(left_s):
+                return
+        why = "Other ranks wait for it in vain." if self._has_noticed else "Rank 0 does not answer."
+        self._end(why)
+
+    def _end(self, why: str) -> None:
+        log.critical(
+            "Rank %d has not noticed within %g s that the run has failed, and is ended. The stacks"
+            " below show where it hangs. %s",
+            self.board.rank,
+            self._timeout_s,
+            self.board.seen or why,
+        )
+        dump_stacks()
+        # An exception in this thread would not end the thread that hangs.
+        os._exit(1)

@@ -1,0 +1,70 @@
+"""What comparing launches between ranks must not do without."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+LOG = "tests/collectives/test_launch_log.py"
+BOARD = "tests/strategy/test_failures.py"
+
+LAUNCHES = [
+    Mutation(
+        "refusing late gradients that no hook has seen",
+        "GradientCollector.collect_rest",
+        "                    self._check_may_be_late(index)\n",
+        "",
+        ("tests/streams/test_late_gradients.py",),
+    ),
+    Mutation(
+        "comparing launches in every round",
+        "PlanLifecycle.__init__",
+        "LaunchDigest(present, number), ",
+        "",
+        (
+            "tests/engine/test_launch_digest.py",
+            "tests/streams/test_launch_digest.py",
+        ),
+    ),
+    Mutation(
+        "the order of launches where messages are matched by order",
+        "LaunchLog._count",
+        "self._orders[owner] * _FACTOR + _hash_of(launch)",
+        "self._orders[owner] + _hash_of(launch)",
+        ("tests/streams/test_launch_digest.py",),
+    ),
+    Mutation(
+        "buckets of equal size in the digest",
+        "NativeCollectives.launch_reduce_scatter",
+        "own, buffer, tag=tag)",
+        "own, buffer)",
+        ("tests/streams/test_launch_digest.py",),
+    ),
+    Mutation(
+        "gathers that count with the next sums",
+        "LaunchLog.add",
+        "elif launch.group:",
+        "elif False:",
+        (f"{LOG}::test_a_gather_counts_when_its_bucket_is_next_reduced",),
+    ),
+    Mutation(
+        "the complement in a digest",
+        "Digest.say",
+        "(signed, ~signed)",
+        "(signed, signed)",
+        (f"{LOG}::test_a_digest_explains_if_and_only_if_numbers_differ",),
+    ),
+    Mutation(
+        "launches of ranks that hang",
+        "FailureBoard._suspicion",
+        "if not self._mute:",
+        "if False:",
+        (f"{BOARD}::test_ranks_that_wait_for_each_other_in_vain_are_told_so",),
+    ),
+    Mutation(
+        "round trips in the time to wait for reports",
+        "FailureBoard._poll",
+        "        timeout_s += _NUM_TRIPS * self.trip_s\n",
+        "",
+        (f"{BOARD}::test_no_rank_that_lives_is_called_dead_over_a_slow_link",),
+    ),
+]
