@@ -28,7 +28,7 @@ from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.streams import CudaStreams, Streams
 from lightning_dear.collectives.two_hops import NativeTwoHopCollectives, TwoHopCollectives
-from lightning_dear.collectives.work import Collectives, alive, reusable_groups
+from lightning_dear.collectives.work import Collectives, alive, reusable_groups, under_way
 from lightning_dear.collectives.world import RankPlace, World, hosts_of
 
 _NUM_GROUPS = 3
@@ -241,6 +241,7 @@ def forget_process_groups() -> None:
     collectives made before can send nothing, and the next fit makes new groups.
     """
     reusable_groups.clear()
+    under_way.clear()
     for collectives in alive:
         collectives.forget_groups()
 

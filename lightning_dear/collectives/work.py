@@ -157,6 +157,10 @@ reusable_groups: dict[timedelta | None, tuple[Any, list[Any]]] = {}
 """Timeout -> (default group, groups made under it). The next fit with this timeout reuses them and
 their sockets, if all ranks still have that default group."""
 
+under_way: list[Any] = []
+"""Memory of messages that are not waited for any more, and may still arrive. It is kept until
+`forget_process_groups`."""
+
 Waits = Sequence[tuple[Any, ...]]
 """Tuples (peer, torch's work, references that must be held until the wait). The peer is None if
 only the backend knows which ranks the work waits for."""

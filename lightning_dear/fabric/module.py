@@ -19,8 +19,10 @@ from typing_extensions import override
 
 from lightning_dear import private_names
 from lightning_dear.callbacks.fusion_tuner import option_of
+from lightning_dear.collectives.work import under_way
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
+from lightning_dear.engine.step_state import StepState
 from lightning_dear.engine.training import REFUSALS
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
 
@@ -38,7 +40,8 @@ class DearModule(Module):
 
     Training ends when this object is deleted, in `end`, and when the module is set up again. Then
     the module is an ordinary module again, with the new values. Its optimizers raise in `step`
-    until they are set up again.
+    until they are set up again. If it is deleted between backward and step, a warning says that the
+    gradients are dropped.
 
     Args:
         module: The user's module.
@@ -58,7 +61,7 @@ class DearModule(Module):
         self.is_sync_blocked = False
         self._was_called = False
         if pipeline is not None:
-            self._ending = weakref.finalize(self, _end_of, pipeline)
+            self._ending = weakref.finalize(self, _end_deleted, pipeline)
             self._ending.atexit = False
             _training.add(self)
             for part in pipeline.parts:
@@ -126,8 +129,8 @@ class DearModule(Module):
         Collective if gradients were launched that no step has used. Does nothing without a
         training.
         """
-        if self.pipeline is not None:
-            self._ending()
+        if self.pipeline is not None and self._ending.detach():
+            _end_of(self.pipeline)
             self.pipeline = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,6 +176,26 @@ def finishing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = function(*args, **kwargs)
     finish_at_exit()
     return result
+
+
+def _end_deleted(pipeline: Pipeline) -> None:
+    """Ends the training of a `DearModule` that was deleted, perhaps by the garbage collector.
+
+    It runs at another time on each rank. So it launches nothing, and waits only for gathers, which
+    all ranks have launched. Gradients that were launched and not waited for are dropped.
+    """
+    if any(part.progress.state is StepState.SENDING for part in pipeline.parts):
+        warnings.warn(
+            "A model that fabric.setup returned was deleted between backward and step, so its"
+            " gradients are dropped. Before you delete it, call optimizer.step() or"
+            " optimizer.zero_grad() on all ranks.",
+            stacklevel=2,
+        )
+        active = [part.plans.active for part in pipeline.parts if part.plans.active is not None]
+        # gloo could receive no later message if the memory of this one were freed.
+        under_way.append((pipeline.collectives, [one.round.launched for one in active]))
+        pipeline.abandon()
+    _end_of(pipeline)
 
 
 def _end_of(pipeline: Pipeline) -> None:

@@ -106,6 +106,41 @@ def test_calling_the_plain_module_is_refused() -> None:
 
 
 @distributed([2])
+def test_a_model_deleted_in_mid_step_launches_nothing() -> None:
+    fabric = new_fabric(dear())
+    gc.disable()
+
+    def set_up() -> tuple[Any, Any]:
+        raw = build("mlp")
+        return fabric.setup(raw, optimizer_for("sgd", raw))
+
+    first = set_up()
+    _train(fabric, *first, range(2))
+    pruned = set_up()
+    _train(fabric, *pruned, range(2))
+    fabric.backward(loss_of(pruned[0], *batch("mlp", 2, fabric.global_rank)), model=pruned[0])
+    cycle: list[Any] = [*pruned]
+    cycle.append(cycle)
+    del pruned, cycle
+    if fabric.global_rank == 0:
+        with pytest.warns(UserWarning, match="deleted between backward and step"):
+            gc.collect()
+    # The first model's groups are those of the deleted one. The third model gets new ones.
+    _train(fabric, *first, range(2, 5))
+    third = set_up()
+    _train(fabric, *third, range(2))
+    if fabric.global_rank == 1:
+        with pytest.warns(UserWarning, match="deleted between backward and step"):
+            gc.collect()
+    _train(fabric, *third, range(2, 5))
+    fourth = set_up()
+    _train(fabric, *fourth, range(5))
+    assert_same(copies(third[0]), copies(first[0]), "weights")
+    assert_same(copies(fourth[0]), copies(first[0]), "weights")
+    assert_ranks_agree([copies(first[0])])
+
+
+@distributed([2])
 def test_everything_can_be_deleted() -> None:
     fabric = new_fabric(dear())
     raw = build("mlp")

@@ -9,13 +9,6 @@ BOARD = "tests/strategy/test_failures.py"
 
 LAUNCHES = [
     Mutation(
-        "refusing late gradients that no hook has seen",
-        "GradientCollector.collect_rest",
-        "                    self._check_may_be_late(index)\n",
-        "",
-        ("tests/streams/test_late_gradients.py",),
-    ),
-    Mutation(
         "comparing launches in every round",
         "PlanLifecycle.__init__",
         "LaunchDigest(present, number), ",

@@ -12,6 +12,7 @@ CALLS = "tests/engine/test_saved_calls.py"
 STATE = "tests/optimizers/test_state.py"
 DELAYS = "tests/engine/test_delays.py"
 MASTERS = "tests/optimizers/test_masters.py"
+DELETED = "tests/fabric/test_life.py::test_a_model_deleted_in_mid_step_launches_nothing"
 EXCHANGED = "tests/engine/test_exchanged_optimizers.py"
 
 WAITS = [
@@ -366,6 +367,20 @@ FLUSHES = [
             "tests/fabric/test_pipelines.py::test_two_models_hold_their_gradients_back_where"
             "_collectives_must_keep_one_order",
         ),
+    ),
+    Mutation(
+        "launching nothing where a model is deleted",
+        "DearModule.__init__",
+        "_end_deleted, pipeline",
+        "_end_of, pipeline",
+        (DELETED,),
+    ),
+    Mutation(
+        "memory of messages under way where a model is deleted",
+        "_end_deleted",
+        "        under_way.append(",
+        "        (",
+        (DELETED,),
     ),
     Mutation(
         "putting assigned parameters back",
