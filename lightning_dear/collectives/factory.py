@@ -93,6 +93,9 @@ def new_collectives(
     reduce_group, gather_group, object_group = (*groups, groups[1])[:3]
     ours = reduce_group, gather_group, object_group, world
     collectives: Collectives = kind(*subgroups, *ours, streams=streams)
+    # Registered anew, to run before Lightning's own function, which destroys NCCL's groups.
+    atexit.unregister(abort_after_failure)
+    atexit.register(abort_after_failure)
     _connect(collectives, device, sends_rows=any(sends for sends, *_ in infos))
     return collectives
 
@@ -267,13 +270,27 @@ def end_process_groups() -> None:
     """
     have_sent = bool(alive or reusable_groups)
     forget_process_groups()
-    # Python sets this before it prints an uncaught exception.
-    is_failing = getattr(sys, "last_value", None) is not None
-    if have_sent and not is_failing and dist.is_initialized() and _has_only_gloo():
+    if have_sent and not _is_failing() and dist.is_initialized() and _has_only_gloo():
         dist.destroy_process_group()
 
 
 atexit.register(end_process_groups)
+
+
+def abort_after_failure() -> None:
+    """At exit after a failure: aborts NCCL's communicators.
+
+    Otherwise destroying them would wait for kernels that wait for other ranks in vain.
+    """
+    for collectives in alive:
+        if collectives.was_discarded or _is_failing():
+            collectives.abort()
+
+
+def _is_failing() -> bool:
+    """Returns whether an uncaught exception ends this process."""
+    # Python sets this before it prints the exception.
+    return getattr(sys, "last_value", None) is not None
 
 
 def _has_only_gloo() -> bool:

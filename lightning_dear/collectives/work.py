@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -156,6 +157,9 @@ alive: WeakSet[Collectives] = WeakSet()
 reusable_groups: dict[timedelta | None, tuple[Any, list[Any]]] = {}
 """Timeout -> (default group, groups made under it). The next fit with this timeout reuses them and
 their sockets, if all ranks still have that default group."""
+
+LEAVE_S = 2.0
+"""Seconds that a rank that has failed waits for its device before it aborts its collectives."""
 
 under_way: list[Any] = []
 """Memory of messages that are not waited for any more, and may still arrive. It is kept until
@@ -379,17 +383,33 @@ class Collectives(ABC):
         self.calls.all_gather_object(values, value, group=self.object_group)
         return values
 
-    def abort(self) -> None:
-        """After a failure on another rank: ends what this rank's device waits for in vain.
+    def abort(self, *, only_own: bool = False) -> None:
+        """After a failure: ends what this rank's device waits for in vain.
 
         Any thread may call. From now on each launch and each wait raises. May block a few seconds.
         Does nothing on gloo, where a wait for a rank that has ended fails by itself.
+
+        Args:
+            only_own: Whether the default process group is left as it is, for a later run.
         """
+
+    def leave(self) -> None:
+        """After a failure of this rank: aborts, except in the default process group.
+
+        First waits up to `LEAVE_S` for the device. If it ends all its work, nothing is aborted:
+        other ranks may still need the rest of a message. On NCCL they may also never launch what
+        this rank has launched, and the device would wait for them until the timeout.
+        """
+        waiter = threading.Thread(target=self.streams.synchronize, daemon=True)
+        waiter.start()
+        waiter.join(LEAVE_S)
+        if waiter.is_alive():
+            self.abort(only_own=True)
 
     def check(self) -> None:
         """Raises `RuntimeError` after `abort`: data that has arrived since may be incomplete."""
         if self.was_aborted:
-            raise RuntimeError("Another rank failed. Read its error: the communicator was aborted.")
+            raise RuntimeError("A rank failed. Read its error: the communicator was aborted.")
 
     def discard(self) -> None:
         """After a failure: keeps later fits from reusing groups with messages still in flight."""

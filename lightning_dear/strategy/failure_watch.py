@@ -72,6 +72,7 @@ class FailureWatch:
         self.board = board
         self.on_asked: Callable[[int], object] = int
         self.on_failed: Callable[[], object] = int
+        self._on_left: Callable[[], object] = int
         self._timeout_s = timeout.total_seconds()
         self._end_s = time.monotonic() + self._timeout_s + RAISING_S
         self._has_noticed = False
@@ -87,6 +88,7 @@ class FailureWatch:
         To be called when a run's collectives have been made.
         """
         self.on_failed = collectives.abort
+        self._on_left = collectives.leave
         self.board.launches = collectives.log.last
 
     def handle(self, exception: BaseException, asked: str = "") -> None:
@@ -107,8 +109,14 @@ class FailureWatch:
         self.board.leave(f"has ended, and not all others with it: {asked}.")
 
     def close(self) -> None:
-        """Ends the watch, since the run is over on this rank. Does not block."""
+        """Ends the watch, since the run is over on this rank, and nothing more is to be saved.
+
+        After an exception it also leaves the collectives (`Collectives.leave`), which may block a
+        few seconds.
+        """
         self._is_over.set()
+        if self.board.has_failed:
+            self._on_left()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Makes copies and unpickled objects, needed only before a run, watch nothing."""

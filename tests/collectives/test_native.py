@@ -141,9 +141,23 @@ def test_after_an_abort_whatever_is_launched_or_waited_for_raises(
     aborts = ["abort"] * (2 * hops + 1)
     assert log == (["start", *aborts, "end"] if can_abort else [])
     for late in (work.wait, lambda: collectives.launch_max(torch.zeros(2)), collectives.check):
-        with pytest.raises(RuntimeError, match="Another rank failed") as raised:
+        with pytest.raises(RuntimeError, match="communicator was aborted") as raised:
             late()
         assert is_consequence(raised.value)
+
+
+def test_who_has_failed_aborts_before_its_groups_are_destroyed() -> None:
+    log: list[str] = []
+    group: Any = _Group(log)
+    collectives = NativeCollectives(group, group, None, World(0, 2), _calls(group))
+    factory.abort_after_failure()
+    assert not log
+    collectives.abort(only_own=True)
+    assert log == ["start", "abort", "abort", "end"]
+    log.clear()
+    collectives.discard()
+    factory.abort_after_failure()
+    assert log == ["start", "abort", "abort", "abort", "end"]
 
 
 @pytest.mark.parametrize("timeout", [None, timedelta(seconds=40)])

@@ -110,9 +110,9 @@ DEVICES = [
     ),
     Mutation(
         "a digest that the device is given without a wait",
-        "SharedOptions.say",
-        "torch.full((1,), both, device=device)",
-        "torch.tensor([both], device=device)",
+        "Digest.say",
+        "torch.full((1,), one, device=device)",
+        "torch.tensor([one], device=device)",
         (ACCELERATOR,),
     ),
     Mutation(

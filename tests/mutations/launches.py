@@ -60,4 +60,25 @@ LAUNCHES = [
         "",
         (f"{BOARD}::test_no_rank_that_lives_is_called_dead_over_a_slow_link",),
     ),
+    Mutation(
+        "aborting what other ranks never launch",
+        "FailureWatch.close",
+        "            self._on_left()\n",
+        "            pass\n",
+        ("tests/streams/test_leaving.py",),
+    ),
+    Mutation(
+        "waiting for the device before that",
+        "Collectives.leave",
+        "        if waiter.is_alive():\n",
+        "        if True:\n",
+        ("tests/streams/test_leaving.py",),
+    ),
+    Mutation(
+        "aborting at exit after a failure",
+        "abort_after_failure",
+        "            collectives.abort()\n",
+        "            pass\n",
+        ("tests/collectives/test_native.py",),
+    ),
 ]

@@ -156,6 +156,29 @@ class Communicator:
         self.num_launched = 0
         self.under_way: list[Collective] = []
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all ranks have launched what this rank has, so that no kernel waits for them."""
+        calls = self.network.calls
+        return all(len(calls[one.key]) == len(self.ranks) for one in self.under_way)
+
+    def abort(self) -> None:
+        """As a backend's: ends what is under way, whose results are not read."""
+        self.under_way.clear()
+
+    def destroy(self) -> None:
+        """As torch does at the end of a process: waits for all kernels."""
+        for one in self.under_way:
+            one._deliver()
+
+    def _get_backend(self, device: torch.device) -> Communicator:
+        return self
+
+    def _group_start(self) -> None:
+        """One abort waits for no other here."""
+
+    _group_end = _group_start
+
 
 class Collective:
     """One rank's part of a collective, and torch's work for it.
@@ -183,7 +206,7 @@ class Collective:
         is_whole = sizes is None and isinstance(source, Tensor)
         self.shape = self.sources[0].dtype, tuple(self.sources[0].shape) if is_whole else None
         self.name = f"{op} {communicator.num_launched} of '{communicator.name}'"
-        self._key = communicator.key, communicator.num_launched
+        self.key = communicator.key, communicator.num_launched
         self.result: Any = None
         self.has_result = self.has_arrived = False
         self.clock: Clock = {}
@@ -206,7 +229,7 @@ class Collective:
         communicator.num_launched += 1
         communicator.under_way.append(self)
         network = communicator.network
-        network.calls.setdefault(self._key, {})[device.rank] = self
+        network.calls.setdefault(self.key, {})[device.rank] = self
         if not network.is_late:
             self._deliver()
 
@@ -228,7 +251,7 @@ class Collective:
             return
         communicator = self.communicator
         size = len(communicator.ranks)
-        everybody = communicator.network.from_all(self._key, self.name, size)
+        everybody = communicator.network.from_all(self.key, self.name, size)
         if not self.has_result:
             _carry_out([everybody[rank] for rank in communicator.ranks])
         with unseen():
