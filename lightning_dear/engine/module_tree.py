@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
@@ -22,6 +22,26 @@ def ignored_names(module: Module) -> frozenset[str]:
     return frozenset(getattr(module, private_names.IGNORED_NAMES.name, ()))
 
 
+def other_forward(own: Mapping[str, Any]) -> Any:
+    """Returns what was put in the place of a module's forward, such as a CUDA graph's replay.
+
+    None means that the module has the forward of its class. While Fabric or a Lightning strategy
+    redirects the call of a method through forward, that counts as the forward of the class.
+
+    Args:
+        own: The module's `__dict__`.
+    """
+    forward = own.get("forward")
+    is_own = getattr(forward, "__func__", None) is getattr(
+        type(getattr(forward, "__self__", None)), "forward", forward
+    )
+    package = str(getattr(forward, "__module__", "")).partition(".")[0]
+    return None if is_own or package in _LIGHTNING else forward
+
+
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
 class ModuleTree:
     """A module and all modules in it, as they were at the last call of `look`.
 
@@ -32,8 +52,8 @@ class ModuleTree:
         module: The root.
 
     Attributes:
-        version: Number of looks that have found other modules or parameters than the look before,
-            the first look included.
+        version: Number of looks that have found other modules, parameters or forwards than the look
+            before, the first look included.
     """
 
     def __init__(self, module: Module) -> None:
@@ -46,9 +66,9 @@ class ModuleTree:
         self.look()
 
     def look(self) -> None:
-        """Adds 1 to `version` if modules or parameters were replaced since the last look.
+        """Adds 1 to `version` if modules, parameters or forwards were replaced since the last look.
 
-        Modules or parameters that were added or removed count, too. Waits for no parameter.
+        Those that were added or removed count, too. Waits for no parameter.
         """
         if self._seen and _are_same(self._seen, [*self._held()]):
             return
@@ -66,10 +86,15 @@ class ModuleTree:
         self._seen = [*self._held()]
 
     def _held(self) -> Iterator[Any]:
-        """All submodules, then all parameters, each in the order of the modules that hold them."""
+        """All submodules, then all parameters, each in the order of the modules that hold them.
+
+        Then what was put in the place of their forwards.
+        """
         for name in (private_names.MODULES.name, private_names.PARAMETERS.name):
             # `dict.values` reads a closed gate without a wait; the gate's own `values` would wait.
             yield from chain.from_iterable(map(dict.values, map(itemgetter(name), self._dicts)))
+        yield from map(dict.get, self._dicts, repeat(private_names.COMPILED_CALL.name))
+        yield from (other_forward(own) for own in self._dicts if "forward" in own)
         for module in self._scripted:
             yield from chain(module.children(), module.parameters(recurse=False))
 

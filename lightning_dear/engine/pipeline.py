@@ -130,18 +130,30 @@ class Pipeline:
         self._check(optimizers, optimizers, or_else)
         if broadcast_buffers:
             training.broadcast = BufferBroadcast(training.tree, collectives)
-        training.has_compiled_region = has_compiled_region(module)
-        if training.has_compiled_region and training.world.size > 1 and training.world.rank == 0:
-            warnings.warn(
-                "A compiled graph reads parameters where strategy='dear' cannot wait for each of"
-                " them. Leave torch.compile out if communication costs more than compiling saves."
-                " With it, forward waits for all parameters first; only reduce-scatters overlap.",
-                stacklevel=2,
-            )
+        self._version = 0
+        self._look()
         self._audit, self.is_stepping = audit, False
         self.parts: list[OptimizerPipeline] = []
         self._start(optimizers)
         self._strangers = before_every_step(training.refuse_stranger)
+
+    def _look(self) -> None:
+        """Looks for replaced modules, parameters and forwards, and for compiled modules. Local."""
+        training, tree = self.training, self.training.tree
+        tree.look()
+        if tree.version == self._version:
+            return
+        self._version, was_compiled = tree.version, training.has_compiled_region
+        training.has_compiled_region = has_compiled_region(training.module)
+        is_new = training.has_compiled_region and not was_compiled
+        if is_new and training.world.size > 1 and training.world.rank == 0:
+            warnings.warn(
+                "A compiled module, a CUDA graph or a forward that was replaced reads parameters"
+                " where strategy='dear' cannot wait for each of them. Leave torch.compile or the"
+                " graph out if communication costs more than it saves. With it, forward waits for"
+                " all parameters first; only reduce-scatters overlap.",
+                stacklevel=3,
+            )
 
     def _check(
         self,
@@ -276,7 +288,7 @@ class Pipeline:
         """
         training = self.training
         training.finish_buffers()
-        training.tree.look()
+        self._look()
         with ExitStack() as stack:
             if changed := [part for part in self.parts if part.prepare_forward()]:
                 self._follow(changed)

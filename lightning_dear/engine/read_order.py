@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
+from torch.jit import ScriptModule
 from torch.nn import Module, Parameter
 from torch.nn.modules import module as all_modules
 from torch.overrides import TorchFunctionMode
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_dear import private_names
 from lightning_dear.collectives.streams import Streams
 from lightning_dear.engine.gate import ModuleGate, has_gate, owners
+from lightning_dear.engine.module_tree import other_forward
 
 _READ_NOTHING = """
 __hash__ __len__ __repr__ data_ptr dim element_size get_device is_complex is_contiguous
@@ -162,13 +164,16 @@ class ReadMode(TorchFunctionMode):
 
 
 def has_compiled_region(module: Module) -> bool:
-    """Whether `torch.compile` was applied to the module or to one of its submodules.
+    """Whether the module or one of its submodules may read parameters where no gate sees it.
 
-    Compiled functions and methods are not found.
+    It may if `torch.compile` was applied to it, or if its `forward` was replaced, as
+    `torch.cuda.make_graphed_callables` does. Compiled functions and methods are not found.
     """
     return any(
         private_names.COMPILED_CALL.of(part) is not None
         or hasattr(part, private_names.ORIGINAL_MODULE.name)
         or getattr(part, private_names.COMPILER_CONTEXT.name, None) is not None
+        # What TorchScript reads is complete when a step returns.
+        or (not isinstance(part, ScriptModule) and other_forward(vars(part)) is not None)
         for part in module.modules()
     )

@@ -50,4 +50,18 @@ HOOKS = [
         "            pass\n",
         row("optimizer_step that calls the closure first, and clips in between and in a pre-hook"),
     ),
+    Mutation(
+        "graphs that take a forward's place",
+        "ModuleTree._held",
+        '        yield from (other_forward(own) for own in self._dicts if "forward" in own)\n',
+        "",
+        ("tests/engine/test_modules.py", "tests/streams/test_captured.py"),
+    ),
+    Mutation(
+        "waiting for what a graph reads",
+        "has_compiled_region",
+        "other_forward(vars(part)) is not None",
+        "False",
+        ("tests/streams/test_captured.py",),
+    ),
 ]
