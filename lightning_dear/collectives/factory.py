@@ -4,8 +4,8 @@ If there are several ranks, two groups are made beside the default group, one fo
 and one for all-gathers. So Lightning's collectives on the default group (it broadcasts a flag
 before every batch) never queue behind those of the engine, nor the other way round. With NCCL there
 is a third group, on gloo, for Python objects: ranks must be able to send these whatever NCCL is
-waiting for. Two hops on NCCL need two more groups: the ranks of one host, and the ranks with one
-place on their hosts. `gloo.py`, `nccl.py` and `two_hops.py` use the groups.
+waiting for. Two hops on NCCL need four more groups: for each half the ranks of one host, and the
+ranks with one place on their hosts. `gloo.py`, `nccl.py` and `two_hops.py` use the groups.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_dear.collectives.work import Collectives, alive, reusable_groups,
 from lightning_dear.collectives.world import RankPlace, World, hosts_of
 
 _NUM_GROUPS = 3
-"""Number of groups made with NCCL, without the two for two hops."""
+"""Number of groups made with NCCL, without those for two hops."""
 
 _RankInfo = tuple[bool, RankPlace, int | None]
 """What a rank tells all others before groups are made: `sends_rows`, where the rank runs, and
@@ -71,17 +71,14 @@ def new_collectives(
 
     Raises:
         ValueError: If parameters on an accelerator would travel through gloo, if the default
-            process group has no backend for `device`, or if ranks ask for different `hops`.
+            process group has no backend for `device`, if ranks ask for different `hops`, or if
+            `TORCH_NCCL_BLOCKING_WAIT` is set with NCCL.
     """
     streams = CudaStreams(device) if device.type == "cuda" else Streams()
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return PairwiseCollectives(None, None, None, streams=streams)
     backend = _backend_of(device)
-    if backend == "gloo" and device.type != "cpu":
-        raise ValueError(
-            f"strategy='dear' cannot send parameters on {device} through gloo. Set"
-            " process_group_backend='nccl', or leave it out. gloo sends only from host memory."
-        )
+    _check_backend(backend, device)
     groups, infos = _process_groups(timeout, backend, (sends_rows, (_host(), node), hops))
     world = _agreed_world([place for _, place, _ in infos])
     has_two_hops = _agreed_hops([wanted for *_, wanted in infos], backend, world) == 2
@@ -100,6 +97,9 @@ def new_collectives(
     return collectives
 
 
+_TRUE = ("1", "y", "yes", "t", "true")
+"""What torch takes as true in the environment."""
+
 _KINDS: dict[tuple[bool, bool], Any] = {
     (True, False): PairwiseCollectives,
     (True, True): TwoHopCollectives,
@@ -107,6 +107,20 @@ _KINDS: dict[tuple[bool, bool], Any] = {
     (False, True): NativeTwoHopCollectives,
 }
 """(whether the backend is gloo, whether there are two hops) -> class of the collectives."""
+
+
+def _check_backend(backend: str, device: torch.device) -> None:
+    if backend != "gloo" and os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in _TRUE:
+        raise ValueError(
+            "TORCH_NCCL_BLOCKING_WAIT is set. Remove it from the environment: with it every wait"
+            " for a message would block the host, in backward too, so that nothing would overlap."
+            " Errors are reported without it."
+        )
+    if backend == "gloo" and device.type != "cpu":
+        raise ValueError(
+            f"strategy='dear' cannot send parameters on {device} through gloo. Set"
+            " process_group_backend='nccl', or leave it out. gloo sends only from host memory."
+        )
 
 
 def _agreed_hops(wanted: Sequence[int | None], backend: str, world: World) -> int:
@@ -201,7 +215,7 @@ def _process_groups(
 
 
 def _groups_of_two_hops(timeout: timedelta | None, backend: str, world: World) -> Sequence[Any]:
-    """Returns the groups of this host's ranks and of the ranks with this rank's place.
+    """Returns the groups of this host's ranks and of the ranks with this rank's place, twice.
 
     Collective. Makes them, unless `_process_groups` has returned groups that were used in two hops
     before.
@@ -214,10 +228,10 @@ def _groups_of_two_hops(timeout: timedelta | None, backend: str, world: World) -
     )
     new_subgroups: Any = dist.new_subgroups_by_enumeration
     made: list[Any] = []
-    for layout in layouts if len(groups) == _NUM_GROUPS else ():
+    for layout in layouts * 2 if len(groups) == _NUM_GROUPS else ():
         how = {"timeout": timeout, "pg_options": _options_of(timeout, backend)}
         made.append(new_subgroups(layout, **how)[0])
-    # Both at once: if making the second fails, the next fit must not find the first alone.
+    # All at once: if making one fails, the next fit must not find some of them.
     groups += made
     return groups[_NUM_GROUPS:]
 
@@ -314,5 +328,9 @@ def _connect(collectives: Collectives, device: torch.device, *, sends_rows: bool
         # In two hops on NCCL that all-gather has used other groups, and the all-gather group has no
         # connections yet.
         collectives.launch_broadcast(torch.zeros(1, device=device), 0).wait()
+        size = collectives.world.size
+        buffer = torch.zeros(2 * size, device=device)
+        received = buffer.new_zeros(collectives.scratch_numel(2 * size))
+        collectives.launch_reduce_scatter(buffer, received, buffer.new_zeros(2), 0).wait()
     collectives.streams.synchronize()
     collectives.ledger.clear()

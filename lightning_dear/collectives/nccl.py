@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,6 +62,20 @@ class NativeCollectives(Collectives):
     def start(self, call: str, group: Any, *arguments: Any, tag: int = 0) -> Waits:
         """Sends complex tensors as pairs of real numbers, since NCCL sends no others."""
         return super().start(call, group, *map(_as_real, arguments), tag=tag)
+
+    def start_together(
+        self, call: str, group: Any, pairs: Sequence[tuple[Tensor, Tensor]], tag: int
+    ) -> Waits:
+        """Launches `call` for all pairs (output, input): as one kernel if this torch can do that.
+
+        Returns:
+            Waits for all of them.
+        """
+        manager = getattr(self.calls, private_names.COALESCING.name, None)
+        with nullcontext() if manager is None else manager(group, async_ops=True) as together:
+            parts = [self.start(call, group, *both, tag=tag) for both in pairs]
+        # A part of one kernel has no work of its own. Its tensors must be held all the same.
+        return [*chain(*parts)] if together is None else [(None, together, parts)]
 
     @override
     def launch_reduce_scatter(

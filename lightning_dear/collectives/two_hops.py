@@ -252,6 +252,10 @@ def _until_done(sent: Future[Any]) -> None:
     sent.exception()
 
 
+NUM_SUBGROUPS = 4
+"""Number of process groups that two hops on NCCL need beside those of one hop."""
+
+
 class NativeTwoHopCollectives(NativeCollectives):
     """`NativeCollectives` whose reduce-scatters and all-gathers go in two hops.
 
@@ -259,32 +263,31 @@ class NativeTwoHopCollectives(NativeCollectives):
     second hop at once, on a second stream (see `Streams.beside`), which waits for the first hop. So
     neither the host nor the compute stream waits. All other collectives go in one hop.
 
-    Both halves use the same two communicators. Each communicator runs its collectives in the order
-    of their launches. No half holds up the other, since in a step every reduce-scatter is launched
-    before any all-gather.
+    Each half has two communicators of its own. A communicator runs its collectives in the order of
+    their launches: gathers of a step may still be under way while the next backward reduces.
 
     Args:
-        within: Process group of the ranks of this host, in order.
-        across: Process group of the ranks with this rank's place on their hosts, in order.
-        groups: Groups and world, the first arguments of `Collectives`. The world has `hosts`.
+        groups: Four process groups, then the first arguments of `Collectives`, whose world has
+            `hosts`. The four are, for the reduce half, the ranks of this host in order, and the
+            ranks with this rank's place on their hosts in order; then the same for the gather half.
         options: Other arguments of `Collectives`.
     """
 
     hops = 2
 
-    def __init__(self, within: Any, across: Any, *groups: Any, **options: Any) -> None:
-        super().__init__(*groups, **options)
-        self._within, self._across = within, across
+    def __init__(self, *groups: Any, **options: Any) -> None:
+        super().__init__(*groups[NUM_SUBGROUPS:], **options)
+        self._subgroups: Sequence[Any] = groups[:NUM_SUBGROUPS]
 
     @property
     @override
     def device_groups(self) -> list[Any]:
-        return [*super().device_groups, self._within, self._across]
+        return [*super().device_groups, *self._subgroups]
 
     @override
     def forget_groups(self) -> None:
         super().forget_groups()
-        self._within = self._across = None
+        self._subgroups = [None] * NUM_SUBGROUPS
 
     def _but_own(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Returns the rows, with an empty one for this host, whose own row need not travel."""
@@ -292,13 +295,16 @@ class NativeTwoHopCollectives(NativeCollectives):
         return [row[:0] if host == own else row for host, row in enumerate(rows)]
 
     def _start_within(self, call: str, buffer: Tensor, tag: int) -> Waits:
-        """Launches `call` within this host, in place, once for each host's shards in `buffer`."""
-        waits: list[Any] = []
+        """Launches `call` within this host, in place, for each host's shards in `buffer`."""
+        pairs = []
         for of_host in buffer.chunk(self.world.num_hosts):
             own = shard_of(of_host, self.world.place_on_host, self.world.ranks_a_host)
-            both = (own, of_host) if call == REDUCE_SCATTER else (of_host, own)
-            waits += self.start(call, self._within, *both, tag=tag)
-        return waits
+            pairs.append((own, of_host) if call == REDUCE_SCATTER else (of_host, own))
+        return self.start_together(call, self._subgroups[2 * (call == ALL_GATHER)], pairs, tag)
+
+    def _start_across(self, lane: str, call: str, *both: Any, tag: int) -> Waits:
+        """Launches `call` between this rank and the ranks with its place on other hosts."""
+        return self.start(call, self._subgroups[1 + 2 * (lane == "all_gather")], *both, tag=tag)
 
     def _two_hops(
         self, lane: str, tag: int, first: Waits, launch_second: Callable[[], Waits]
@@ -341,7 +347,7 @@ class NativeTwoHopCollectives(NativeCollectives):
         lane, own = "reduce_scatter", self._column(buffer)
         of_hosts = list(received.chunk(len(own)))
         both = self._but_own(of_hosts), self._but_own(own)
-        second = partial(self.start, "all_to_all", self._across, *both, tag=tag)
+        second = partial(self._start_across, lane, "all_to_all", *both, tag=tag)
         waits = self._two_hops(lane, tag, self._start_within(REDUCE_SCATTER, buffer, tag), second)
         of_hosts[self.world.host] = shard_of(buffer, self.world.rank, self.world.size)
         self._count(lane, buffer, own[0])
@@ -358,7 +364,7 @@ class NativeTwoHopCollectives(NativeCollectives):
 
         def launch_second() -> Waits:
             rows = encode(torch.stack(own, out=sums).float())
-            return self.start("all_to_all_single", self._across, incoming, rows, tag=tag)
+            return self._start_across(lane, "all_to_all_single", incoming, rows, tag=tag)
 
         first = self._start_within(REDUCE_SCATTER, buffer, tag)
         waits = self._two_hops(lane, tag, first, launch_second)
@@ -370,7 +376,7 @@ class NativeTwoHopCollectives(NativeCollectives):
         lane, rows = "all_gather", self._but_own(self._column(buffer))
         own = shard_of(buffer, self.world.rank, self.world.size)
         outgoing = self._but_own([own] * len(rows))
-        first = self.start("all_to_all", self._across, rows, outgoing, tag=tag)
+        first = self._start_across(lane, "all_to_all", rows, outgoing, tag=tag)
         second = partial(self._start_within, ALL_GATHER, buffer, tag)
         waits = self._two_hops(lane, tag, first, second)
         self._count(lane, buffer, own)

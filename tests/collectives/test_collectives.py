@@ -152,9 +152,21 @@ def test_groups_within_hosts_and_between_them_are_made_once() -> None:
     assert isinstance(first, NativeTwoHopCollectives)
     assert isinstance(again, NativeTwoHopCollectives)
     assert first.device_groups == again.device_groups
-    *_, within, across = first.device_groups
-    assert dist.get_process_group_ranks(within) == [rank - rank % 2, rank - rank % 2 + 1]
-    assert dist.get_process_group_ranks(across) == [rank % 2, rank % 2 + 2]
+    subgroups = first.device_groups[2:]
+    assert len({*subgroups}) == 4
+    for within, across in (subgroups[:2], subgroups[2:]):
+        assert dist.get_process_group_ranks(within) == [rank - rank % 2, rank - rank % 2 + 1]
+        assert dist.get_process_group_ranks(across) == [rank % 2, rank % 2 + 2]
+
+
+def test_waits_that_block_the_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("1", "True", "yes"):
+        monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", value)
+        with pytest.raises(ValueError, match="TORCH_NCCL_BLOCKING_WAIT is set. Remove it"):
+            factory._check_backend("nccl", torch.device("cuda"))
+        factory._check_backend("gloo", torch.device("cpu"))
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
+    factory._check_backend("nccl", torch.device("cuda"))
 
 
 @pytest.mark.parametrize("backend", [None, "cpu:gloo", "gloo"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from sys import getrefcount
 from types import SimpleNamespace
@@ -31,6 +32,9 @@ class _Calls:
     def __getattr__(self, name: str) -> Any:
         # Whoever does not ask for a work gets none.
         return lambda async_op=False, **given: self if async_op else None
+
+    def _coalescing_manager(self, **given: Any) -> Any:
+        return nullcontext(self)
 
     def wait(self) -> None:
         return
@@ -71,7 +75,7 @@ NEED_HOSTS = ("sums of a host", "gather of a host")
 
 
 ON_HOSTS = World(0, 4, (0, 0, 2, 2))
-IN_TWO_HOPS = NativeTwoHopCollectives(*[None] * 5, ON_HOSTS, _calls())
+IN_TWO_HOPS = NativeTwoHopCollectives(*[None] * 7, ON_HOSTS, _calls())
 
 
 @pytest.mark.parametrize(
@@ -115,8 +119,8 @@ class _Group:
 def test_two_hops_let_go_of_all_groups_when_training_ends() -> None:
     group = object()
     number = getrefcount(group)
-    collectives = NativeTwoHopCollectives(*[group] * 5, ON_HOSTS, _calls())
-    assert getrefcount(group) == number + 5
+    collectives = NativeTwoHopCollectives(*[group] * 7, ON_HOSTS, _calls())
+    assert getrefcount(group) == number + 7
     collectives.forget_groups()
     assert getrefcount(group) == number
 
@@ -128,17 +132,17 @@ def test_after_an_abort_whatever_is_launched_or_waited_for_raises(
 ) -> None:
     log: list[str] = []
     # Another backend's have no such calls; objects go through gloo's.
-    groups: list[Any] = [_Group(log) if can_abort else object() for _ in range(2 * hops)]
+    groups: list[Any] = [_Group(log) if can_abort else object() for _ in range(4 * hops - 2)]
     both, world = groups[-2:], groups[0]
     collectives: NativeCollectives
     if hops == 1:
         collectives = NativeCollectives(*both, None, World(0, 2), _calls(world))
     else:
-        collectives = NativeTwoHopCollectives(*groups[:2], *both, None, ON_HOSTS, _calls(world))
+        collectives = NativeTwoHopCollectives(*groups[:4], *both, None, ON_HOSTS, _calls(world))
     work = collectives.launch_all_reduce(torch.zeros(2), 0)
     collectives.check()
     collectives.abort()
-    aborts = ["abort"] * (2 * hops + 1)
+    aborts = ["abort"] * (4 * hops - 1)
     assert log == (["start", *aborts, "end"] if can_abort else [])
     for late in (work.wait, lambda: collectives.launch_max(torch.zeros(2)), collectives.check):
         with pytest.raises(RuntimeError, match="communicator was aborted") as raised:

@@ -137,4 +137,25 @@ TWO_HOPS = [
         "    elif False:\n",
         ("tests/lightning/test_hosts.py::test_which_ranks_share_a_host",),
     ),
+    Mutation(
+        "one kernel for the shards of all hosts",
+        "NativeCollectives.start_together",
+        "getattr(self.calls, private_names.COALESCING.name, None)",
+        "None",
+        ("tests/streams/test_coalescing.py",),
+    ),
+    Mutation(
+        "communicators of each half's own",
+        "NativeTwoHopCollectives._start_within",
+        "2 * (call == ALL_GATHER)",
+        "0",
+        ("tests/streams/test_coalescing.py",),
+    ),
+    Mutation(
+        "refusing waits that block the host",
+        "_check_backend",
+        " in _TRUE:",
+        " in ():",
+        ("tests/collectives/test_collectives.py::test_waits_that_block_the_host_are_refused",),
+    ),
 ]

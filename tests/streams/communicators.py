@@ -266,7 +266,13 @@ def _carry_out(everybody: Sequence[Collective]) -> None:
     if len(ops) > 1:
         raise RuntimeError(f"Ranks have launched what does not fit together: {ops}.")
     with unseen():
-        if everybody[0].op == "from each to each":
+        if everybody[0].op.endswith(" of parts"):
+            parts = zip(*(one.sources for one in everybody), strict=True)
+            result_of = RESULTS[everybody[0].op.removesuffix(" of parts")]
+            results = [result_of([*part]) for part in parts]
+            for one, result in zip(everybody, zip(*results, strict=True), strict=True):
+                one.result = [*result]
+        elif everybody[0].op == "from each to each":
             for rank, one in enumerate(everybody):
                 one.result = [other.sources[rank].clone() for other in everybody]
         else:
@@ -305,8 +311,30 @@ RESULTS: dict[str, Callable[[list[Any]], Sequence[Tensor | None]]] = {
 """Collective -> makes of all ranks' sources what each of them gets."""
 
 
+class _Part:
+    """The work of a part of one kernel, which nobody can wait for."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        """As torch's `_IllegalWork`."""
+        raise AssertionError("A part of a coalesced launch has no work of its own.")
+
+
+class _Together:
+    """The work of a coalesced launch."""
+
+    collective: Collective
+
+    def wait(self) -> None:
+        """For all parts."""
+        self.collective.wait()
+
+
 class Calls:
     """What stands in for torch.distributed, behind `Strict`, over simulated communicators."""
+
+    def __init__(self) -> None:
+        # Parts of the coalesced launch that is being made, behind None; empty: there is none.
+        self._parts: list[Any] = []
 
     def reduce_scatter_tensor(
         self,
@@ -387,6 +415,22 @@ class Calls:
         with unseen():
             object_list[:] = [pickle.loads(everybody[rank]) for rank in range(size)]
 
+    @contextmanager
+    def _coalescing_manager(
+        self, group: Any = None, device: Any = None, async_ops: bool = False
+    ) -> Iterator[Any]:
+        """As torch's: what is launched within is one kernel, which is launched at the end."""
+        assert async_ops
+        assert not self._parts
+        together = _Together()
+        self._parts = [None]
+        yield together
+        parts, self._parts = self._parts[1:], []
+        ops, sources, targets, poisoned = zip(*parts, strict=True)
+        assert len({*ops}) == 1
+        together.collective = Collective(f"{ops[0]} of parts", [*sources], [*targets], group)
+        together.collective.launch(sum(poisoned, []))
+
     def _launch(
         self,
         op: str,
@@ -402,6 +446,9 @@ class Calls:
             assert tensor.is_contiguous(), f"{op}: NCCL takes contiguous tensors only"
             assert tensor.dtype in KNOWN, f"{op}: NCCL sends no {tensor.dtype}"
             assert tensor.dtype == given[0][0].dtype
+        if self._parts:
+            self._parts.append((op, source, target, [*poisoned]))
+            return _Part()
         collective = Collective(op, source, target, group, sizes)
         collective.launch(poisoned)
         if async_op:

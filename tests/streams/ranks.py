@@ -54,14 +54,15 @@ class Rank:
         if own == 1:
             return kind(*groups, World(self.number, self.size), **common)
         first = self.number - self.number % own
-        pair = (
-            Communicator(self.network, "within", self.device, range(first, first + own)),
-            Communicator(
-                self.network, "across", self.device, range(self.number % own, self.size, own)
-            ),
-        )
+        members = {"within": range(first, first + own)}
+        members["across"] = range(self.number % own, self.size, own)
+        subgroups = [
+            Communicator(self.network, f"{how} to {half}", self.device, ranks)
+            for half in ("reduce", "gather")
+            for how, ranks in members.items()
+        ]
         world = World(self.number, self.size, tuple(rank - rank % own for rank in range(self.size)))
-        return NativeTwoHopCollectives(*pair, *groups, world, **common)
+        return NativeTwoHopCollectives(*subgroups, *groups, world, **common)
 
 
 @dataclass(frozen=True)
