@@ -100,7 +100,8 @@ def is_consequence(exception: BaseException) -> bool:
     return isinstance(root, RuntimeError) and bool(_CONSEQUENCE.search(str(root)))
 
 
-_SIGNS_OF_LIFE = "cause", "consequence", "left", "alive"
+_ENDS = "cause", "consequence", "left"
+_SIGNS_OF_LIFE = *_ENDS, "alive"
 
 
 class Line(NamedTuple):
@@ -244,7 +245,8 @@ class FailureBoard:
     def blame(self, exception: BaseException) -> str | None:
         """Finds out which rank failed first, if `exception` is only a consequence of that.
 
-        Waits at most `REPORT_WAIT_S` for that rank's report; without one the sentence is a guess.
+        Waits at most `REPORT_WAIT_S` for that rank's report, and as long again if a rank lives that
+        has closed the connection. Without a report the sentence is a guess.
         Logs the sentence as an error, and adds it to the exception as a note (Python >= 3.11).
 
         Returns:
@@ -256,6 +258,12 @@ class FailureBoard:
             lambda store: len(self._heard_by(store)) == self.world_size or self.seen is not None,
             REPORT_WAIT_S,
         )
+        closers = {int(rank) for rank in _CLOSED_BY.findall(str(exception))}
+        if closers & {*self._texts("alive")}:
+            # They live, and closed the connection because of a failure that they are to report.
+            self._poll(
+                lambda store: self.read(store) or closers <= {*self._texts(*_ENDS)}, REPORT_WAIT_S
+            )
         sentence = str(self.seen) if self.seen is not None else self._suspicion()
         log.error("Rank %d ends because another rank failed. %s", self.rank, sentence)
         if hasattr(exception, "add_note"):

@@ -137,6 +137,24 @@ def test_what_another_rank_says_looks_like_no_other_line(
     assert f"ValueError: {shown}" in caplog.text
 
 
+def test_a_rank_that_lives_and_has_closed_a_connection_is_waited_for(
+    boards: list[FailureBoard],
+) -> None:
+    closed = [RuntimeError(f"connection closed by rank {rank}: {CLOSED}") for rank in range(3)]
+    boards[0].report(0, closed[1])
+    boards[1]._ask(boards[1].notice)
+
+    def fail_later() -> None:
+        time.sleep(0.4)
+        boards[1].report(1, closed[2])
+
+    with ThreadPoolExecutor() as pool:
+        later = pool.submit(fail_later)
+        sentence = boards[0].blame(closed[1])
+        later.result()
+    assert str(sentence).startswith("Ranks [2] are gone without a report.")
+
+
 def test_another_attempt_sees_nothing_of_it(boards: list[FailureBoard]) -> None:
     boards[1].report(1, ValueError("bad batch"))
     assert first(FailureBoard("another", 0, NUM_RANKS)) is None
