@@ -117,6 +117,8 @@ WITHOUT_MODES = PrivateName("torch.utils._python_dispatch", "_disable_current_mo
 WITHOUT_TORCH_FUNCTION = PrivateName("torch._C", "DisableTorchFunction")
 # Called, to launch several NCCL collectives as one kernel. Versions without it launch several.
 COALESCING = PrivateName("torch.distributed", "_coalescing_manager")
+# Called after a timeout, for torch's record of the last collectives.
+FLIGHT_RECORD = PrivateName("torch._C._distributed_c10d", "_dump_fr_trace")
 # Called, to report failures to other ranks, and to find the backend of a device.
 DEFAULT_STORE = PrivateName("torch.distributed.distributed_c10d", "_get_default_store")
 GET_BACKEND = PrivateName("torch.distributed:ProcessGroup", "_get_backend")

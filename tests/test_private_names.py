@@ -72,6 +72,10 @@ MADE: dict[str, Callable[[], Any]] = {
 }
 
 
+DISPENSABLE = ("COALESCING", "FLIGHT_RECORD")
+"""Names without which the package does something else, or less."""
+
+
 def holder_of(owner: str) -> Any:
     if owner in MADE:
         return MADE[owner]()
@@ -91,6 +95,8 @@ def test_the_installed_version_has_it(key: str) -> None:
         # Others put it into modules, for DDP to read.
         source = Path(nn.parallel.distributed.__file__).read_text()
         assert f"module.{one.name}" in source
+    elif key in DISPENSABLE and not hasattr(holder_of(one.owner), one.name):
+        pytest.skip("this version of torch has no such function")
     else:
         one.of(holder_of(one.owner))
 

@@ -11,8 +11,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
+from lightning_dear import private_names
 from lightning_dear.collectives.store import new_store_client
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.strategy.failures import (
@@ -20,6 +23,7 @@ from lightning_dear.strategy.failures import (
     WATCH_POLL_S,
     Failure,
     FailureBoard,
+    is_late,
 )
 
 log = logging.getLogger(__name__)
@@ -46,6 +50,24 @@ def dump_stacks() -> None:
     if sys.__stderr__ is not None:
         with suppress(OSError, ValueError):
             faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+
+
+def dump_flight_record(rank: int) -> Path | None:
+    """Writes torch's record of this rank's last collectives into a file, as torch does on NCCL.
+
+    The name of the file begins with `TORCH_FR_DUMP_TEMP_FILE` of the environment, and ends with the
+    rank. `torchfrtrace` compares the files of all ranks.
+
+    Returns:
+        The file. None means that this version of torch has no record, or that it was not written.
+    """
+    default = str(Path(gettempdir()) / "nccl_trace_rank_")
+    path = Path(f"{os.environ.get('TORCH_FR_DUMP_TEMP_FILE', default)}{rank}")
+    with suppress(Exception):
+        # Stack traces would take seconds.
+        path.write_bytes(private_names.FLIGHT_RECORD.imported()(includeStackTraces=False))
+        return path
+    return None
 
 
 class FailureWatch:
@@ -104,9 +126,15 @@ class FailureWatch:
         self._is_over.set()
         if not asked:
             self.board.handle(exception)
+            if self.board.world_size > 1 and is_late(exception):
+                self._dump_flight_record()
             return
         self.board.has_failed = True
         self.board.leave(f"has ended, and not all others with it: {asked}.")
+
+    def _dump_flight_record(self) -> None:
+        if (path := dump_flight_record(self.board.rank)) is not None:
+            log.error("Rank %d has written its last collectives to %s.", self.board.rank, path)
 
     def close(self) -> None:
         """Ends the watch, since the run is over on this rank, and nothing more is to be saved.
@@ -163,5 +191,6 @@ class FailureWatch:
             self.board.seen or why,
         )
         dump_stacks()
+        self._dump_flight_record()
         # An exception in this thread would not end the thread that hangs.
         os._exit(1)

@@ -100,6 +100,11 @@ def is_consequence(exception: BaseException) -> bool:
     return isinstance(root, RuntimeError) and bool(_CONSEQUENCE.search(str(root)))
 
 
+def is_late(exception: BaseException) -> bool:
+    """Tells whether the exception was caused only by a peer that has not answered in time."""
+    return is_consequence(exception) and bool(_IS_LATE.search(str(exception)))
+
+
 _ENDS = "cause", "consequence", "left"
 _SIGNS_OF_LIFE = *_ENDS, "alive"
 

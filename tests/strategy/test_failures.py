@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_dear import private_names
+from lightning_dear.private_names import PrivateName
 from lightning_dear.strategy import failure_watch, failures
 from lightning_dear.strategy.failure_watch import FailureWatch, first_failure
 from lightning_dear.strategy.failures import (
@@ -153,6 +156,26 @@ def test_a_rank_that_lives_and_has_closed_a_connection_is_waited_for(
         sentence = boards[0].blame(closed[1])
         later.result()
     assert str(sentence).startswith("Ranks [2] are gone without a report.")
+
+
+def test_after_a_timeout_torchs_own_record_is_written(
+    boards: list[FailureBoard],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "rank_"))
+    watches = [FailureWatch(board, timedelta(seconds=40)) for board in boards]
+    watches[0].handle(RuntimeError(CLOSED))
+    assert not [*tmp_path.iterdir()]
+    watches[1].handle(RuntimeError(LATE))
+    assert {"version", "entries"} <= {*pickle.loads((tmp_path / "rank_1").read_bytes())}
+    assert f"Rank 1 has written its last collectives to {tmp_path / 'rank_1'}." in caplog.text
+    # A torch without it writes nothing, and says nothing.
+    gone = PrivateName("torch._C._distributed_c10d", "_no_such_name")
+    monkeypatch.setattr(private_names, "FLIGHT_RECORD", gone)
+    watches[2].handle(RuntimeError(LATE))
+    assert "Rank 2 has written" not in caplog.text
 
 
 def test_another_attempt_sees_nothing_of_it(boards: list[FailureBoard]) -> None:
