@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.launch_log import Logged
 from lightning_dear.collectives.shards import shard_of, sum_in_source_order, take_largest
 from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Work
@@ -18,6 +19,11 @@ from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Wor
 # Above the tags of all buckets.
 _FLAGS_TAG = 1 << 29
 _BUFFERS_TAG = 1 << 30
+
+_MOST_DIRECT = 8
+"""Largest number of ranks at which each rank sends flags straight to all others."""
+
+_ALL = -1
 
 RankRows = Sequence[tuple[int, Tensor]]
 """Pairs (rank, row); the row is sent to that rank, or received from it."""
@@ -33,6 +39,34 @@ def by_source(rows: RankRows) -> list[Tensor]:
     return [row for _, row in sorted(rows, key=itemgetter(0))]
 
 
+def rounds_of(size: int) -> list[list[int]]:
+    """Returns the rounds in which every rank hears of all ranks: the distances it sends to in each.
+
+    Rank r sends to rank (r + distance) mod P. Up to `_MOST_DIRECT` ranks there is one round.
+    Otherwise a rank has heard of 4 ranks after the first round, and of twice as many after each
+    further one. A rank sends ceil(log2 P) + 1 messages, in one round less than ceil(log2 P).
+    """
+    if size <= _MOST_DIRECT:
+        return [[*range(1, size)]]
+    return [[1, 2, 3], *([2**power] for power in range(2, (size - 1).bit_length()))]
+
+
+def _parent_and_children(rank: int, size: int) -> tuple[int, list[int]]:
+    """Returns the rank from which `rank` gets rank 0's message, and the ranks it passes it on to.
+
+    In the rounds of `rounds_of` each rank that has the message sends it. Rank 0 is its own parent.
+    """
+    parent, children, reach = 0, list[int](), 1
+    for distances in rounds_of(size):
+        next_reach = reach + max(distances, default=0)
+        if rank < reach:
+            children += [rank + one for one in distances if rank + one < size]
+        elif rank < next_reach:
+            parent = rank % reach
+        reach = next_reach
+    return parent, children
+
+
 class PairwiseCollectives(Collectives):
     """Collectives by point-to-point messages, for gloo, which has no reduce-scatter of its own.
 
@@ -40,10 +74,13 @@ class PairwiseCollectives(Collectives):
     that each rank sends (P-1)/P of the buffer with P ranks, and gloo's own threads make the
     progress. With one rank nothing is sent, and `launch_reduce_scatter` only copies.
 
-    All messages of a launch are sent at once. Sending to one peer at a time, in step with the other
+    All messages of a bucket are sent at once. Sending to one peer at a time, in step with the other
     ranks, comes nearer to the link's rate for a single bucket (`tests/benchmarks/exchanges.py`). In
     training with four ranks on 1 Gb/s it was slower, because a rank that comes late then holds up
     the messages of all others.
+
+    Flags and module buffers go straight to all other ranks up to `_MOST_DIRECT` ranks. With more
+    ranks a thread passes them on, round by round (`rounds_of`), so that no rank sends to all.
 
     Python objects travel in the all-gather group, where all other messages are matched by tag. If
     several hosts have several ranks each, an owner adds up the shards of each host first, then the
@@ -56,6 +93,11 @@ class PairwiseCollectives(Collectives):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._expected: dict[tuple[str, int], tuple[int, Waits]] = {}
+
+    @cached_property
+    def _threads(self) -> dict[tuple[str, int], Background]:
+        """(half, number of the optimizer or -1) -> the thread that passes its messages on."""
+        return {}
 
     def _peers(self) -> list[int]:
         """Returns the other ranks in the order in which this rank sends to them."""
@@ -142,21 +184,62 @@ class PairwiseCollectives(Collectives):
 
     @override
     def launch_max(self, flags: Tensor) -> Work:
-        rows = [(source, torch.empty_like(flags)) for source in self._sources()]
-        own = flags.clone()
-        outgoing = [(peer, own) for peer in self._peers()]
-        waits = self._exchange("reduce_scatter", flags, rows, outgoing, _FLAGS_TAG)
-        self.ledger["other"] += nbytes_of(outgoing)
-        finish = partial(take_largest, [row for _, row in rows], flags)
-        return self.new_work("other", "used parameters", waits, finish)
+        lane, rank, size = "reduce_scatter", self.world.rank, self.world.size
+        rounds, known = rounds_of(size), [flags.clone()]
+        rows = [[((rank - hop) % size, torch.empty_like(flags)) for hop in one] for one in rounds]
+
+        def outgoing(number: int) -> RankRows:
+            return [((rank + hop) % size, known[number]) for hop in rounds[number]]
+
+        def go_on(number: int) -> Waits:
+            # A copy, since the message of the round before may still be read.
+            known.append(known[-1].clone())
+            take_largest([row for _, row in rows[number - 1]], known[-1])
+            return [*receives[number - 1], *self._sends(lane, outgoing(number), _FLAGS_TAG)]
+
+        first = self._exchange(lane, flags, rows[0], outgoing(0), _FLAGS_TAG)
+        receives = [self._receive(lane, later, _FLAGS_TAG) for later in rows[1:]]
+        later = [partial(go_on, number) for number in range(1, len(rounds))]
+        self.ledger["other"] += flags.nbytes * sum(map(len, rounds))
+        work = self._in_rounds(lane, "used parameters", first, later)
+        return work.then(lambda: take_largest([known[-1], *(row for _, row in rows[-1])], flags))
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
-        rows = [] if self.world.rank == 0 else [(0, buffer)]
-        outgoing = [(peer, buffer) for peer in self._peers()] if self.world.rank == 0 else []
-        waits = self._exchange("all_gather", buffer, rows, outgoing, _BUFFERS_TAG + index)
+        lane, tag, rank = "all_gather", _BUFFERS_TAG + index, self.world.rank
+        parent, children = _parent_and_children(rank, self.world.size)
+        rows = [] if rank == 0 else [(parent, buffer)]
+        outgoing = [(child, buffer) for child in children]
+        first = self._exchange(lane, buffer, rows, outgoing if rank == 0 else [], tag)
         self.ledger["other"] += nbytes_of(outgoing)
-        return self.new_work("other", "module buffers", waits)
+        later = [partial(self._sends, lane, outgoing, tag)] if rank and children else []
+        return self._in_rounds(lane, "module buffers", first, later)
+
+    def _in_rounds(
+        self, lane: str, name: str, first: Waits, later: Sequence[Callable[[], Waits]]
+    ) -> Work:
+        """Has a thread launch each later round once the round before has arrived. Does not block.
+
+        Args:
+            lane: "reduce_scatter" or "all_gather", which decides on the process group.
+            name: Name of the work.
+            first: Waits of the first round, which has been launched.
+            later: Launches a round each, and returns its waits. Without them there is no thread.
+        """
+        if not later:
+            return self.new_work("other", name, first)
+
+        def forward() -> None:
+            waits = first
+            for launch in later:
+                self.arriving("other", f"{name}, which ranks pass on", waits)()
+                if self.reduce_group is None:
+                    raise RuntimeError(f"{name} cannot be sent after training. Wait earlier.")
+                waits = launch()
+            self.arriving("other", f"{name}, which ranks pass on", waits)()
+
+        thread = self._threads.setdefault((lane, _ALL), Background(f"dear {lane}, {name}"))
+        return Work(self.observed("other", name, thread.submit(forward).result))
 
     @override
     def expect_reduce_scatter(self, received: Tensor, tag: int) -> None:

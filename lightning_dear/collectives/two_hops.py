@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,11 +52,6 @@ class TwoHopCollectives(PairwiseCollectives):
     """
 
     hops = 2
-
-    @cached_property
-    def _threads(self) -> dict[tuple[str, int], Background]:
-        """(half, number of the optimizer) -> the thread that sends its second hops."""
-        return {}
 
     def _within(self, way: int) -> list[int]:
         """Returns the other ranks of this host, in the order of sends (way 1) or receives (-1).

@@ -8,7 +8,7 @@ device (tests/streams/test_launch_order.py):
     ----------------------------------------------  -------  -------------------------------------
     gradients of each bucket                        reduce   reduce order; in backward, once full,
                                                              the rest of them before the step
-    module buffers, a message for each dtype        gather   after all gradients, if a forward has
+    module buffers, as one message of bytes         gather   after all gradients, if a forward has
                                                              run since the last such broadcast
     flags: used, late, notes, inf                   reduce   after the module buffers
     second factors of each bucket (PowerSGD)        reduce   reduce order, after the flags
@@ -52,18 +52,18 @@ class Launch(NamedTuple):
     bucket: int | None = None
 
 
-def launches_of_step(active: ActivePlan, num_buffers: int) -> Iterator[Launch]:
+def launches_of_step(active: ActivePlan, *, sends_buffers: bool) -> Iterator[Launch]:
     """Yields one optimizer's launches in one step with one round, without those of user's calls.
 
     Args:
         active: The present plan, after the step.
-        num_buffers: Number of messages for module buffers. 0 if an earlier step, such as of
-            another optimizer, has sent them since the last forward.
+        sends_buffers: Whether module buffers are sent. They are not if there are none, or if an
+            earlier step, such as of another optimizer, has sent them since the last forward.
     """
     buckets, order = active.flat.buckets, active.plan.reduce_order
     calls = {number: active.exchange.reduce_calls(buckets[number]) for number in order}
     yield from (Launch("reduce", calls[number][0], number) for number in order)
-    yield from [Launch("gather", "broadcast")] * num_buffers
+    yield from [Launch("gather", "broadcast")] * sends_buffers
     yield Launch("reduce", "max")
     yield from (Launch("reduce", call, number) for number in order for call in calls[number][1:])
     yield from (Launch("reduce", call) for call in active.exchange.calls_behind_sums())

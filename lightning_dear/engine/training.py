@@ -128,7 +128,7 @@ class Training:
 
 
 class BufferBroadcast:
-    """Broadcasts the buffers of a module from rank 0, one flat message per dtype.
+    """Broadcasts the buffers of a module from rank 0, as one message of bytes.
 
     DistributedDataParallel broadcasts before each forward, and waits. Here the broadcast is
     launched before the step, after the last gradients, and waited for when the step ends.
@@ -141,27 +141,28 @@ class BufferBroadcast:
     Attributes:
         are_due: Whether a forward has run since the last broadcast; to be assigned to. A forward
             may change the buffers of each rank in another way.
-        launched: For each message that was not waited for yet: its work, the flat message, and the
-            buffers that it holds.
+        launched: The message's work, the message, and the buffers in it, a list for each dtype, in
+            order. None means that no message is to be waited for.
     """
 
     def __init__(self, tree: ModuleTree, collectives: Collectives) -> None:
         self.are_due = True
         self._tree, self._collectives = tree, collectives
-        self.launched: list[tuple[Work, Tensor, list[Tensor]]] = []
+        self.launched: tuple[Work, Tensor, Sequence[list[Tensor]]] | None = None
 
     @torch.no_grad()
     def launch(self) -> None:
         """Launches the broadcast of rank 0's present buffer values. Does not block.
 
-        At world size 1 nothing is launched.
+        At world size 1, or without buffers, nothing is launched.
         """
-        is_alone = self._collectives.world.size == 1
-        for number, buffers in enumerate(() if is_alone else self._tree.buffers()):
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            work = self._collectives.launch_broadcast(flat, number)
-            self.launched.append((work, flat, buffers))
         self.are_due = False
+        # The widest elements first, so that each dtype begins at a multiple of its own width.
+        kinds = sorted(self._tree.buffers(), key=lambda one: -one[0].element_size())
+        if self._collectives.world.size > 1 and kinds:
+            flats = [torch.cat([buffer.reshape(-1) for buffer in one]) for one in kinds]
+            message = torch.cat([flat.view(torch.uint8) for flat in flats])
+            self.launched = self._collectives.launch_broadcast(message, 0), message, kinds
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -169,10 +170,14 @@ class BufferBroadcast:
 
         Rank 0 writes nothing. Blocks the host on gloo, and the current stream on NCCL.
         """
-        for work, flat, buffers in self.launched:
-            work.wait()
+        if self.launched is None:
+            return
+        work, message, kinds = self.launched
+        work.wait()
+        sizes = [sum(buffer.nbytes for buffer in one) for one in kinds]
+        for flat, buffers in zip(torch.split(message, sizes), kinds, strict=True):
             if self._collectives.world.rank != 0:
-                parts = torch.split(flat, [buffer.numel() for buffer in buffers])
+                values, numbers = flat.view(buffers[0].dtype), [one.numel() for one in buffers]
+                parts = torch.split(values, numbers)
                 pairs = zip(parts, buffers, strict=True)
                 torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in pairs])
-        self.launched.clear()

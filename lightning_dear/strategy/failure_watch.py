@@ -52,22 +52,19 @@ def dump_stacks() -> None:
             faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
 
 
-def dump_flight_record(rank: int) -> Path | None:
-    """Writes torch's record of this rank's last collectives into a file, as torch does on NCCL.
+def dump_flight_record(rank: int) -> None:
+    """Writes torch's record of this rank's last collectives into a file, and logs its name.
 
-    The name of the file begins with `TORCH_FR_DUMP_TEMP_FILE` of the environment, and ends with the
-    rank. `torchfrtrace` compares the files of all ranks.
-
-    Returns:
-        The file. None means that this version of torch has no record, or that it was not written.
+    Does nothing if this version of torch has no record. The name of the file begins with
+    `TORCH_FR_DUMP_TEMP_FILE` of the environment, as where torch writes it by itself on NCCL, and
+    ends with the rank. `torchfrtrace` compares the files of all ranks.
     """
     default = str(Path(gettempdir()) / "nccl_trace_rank_")
     path = Path(f"{os.environ.get('TORCH_FR_DUMP_TEMP_FILE', default)}{rank}")
     with suppress(Exception):
         # Stack traces would take seconds.
         path.write_bytes(private_names.FLIGHT_RECORD.imported()(includeStackTraces=False))
-        return path
-    return None
+        log.error("Rank %d has written its last collectives to %s.", rank, path)
 
 
 class FailureWatch:
@@ -127,14 +124,10 @@ class FailureWatch:
         if not asked:
             self.board.handle(exception)
             if self.board.world_size > 1 and is_late(exception):
-                self._dump_flight_record()
+                dump_flight_record(self.board.rank)
             return
         self.board.has_failed = True
         self.board.leave(f"has ended, and not all others with it: {asked}.")
-
-    def _dump_flight_record(self) -> None:
-        if (path := dump_flight_record(self.board.rank)) is not None:
-            log.error("Rank %d has written its last collectives to %s.", self.board.rank, path)
 
     def close(self) -> None:
         """Ends the watch, since the run is over on this rank, and nothing more is to be saved.
@@ -191,6 +184,6 @@ class FailureWatch:
             self.board.seen or why,
         )
         dump_stacks()
-        self._dump_flight_record()
+        dump_flight_record(self.board.rank)
         # An exception in this thread would not end the thread that hangs.
         os._exit(1)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from lightning_dear.collectives import gloo
 from tests.distributed.harness import distributed
 from tests.engine.test_parity import assert_equal, assert_equal_on_all_ranks
 from tests.training.delays import Delays
@@ -27,6 +30,18 @@ def test_delays_change_nothing(model: str, late: str, world_size: int) -> None:
     ours = train_dear(model, "adamw", 4, delays=ALONE.get(late, TOGETHER))
     assert_equal_on_all_ranks(ours)
     assert_equal(ours, train_reference(model, "adamw", 4, world_size))
+
+
+@pytest.mark.parametrize("delays", [None, TOGETHER], ids=["at_once", "late"])
+@distributed(world_sizes=(3, 4))
+def test_flags_and_buffers_that_ranks_pass_on_change_nothing(
+    delays: Delays | None, world_size: int
+) -> None:
+    """As among more than 8 ranks."""
+    with mock.patch.object(gloo, "rounds_of", return_value=[[1], [2]]):
+        ours = train_dear("conv", "adamw", 4, delays=delays)
+    assert_equal_on_all_ranks(ours)
+    assert_equal(ours, train_reference("conv", "adamw", 4, world_size))
 
 
 @distributed(world_sizes=(2, 3))
@@ -49,6 +64,40 @@ def test_module_buffers_follow_rank_0_however_late() -> None:
             assert torch.equal(buffer, every[0])
             assert not buffer.is_floating_point() or not torch.equal(every[0], every[1])
     pipeline.detach()
+
+
+class _HasBuffers(nn.Module):
+    """Has buffers of all widths, in an order in which none would begin where it may."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        for number, dtype in enumerate(BUFFER_TYPES):
+            self.register_buffer(f"b{number}", torch.full((3,), rank, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+BUFFER_TYPES = (torch.bool, torch.bfloat16, torch.float32, torch.complex128, torch.int64)
+
+
+@distributed(world_sizes=(1, 2, 3))
+def test_buffers_of_all_types_travel_in_one_message() -> None:
+    model = _HasBuffers(dist.get_rank() + 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipeline = new_pipeline(model, optimizer)
+    for _ in range(2):
+        with pipeline.forward():
+            loss = model(torch.ones(2)).sum()
+        optimizer.zero_grad()
+        with pipeline.backward():
+            loss.backward()
+        optimizer.step()
+    pipeline.detach()
+    for buffer, dtype in zip(model.buffers(), BUFFER_TYPES, strict=True):
+        assert torch.equal(buffer, torch.full((3,), 1, dtype=dtype))
 
 
 @pytest.mark.parametrize("model", sorted(ODD_MODELS))

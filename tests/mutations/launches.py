@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 LOG = "tests/collectives/test_launch_log.py"
+MANY = "tests/collectives/test_many_ranks.py"
 BOARD = "tests/strategy/test_failures.py"
 
 LAUNCHES = [
@@ -80,5 +81,34 @@ LAUNCHES = [
         "            collectives.abort()\n",
         "            pass\n",
         ("tests/collectives/test_native.py",),
+    ),
+    Mutation(
+        "passing flags on among many ranks",
+        "rounds_of",
+        "size <= _MOST_DIRECT",
+        "size",
+        (MANY,),
+    ),
+    Mutation(
+        "a copy of flags for each round",
+        "PairwiseCollectives.launch_max",
+        "known.append(known[-1].clone())",
+        "known.append(known[-1])",
+        (MANY,),
+    ),
+    Mutation(
+        "waiting for a round before the next one",
+        "PairwiseCollectives._in_rounds",
+        """                self.arriving("other", f"{name}, which ranks pass on", waits)()
+                if""",
+        "                if",
+        (MANY,),
+    ),
+    Mutation(
+        "the widest buffers first",
+        "BufferBroadcast.launch",
+        "sorted(self._tree.buffers(), key=lambda one: -one[0].element_size())",
+        "self._tree.buffers()",
+        ("tests/engine/test_delays.py::test_buffers_of_all_types_travel_in_one_message",),
     ),
 ]

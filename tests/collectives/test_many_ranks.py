@@ -1,0 +1,159 @@
+"""Flags and module buffers among many ranks: what arrives, by how many messages, after what delay.
+
+Ranks are threads, and the network is simulated: a message arrives one delay after it was sent.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from math import ceil, log2
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_dear.collectives import gloo
+from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.collectives.work import Work
+from lightning_dear.collectives.world import World
+from tests.distributed.strict import Strict
+
+TIMEOUT_S = 60
+
+
+class _Network:
+    """Messages between ranks, matched by sender, receiver, tag and order."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # (sender, receiver, tag) -> its messages with the delays after which they arrive.
+        self._sent: dict[tuple[int, int, int], list[tuple[Tensor, int]]] = {}
+        self._num_received = Counter[tuple[int, int, int]]()
+        self._clock = threading.local()
+        self.num_sent = Counter[int]()
+        self.latest = 0
+
+    def send(self, message: Tensor, way: tuple[int, int, int]) -> None:
+        arrives = getattr(self._clock, "now", 0) + 1
+        with self._changed:
+            # Read when it is received: until then a send may read its memory.
+            self._sent.setdefault(way, []).append((message, arrives))
+            self.num_sent[way[0]] += 1
+            self.latest = max(self.latest, arrives)
+            self._changed.notify_all()
+
+    def receive(self, row: Tensor, way: tuple[int, int, int]) -> Callable[[], None]:
+        with self._changed:
+            number = self._num_received[way]
+            self._num_received[way] += 1
+
+        def wait() -> None:
+            with self._changed:
+                is_there = self._changed.wait_for(
+                    lambda: len(self._sent.get(way, ())) > number, TIMEOUT_S
+                )
+                assert is_there, f"nothing from {way[0]}"
+                message, arrives = self._sent[way][number]
+            row.copy_(message)
+            self._clock.now = max(getattr(self._clock, "now", 0), arrives)
+
+        return wait
+
+
+class _Calls:
+    """What stands in for torch.distributed on one rank."""
+
+    def __init__(self, network: _Network, rank: int) -> None:
+        self._network, self._rank = network, rank
+
+    def isend(self, tensor: Tensor, dst: int, group: Any, tag: int) -> Any:
+        self._network.send(tensor, (self._rank, dst, tag))
+        return SimpleNamespace(wait=lambda: None)
+
+    def irecv(self, tensor: Tensor, src: int, group: Any, tag: int) -> Any:
+        return SimpleNamespace(wait=self._network.receive(tensor, (src, self._rank, tag)))
+
+
+def _on_ranks(size: int, body: Callable[[PairwiseCollectives], None]) -> _Network:
+    """Runs `body` on all ranks at once."""
+    network = _Network()
+
+    def run(rank: int) -> None:
+        calls: Any = Strict(_Calls(network, rank))
+        # A group need only be something.
+        body(PairwiseCollectives(network, network, None, World(rank, size), calls))
+
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(run, range(size)))
+    return network
+
+
+def _flags_of(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, 200, (50,), dtype=torch.uint8, generator=generator)
+
+
+def _steps(size: int, num_steps: int) -> Callable[[PairwiseCollectives], None]:
+    """Sends buffers and flags, as a step does. Checks what arrives."""
+
+    def body(collectives: PairwiseCollectives) -> None:
+        rank = collectives.world.rank
+        for step in range(num_steps):
+            buffer = torch.full((7,), float(step if rank == 0 else -1))
+            flags = _flags_of(rank, step)
+            works: list[Work] = [collectives.launch_broadcast(buffer, 0)]
+            works.append(collectives.launch_max(flags))
+            for work in works:
+                work.wait()
+            expected = torch.stack([_flags_of(one, step) for one in range(size)]).amax(0)
+            assert torch.equal(flags, expected)
+            assert torch.equal(buffer, torch.full((7,), float(step)))
+
+    return body
+
+
+@given(st.integers(1, 40))
+@settings(deadline=None, max_examples=15)
+def test_all_ranks_get_the_maximum_and_rank_0s_buffers(size: int) -> None:
+    _on_ranks(size, _steps(size, 3))
+
+
+@pytest.mark.parametrize("size", [9, 12, 16, 17, 32, 64])
+def test_no_rank_sends_to_all(size: int) -> None:
+    network = _on_ranks(size, _steps(size, 1))
+    assert max(network.num_sent.values()) <= 2 * ceil(log2(size)) + 2
+    # Buffers and flags travel at the same time.
+    assert network.latest <= ceil(log2(size)) - 1
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_few_ranks_send_straight_to_all(size: int) -> None:
+    network = _on_ranks(size, _steps(size, 1))
+    assert network.num_sent == {0: 2 * (size - 1), **dict.fromkeys(range(1, size), size - 1)}
+    assert network.latest == 1
+
+
+def test_what_was_not_passed_on_in_time_is_told() -> None:
+    rounds = gloo.rounds_of(16)
+    assert rounds == [[1, 2, 3], [4], [8]]
+    held = threading.Event()
+
+    def body(collectives: PairwiseCollectives) -> None:
+        if collectives.world.rank:
+            held.wait(TIMEOUT_S)
+            collectives.launch_max(torch.zeros(1, dtype=torch.uint8))
+            return
+        work = collectives.launch_max(torch.zeros(1, dtype=torch.uint8))
+        collectives.forget_groups()
+        held.set()
+        with pytest.raises(RuntimeError, match="cannot be sent after training"):
+            work.wait()
+
+    _on_ranks(16, body)
