@@ -185,24 +185,21 @@ class PairwiseCollectives(Collectives):
     @override
     def launch_max(self, flags: Tensor) -> Work:
         lane, rank, size = "reduce_scatter", self.world.rank, self.world.size
-        rounds, known = rounds_of(size), [flags.clone()]
+        rounds, known = rounds_of(size), flags.clone()
         rows = [[((rank - hop) % size, torch.empty_like(flags)) for hop in one] for one in rounds]
-
-        def outgoing(number: int) -> RankRows:
-            return [((rank + hop) % size, known[number]) for hop in rounds[number]]
+        outgoing = [[((rank + hop) % size, known) for hop in one] for one in rounds]
 
         def go_on(number: int) -> Waits:
-            # A copy, since the message of the round before may still be read.
-            known.append(known[-1].clone())
-            take_largest([row for _, row in rows[number - 1]], known[-1])
-            return [*receives[number - 1], *self._sends(lane, outgoing(number), _FLAGS_TAG)]
+            # The sends of the round before, which read `known`, have been waited for.
+            take_largest([row for _, row in rows[number - 1]], known)
+            return [*receives[number - 1], *self._sends(lane, outgoing[number], _FLAGS_TAG)]
 
-        first = self._exchange(lane, flags, rows[0], outgoing(0), _FLAGS_TAG)
+        first = self._exchange(lane, flags, rows[0], outgoing[0], _FLAGS_TAG)
         receives = [self._receive(lane, later, _FLAGS_TAG) for later in rows[1:]]
         later = [partial(go_on, number) for number in range(1, len(rounds))]
         self.ledger["other"] += flags.nbytes * sum(map(len, rounds))
         work = self._in_rounds(lane, "used parameters", first, later)
-        return work.then(lambda: take_largest([known[-1], *(row for _, row in rows[-1])], flags))
+        return work.then(lambda: take_largest([known, *(row for _, row in rows[-1])], flags))
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:

@@ -90,13 +90,6 @@ LAUNCHES = [
         (MANY,),
     ),
     Mutation(
-        "a copy of flags for each round",
-        "PairwiseCollectives.launch_max",
-        "known.append(known[-1].clone())",
-        "known.append(known[-1])",
-        (MANY,),
-    ),
-    Mutation(
         "waiting for a round before the next one",
         "PairwiseCollectives._in_rounds",
         """                self.arriving("other", f"{name}, which ranks pass on", waits)()
