@@ -68,7 +68,7 @@ WAITS = [
     Mutation(
         "waiting for module buffers",
         "BufferBroadcast.wait",
-        "            work.wait()\n",
+        "        work.wait()\n",
         "",
         (f"{DELAYS}::test_module_buffers_follow_rank_0_however_late",),
     ),
