@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from hashlib import blake2b
 from itertools import combinations
 from typing import NamedTuple
@@ -58,18 +57,34 @@ def hash_of(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-@lru_cache(maxsize=4096)
-def _hash_of(launch: Logged) -> int:
-    return hash_of(repr(launch))
-
-
-Report = Sequence[tuple[int, str]]
+Report = Sequence[tuple[int, Logged]]
 """Pairs (number, launch); see `LaunchLog.report`."""
 
 
 LastLaunches = Sequence[tuple[str, int, bool]]
 """Triples (launch, how often it was launched by then, whether ranks may launch it earlier or later
 than other launches), in order; see `LaunchLog.last`."""
+
+
+class _Kind:
+    """All equal launches of this rank.
+
+    Args:
+        launch: One of them.
+
+    Attributes:
+        launch: Same as the argument.
+        hash: Its hash, the same on all ranks.
+        owner: Number of the optimizer whose bucket it is of. `_ALL` if it is of no bucket.
+        times: How often it was launched.
+        counted: How many of them count.
+    """
+
+    def __init__(self, launch: Logged) -> None:
+        self.launch, self.hash = launch, hash_of(repr(launch))
+        is_of_bucket = not launch.tag & BUCKET_TAGS and launch.tag < _OTHER_TAGS
+        self.owner = launch.tag % BUCKET_TAGS // TAGS_OF_ONE_OPTIMIZER if is_of_bucket else _ALL
+        self.times = self.counted = 0
 
 
 class LaunchLog:
@@ -89,11 +104,11 @@ class LaunchLog:
         self._matches_by_tag = matches_by_tag
         # Optimizer -> the number, of launches that messages' order and tags match.
         self._orders, self._sums = Counter[int](), Counter[int]()
-        self._counts: dict[int, Counter[Logged]] = {}
-        self._gathers: dict[int, list[Logged]] = {}
-        # Number of the launch, the launch, and how often it was launched by then.
-        self._last: deque[tuple[int, Logged, int]] = deque(maxlen=_NUM_KEPT)
-        self._times = Counter[Logged]()
+        self._kinds: dict[Logged, _Kind] = {}
+        # Tag -> gathers of weights that do not count yet.
+        self._gathers: dict[int, list[_Kind]] = {}
+        # Number of the launch, its kind, and how often it was launched by then.
+        self._last: deque[tuple[int, _Kind, int]] = deque(maxlen=_NUM_KEPT)
         self._num_launched = 0
         # Gathers may be launched by another thread than the training's.
         self._lock = threading.Lock()
@@ -101,28 +116,28 @@ class LaunchLog:
     def add(self, launch: Logged) -> None:
         """Notes a launch of this rank."""
         with self._lock:
+            if (kind := self._kinds.get(launch)) is None:
+                kind = self._kinds[launch] = _Kind(launch)
             self._num_launched += 1
-            self._times[launch] += 1
-            self._last.append((self._num_launched, launch, self._times[launch]))
-            is_of_bucket = not launch.tag & BUCKET_TAGS and launch.tag < _OTHER_TAGS
-            owner = launch.tag % BUCKET_TAGS // TAGS_OF_ONE_OPTIMIZER if is_of_bucket else _ALL
+            kind.times += 1
+            self._last.append((self._num_launched, kind, kind.times))
             if not self._matches_by_tag:
-                self._count(launch, _ALL)
+                self._count(kind, _ALL)
             elif launch.tag >= BUCKET_TAGS:
                 # Ranks launch it at the same place between two messages of flags.
-                self._count(launch, owner)
+                self._count(kind, kind.owner)
             elif launch.group:
-                self._gathers.setdefault(launch.tag, []).append(launch)
+                self._gathers.setdefault(launch.tag, []).append(kind)
             else:
-                for one in (launch, *self._gathers.pop(launch.tag, ())):
-                    self._count(one, owner)
+                for one in (kind, *self._gathers.pop(launch.tag, ())):
+                    self._count(one, kind.owner)
 
-    def _count(self, launch: Logged, owner: int) -> None:
-        self._counts.setdefault(owner, Counter())[launch] += 1
-        if launch.has_tag:
-            self._sums[owner] += _hash_of(launch)
+    def _count(self, kind: _Kind, owner: int) -> None:
+        kind.counted += 1
+        if kind.launch.has_tag:
+            self._sums[owner] += kind.hash
         else:
-            self._orders[owner] = (self._orders[owner] * _FACTOR + _hash_of(launch)) & _MASK
+            self._orders[owner] = (self._orders[owner] * _FACTOR + kind.hash) & _MASK
 
     def total(self, optimizer: int) -> int:
         """Returns the number that is equal on ranks that have launched alike, from 0 to 2^64 - 1.
@@ -140,11 +155,11 @@ class LaunchLog:
         Where messages are matched by order these are the last launches, numbered from 1. Where they
         are matched by tag, it is how often each was launched.
         """
-        if not self._matches_by_tag:
-            return [(number, str(launch)) for number, launch, _ in self._last]
-        none = Counter[Logged]()
-        counts = self._counts.get(optimizer, none) + self._counts.get(_ALL, none)
-        return [(count, str(launch)) for launch, count in counts.items()]
+        with self._lock:
+            if not self._matches_by_tag:
+                return [(number, kind.launch) for number, kind, _ in self._last]
+            kinds = [one for one in self._kinds.values() if one.owner in (optimizer, _ALL)]
+            return [(one.counted, one.launch) for one in kinds if one.counted]
 
     def last(self) -> LastLaunches:
         """Returns the last launches, for `divergence`. Any thread may call.
@@ -152,10 +167,11 @@ class LaunchLog:
         Ranks may launch gathers of weights earlier or later, where messages are matched by tag.
         """
         with self._lock:
-            return [
-                (str(one), count, one.has_tag and one.group > 0 and one.tag < BUCKET_TAGS)
-                for _, one, count in self._last
-            ]
+            last = [(one.launch, count) for _, one, count in self._last]
+        return [
+            (str(one), count, one.has_tag and one.group > 0 and one.tag < BUCKET_TAGS)
+            for one, count in last
+        ]
 
 
 def difference(reports: Sequence[Report], *, matches_by_tag: bool) -> str | None:

@@ -211,20 +211,24 @@ class LaunchDigest(Digest):
     def __init__(self, collectives: Callable[[], Collectives], number: int) -> None:
         super().__init__(collectives)
         self._number = number
-        # Launches up to the present round, and up to the round before.
+        # Last launches up to the present round, and up to the round before. Where messages are
+        # matched by tag, no launch is lost from the log, which is then asked in `explain`.
         self._report: Report = ()
         self._before: Report = ()
 
     @override
     def value(self) -> int:
-        log = self._collectives().log
-        self._before, self._report = self._report, log.report(self._number)
-        return log.total(self._number)
+        collectives = self._collectives()
+        if not collectives.matches_by_tag:
+            self._before, self._report = self._report, collectives.log.report(self._number)
+        return collectives.log.total(self._number)
 
     @override
     def explain(self, *, is_of_round_before: bool) -> None:
         collectives = self._collectives()
         own = self._before if is_of_round_before else self._report
+        if collectives.matches_by_tag:
+            own = collectives.log.report(self._number)
         reports = collectives.all_gather_object(own)
         first = difference(reports, matches_by_tag=collectives.matches_by_tag)
         raise RuntimeError(
