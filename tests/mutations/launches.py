@@ -22,8 +22,8 @@ LAUNCHES = [
     Mutation(
         "the order of launches where messages are matched by order",
         "LaunchLog._count",
-        "self._orders[owner] * _FACTOR + _hash_of(launch)",
-        "self._orders[owner] + _hash_of(launch)",
+        "self._orders[owner] * _FACTOR + kind.hash",
+        "self._orders[owner] + kind.hash",
         ("tests/streams/test_launch_digest.py",),
     ),
     Mutation(
