@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any
@@ -22,8 +23,6 @@ _BUFFERS_TAG = 1 << 30
 
 _MOST_DIRECT = 8
 """Largest number of ranks at which each rank sends flags straight to all others."""
-
-_ALL = -1
 
 RankRows = Sequence[tuple[int, Tensor]]
 """Pairs (rank, row); the row is sent to that rank, or received from it."""
@@ -96,7 +95,7 @@ class PairwiseCollectives(Collectives):
 
     @cached_property
     def _threads(self) -> dict[tuple[str, int], Background]:
-        """(half, number of the optimizer or -1) -> the thread that passes its messages on."""
+        """(half, number of the optimizer or -1) -> a thread, see `_pass_on`."""
         return {}
 
     def _peers(self) -> list[int]:
@@ -215,28 +214,51 @@ class PairwiseCollectives(Collectives):
     def _in_rounds(
         self, lane: str, name: str, first: Waits, later: Sequence[Callable[[], Waits]]
     ) -> Work:
+        """Returns the work of a message that ranks pass on, see `_pass_on`. Does not block.
+
+        Without later rounds there is no thread.
+        """
+        if not later:
+            return self.new_work("other", name, first)
+        names = [f"{name}, which ranks pass on"] * (len(later) + 1)
+        sent = self._pass_on(lane, names, first, later)
+        return Work(self.observed("other", name, lambda: sent.result()()))
+
+    def _pass_on(
+        self,
+        lane: str,
+        names: Sequence[str],
+        first: Waits,
+        later: Sequence[Callable[[], Waits]],
+        optimizer: int = -1,
+    ) -> Future[Callable[[], None]]:
         """Has a thread launch each later round once the round before has arrived. Does not block.
 
         Args:
             lane: "reduce_scatter" or "all_gather", which decides on the process group.
-            name: Name of the work.
+            names: Names of all rounds, for errors.
             first: Waits of the first round, which has been launched.
-            later: Launches a round each, and returns its waits. Without them there is no thread.
+            later: Launches a round each, and returns its waits.
+            optimizer: Number of the optimizer whose buckets travel. -1 means that none do. Each
+                half of each optimizer has a thread of its own.
+
+        Returns:
+            A future, which is done once the last round has been launched. Its result is a function
+            that blocks until that round has arrived.
         """
-        if not later:
-            return self.new_work("other", name, first)
 
-        def forward() -> None:
-            waits = first
-            for launch in later:
-                self.arriving("other", f"{name}, which ranks pass on", waits)()
+        def forward() -> Callable[[], None]:
+            arrive = self.arriving(lane, names[0], first)
+            for name, launch in zip(names[1:], later, strict=True):
+                arrive()
                 if self.reduce_group is None:
-                    raise RuntimeError(f"{name} cannot be sent after training. Wait earlier.")
-                waits = launch()
-            self.arriving("other", f"{name}, which ranks pass on", waits)()
+                    raise RuntimeError(f"{name}: cannot be sent after training. Wait earlier.")
+                arrive = self.arriving(lane, name, launch())
+            return arrive
 
-        thread = self._threads.setdefault((lane, _ALL), Background(f"dear {lane}, {name}"))
-        return Work(self.observed("other", name, thread.submit(forward).result))
+        key = lane, optimizer
+        thread = self._threads.setdefault(key, Background(f"dear {lane}, passed on, {optimizer}"))
+        return thread.submit(forward)
 
     @override
     def expect_reduce_scatter(self, received: Tensor, tag: int) -> None:

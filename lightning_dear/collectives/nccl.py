@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear import private_names
-from lightning_dear.collectives.shards import shard_of
+from lightning_dear.collectives.shards import SUMMED_IN_FP32, shard_of, sum_in_source_order
 from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Work
 
 # torch 2.13 renamed both functions. There the old names warn. Earlier versions have no new names.
@@ -82,10 +82,19 @@ class NativeCollectives(Collectives):
         self, buffer: Tensor, received: Tensor, out: Tensor, tag: int
     ) -> Work:
         own = shard_of(buffer, self.world.rank, self.world.size)
+        if self.sums_in_fp32 and buffer.dtype in SUMMED_IN_FP32:
+            # As many bytes as a reduce-scatter sends, and gloo's sums, bit for bit.
+            incoming = received.view(self.world.size, -1)
+            finish = partial(sum_in_source_order, [*incoming], out)
+            return self.launch_all_to_all(buffer.view_as(incoming), incoming, tag).then(finish)
         waits = self.start(REDUCE_SCATTER, self.reduce_group, own, buffer, tag=tag)
         self.ledger["reduce_scatter"] += self.ring_bytes(buffer)
-        finish = None if out.dtype == own.dtype else partial(out.copy_, own)
-        return self.new_work("reduce_scatter", f"bucket {tag}", waits, finish)
+        copy = None if out.dtype == own.dtype else partial(out.copy_, own)
+        return self.new_work("reduce_scatter", f"bucket {tag}", waits, copy)
+
+    @override
+    def scratch_numel(self, numel: int) -> int:
+        return numel if self.sums_in_fp32 else 0
 
     @override
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, tag: int) -> Work:

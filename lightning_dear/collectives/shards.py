@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+SUMMED_IN_FP32 = (torch.float16, torch.bfloat16)
+
 
 def shard_of(buffer: Tensor, number: int, num_shards: int) -> Tensor:
     """Returns a view of shard `number` of the flat `buffer`, cut into `num_shards` equal shards."""
@@ -38,7 +40,7 @@ def sum_in_source_order(rows: Sequence[Tensor], out: Tensor, size: int = 1) -> N
             sum_in_source_order(rows[begin : begin + size], rows[begin])
         rows = rows[::size]
     total = rows[0]
-    if total.dtype in (torch.float16, torch.bfloat16):
+    if total.dtype in SUMMED_IN_FP32:
         total = total.float()
         for row in rows[1:]:
             total.add_(row)

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.gloo import PairwiseCollectives, RankRows, by_source, nbytes_of
 from lightning_dear.collectives.launch_log import TAGS_OF_ONE_OPTIMIZER
 from lightning_dear.collectives.nccl import ALL_GATHER, REDUCE_SCATTER, NativeCollectives
@@ -218,22 +217,15 @@ class TwoHopCollectives(PairwiseCollectives):
         hops = "within the host", "between hosts"
         hops = hops if lane == "reduce_scatter" else hops[::-1]
         names = [f"bucket {tag} {hop}" for hop in hops]
-        await_first = self.arriving(lane, names[0], first)
+        # Says so because, if the wait fails, the rank that its error names need not be the one that
+        # failed.
+        last = f"{names[1]}, where the named rank may wait for a rank of its host"
 
-        def send() -> Callable[[], None]:
-            await_first()
-            outgoing = pass_on()
-            if self.reduce_group is None:
-                raise RuntimeError(f"hops=2 cannot send {names[1]} after training. Wait earlier.")
-            sends = self._sends(lane, outgoing, tag + _SECOND_HOP)
-            # Says so because, if the wait fails, the rank that its error names need not be the one
-            # that failed.
-            name = f"{names[1]}, where the named rank may wait for a rank of its host"
-            return self.arriving(lane, name, [*receives, *sends])
+        def second() -> Waits:
+            return [*receives, *self._sends(lane, pass_on(), tag + _SECOND_HOP)]
 
-        key = lane, tag // TAGS_OF_ONE_OPTIMIZER
-        thread = self._threads.setdefault(key, Background(f"dear {lane}, second hops {key[1]}"))
-        sent = thread.submit(send)
+        optimizer = tag // TAGS_OF_ONE_OPTIMIZER
+        sent = self._pass_on(lane, [names[0], last], first, [second], optimizer)
         if self.observer is not None:
             # The wait that the observer returns is not used: the observer has one thread for first
             # hops of both halves, so that it would also wait for those of the other half.

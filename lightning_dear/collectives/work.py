@@ -196,6 +196,8 @@ class Collectives(ABC):
             order, and all ranks must launch in one order over all groups.
         has_variable_lengths: Whether a message may be shorter than the memory that receives it.
         log: What this rank has launched, to be compared between ranks.
+        sums_in_fp32: Whether NCCL's reduce-scatters, too, sum 16-bit elements in fp32; to be
+            assigned to before the first plan.
         was_discarded: Whether `discard` has been called, after a failure.
         has_given_up: Whether a wait here, or a rank, has failed. Then a wait for late data fails.
         observer: Wraps each work's `arrive`, to record when data arrives. None means no timeline.
@@ -219,7 +221,7 @@ class Collectives(ABC):
         self.log = LaunchLog(matches_by_tag=self.matches_by_tag)
         self.observer: WorkObserver | None = None
         self.showing: Callable[[str, str], AbstractContextManager[None]] | None = None
-        self.was_discarded = self.was_aborted = self.has_given_up = False
+        self.was_discarded = self.was_aborted = self.has_given_up = self.sums_in_fp32 = False
         alive.add(self)
 
     def _column(self, buffer: Tensor, rank: int | None = None) -> list[Tensor]:

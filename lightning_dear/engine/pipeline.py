@@ -128,6 +128,7 @@ class Pipeline:
         self.before_change: Callable[[], object] = int
         self._first_number, self._shares_groups = first_number, shares_groups
         self._check(optimizers, optimizers, or_else)
+        collectives.sums_in_fp32 = training.options.reduce_dtype is not None
         if broadcast_buffers:
             training.broadcast = BufferBroadcast(training.tree, collectives)
         self._version = 0

@@ -181,3 +181,4 @@ class BufferBroadcast:
                 parts = torch.split(values, numbers)
                 pairs = zip(parts, buffers, strict=True)
                 torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in pairs])
+        self.launched = None

@@ -27,14 +27,17 @@ class ExchangeOptions(Setting):
             compression.
         groups: (pattern, codec) pairs: codecs for the parameters whose names match the pattern,
             in place of `compressor`.
+        reduce_dtype: "fp32" means that 16-bit gradients are summed in fp32 on every backend. They
+            still travel in 16 bits. None means in the way of the backend.
 
     Raises:
-        ValueError: If `gather` is unknown, if a compressor does not fit the other options, or if
-            decouple is False without gather="gradients".
+        ValueError: If `gather` or `reduce_dtype` is unknown, if a compressor does not fit the other
+            options, or if decouple is False without gather="gradients".
     """
 
     compressor: Compressor | None = None
     groups: Groups = ()
+    reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.gather not in GATHERS:
@@ -48,6 +51,14 @@ class ExchangeOptions(Setting):
             raise ValueError(
                 "decouple=False all-reduces whole gradients, which gather='parameters' has no use"
                 " for: set gather='gradients' with it."
+            )
+        if self.reduce_dtype not in (None, "fp32"):
+            raise ValueError(f"reduce_dtype must be 'fp32' or None, got {self.reduce_dtype!r}.")
+        if self.reduce_dtype is not None and (self.compressor is not None or not self.decouple):
+            raise ValueError(
+                "reduce_dtype='fp32' sums gradients at the owners of their shards. Leave it out, or"
+                " leave out compressor and decouple=False: a compressor sums what it has decoded,"
+                " and all-reduces sum in the backend."
             )
 
     @cached_property
@@ -85,7 +96,8 @@ class ExchangeOptions(Setting):
 
         Raises:
             ValueError: If a sparse all-reduce sends messages of variable length and the collectives
-                cannot (NCCL), or if all buckets are all-reduced and there are several optimizers.
+                cannot (NCCL), if all buckets are all-reduced and there are several optimizers, or
+                if `reduce_dtype` is given with two hops on NCCL.
         """
         compressor = self.compressor
         looks_up_counts = isinstance(compressor, SparseAllReduce) and not compressor.is_static
@@ -95,6 +107,12 @@ class ExchangeOptions(Setting):
                 " process_group_backend='gloo' on CPUs, or compressor=OkTopk(mode='static'). How"
                 " many values travel depends on the gradients, for which with NCCL the host would"
                 " have to wait."
+            )
+        is_nccl = not collectives.wait_blocks_host
+        if self.reduce_dtype is not None and is_nccl and collectives.hops == 2:
+            raise ValueError(
+                "reduce_dtype='fp32' with hops=2 works only with gloo. Use hops=1: within a host"
+                " NCCL sums 16-bit gradients itself."
             )
         # All-reduces are matched by order, and each rank's backward may fill the buckets of two
         # optimizers in another order.
@@ -175,6 +193,8 @@ def why_not_all_reduce(options: ExchangeOptions, *, is_one_optimizer: bool) -> s
     if options.compressor is not None:
         name = options.compressor.name
         return f"{name} encodes each part for its owner alone. Leave it out to use such a plan"
+    if options.reduce_dtype is not None:
+        return "reduce_dtype='fp32' sums each part at its owner. Leave it out to use such a plan"
     if options.is_of_gradients:
         return (
             "gather='gradients' steps every bucket on every rank, and all-reduces all of them (set"

@@ -83,6 +83,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         bucket_cap_mb: float | None = None,
         gather: Literal["parameters", "gradients"] | None = None,
         hops: int | None = None,
+        reduce_dtype: Literal["fp32"] | None = None,
         broadcast_buffers: bool = True,
         audit: bool = False,
         check_digests: bool = True,

@@ -77,7 +77,7 @@ class PipelineStrategy(ABC):
         self._hops: int | None = given["hops"]
         if self._hops not in (None, 1, 2):
             raise ValueError(f"hops must be 1, 2 or None, got {self._hops!r}. Pass one of these.")
-        how = given.get("decouple", True), codec, groups
+        how = given.get("decouple", True), codec, groups, given["reduce_dtype"]
         self._options = ExchangeOptions(self._gather or default_gather(codec, groups), *how)
         self._or_else: ExchangeOptions | None = None
         if self._gather is None:

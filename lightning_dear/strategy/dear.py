@@ -77,14 +77,14 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             On NCCL 2 is meant for compressors, and has not been run on GPUs.
         decouple: False, with `gather="gradients"`, means all-reduces during backward and no
             all-gathers, as in WFBP, MG-WFBP and DDP.
+        reduce_dtype: "fp32": NCCL, too, sums 16-bit gradients in fp32. None: as the backend does.
         broadcast_buffers: Whether rank 0's buffers (BatchNorm) are broadcast, as under DDP.
         gradients_in_hooks: Whether `.grad` holds the mean gradient, as under DDP, in hooks that the
             user overrides: `on_after_backward`, `on_before_optimizer_step`,
             `configure_gradient_clipping`, and `optimizer_step` after its closure. Costs one more
             all-gather in each step with such a hook. False means that `.grad` is None there. In
             torch's own hooks of the optimizer's step it is always None.
-        audit: Whether to raise if forward reads a parameter that is still being gathered. Slow,
-            since every read is checked.
+        audit: Whether to raise if forward reads a parameter that is still being gathered. Slow.
         save_distributed_checkpoint: Whether checkpoints are folders, into which every rank writes
             its own part, so that no rank needs memory for the whole optimizer state. Hosts must
             share the file system. Files and folders can be loaded either way, at any world size.
@@ -117,6 +117,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         gather: Literal["parameters", "gradients"] | None = None,
         hops: int | None = None,
         decouple: bool = True,
+        reduce_dtype: Literal["fp32"] | None = None,
         broadcast_buffers: bool = True,
         gradients_in_hooks: bool = True,
         audit: bool = False,

@@ -16,7 +16,7 @@ from tests.engine.test_parity import assert_equal, assert_equal_on_all_ranks
 from tests.training.delays import Delays
 from tests.training.models import batch, build, loss_of, optimizer_for
 from tests.training.odd_models import ODD_MODELS
-from tests.training.three_ways import new_pipeline, train_dear, train_reference
+from tests.training.three_ways import new_pipeline, train_dear, train_reference, train_steps
 
 LATE_S = 0.03
 ALONE = {field.name: Delays(**{field.name: LATE_S}) for field in fields(Delays)}
@@ -98,6 +98,21 @@ def test_buffers_of_all_types_travel_in_one_message() -> None:
     pipeline.detach()
     for buffer, dtype in zip(model.buffers(), BUFFER_TYPES, strict=True):
         assert torch.equal(buffer, torch.full((3,), 1, dtype=dtype))
+
+
+@distributed(world_sizes=(1, 2))
+def test_buffers_that_the_user_writes_stay() -> None:
+    """Also if they are written between a step and the next forward."""
+    model = build("conv")
+    pipeline = new_pipeline(model, optimizer_for("sgd", model))
+    train_steps(pipeline, model, [0], "conv")
+    pipeline.complete_parameters()
+    for buffer in model.buffers():
+        buffer.fill_(5)
+    with pipeline.forward():
+        assert all(bool((buffer == 5).all()) for buffer in model.buffers())
+    pipeline.detach()
+    assert all(bool((buffer == 5).all()) for buffer in model.buffers())
 
 
 @pytest.mark.parametrize("model", sorted(ODD_MODELS))

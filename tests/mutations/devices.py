@@ -95,6 +95,13 @@ DEVICES = [
         ("tests/streams/test_late_gradients.py",),
     ),
     Mutation(
+        "sums in fp32 where they are asked for",
+        "NativeCollectives.launch_reduce_scatter",
+        "self.sums_in_fp32 and",
+        "False and",
+        ("tests/streams/test_sums.py",),
+    ),
+    Mutation(
         "complex numbers as pairs of real ones",
         "NativeCollectives.start",
         "*map(_as_real, arguments)",

@@ -104,4 +104,11 @@ LAUNCHES = [
         "self._tree.buffers()",
         ("tests/engine/test_delays.py::test_buffers_of_all_types_travel_in_one_message",),
     ),
+    Mutation(
+        "writing module buffers once",
+        "BufferBroadcast.wait",
+        "        self.launched = None\n",
+        "",
+        ("tests/engine/test_delays.py::test_buffers_that_the_user_writes_stay",),
+    ),
 ]
