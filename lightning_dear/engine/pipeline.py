@@ -37,6 +37,7 @@ from contextlib import ExitStack, contextmanager
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_dear.collectives.shards import SUMMED_IN_FP32
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Compressor
 from lightning_dear.engine.hooks import before_every_step
@@ -129,6 +130,11 @@ class Pipeline:
         self._first_number, self._shares_groups = first_number, shares_groups
         self._check(optimizers, optimizers, or_else)
         collectives.sums_in_fp32 = training.options.reduce_dtype is not None
+        is_narrow = any(one.dtype in SUMMED_IN_FP32 for one in module.parameters())
+        if collectives.sums_in_fp32 and not is_narrow and training.world.rank == 0:
+            warnings.warn(
+                "reduce_dtype has no effect on fp32 gradients. Leave it out.", stacklevel=2
+            )
         if broadcast_buffers:
             training.broadcast = BufferBroadcast(training.tree, collectives)
         self._version = 0

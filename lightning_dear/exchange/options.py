@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -31,13 +32,13 @@ class ExchangeOptions(Setting):
             still travel in 16 bits. None means in the way of the backend.
 
     Raises:
-        ValueError: If `gather` or `reduce_dtype` is unknown, if a compressor does not fit the other
+        ValueError: If `gather` is unknown, if a compressor does not fit the other
             options, or if decouple is False without gather="gradients".
     """
 
     compressor: Compressor | None = None
     groups: Groups = ()
-    reduce_dtype: str | None = None
+    reduce_dtype: Literal["fp32"] | None = None
 
     def __post_init__(self) -> None:
         if self.gather not in GATHERS:
@@ -52,8 +53,6 @@ class ExchangeOptions(Setting):
                 "decouple=False all-reduces whole gradients, which gather='parameters' has no use"
                 " for: set gather='gradients' with it."
             )
-        if self.reduce_dtype not in (None, "fp32"):
-            raise ValueError(f"reduce_dtype must be 'fp32' or None, got {self.reduce_dtype!r}.")
         if self.reduce_dtype is not None and (self.compressor is not None or not self.decouple):
             raise ValueError(
                 "reduce_dtype='fp32' sums gradients at the owners of their shards. Leave it out, or"

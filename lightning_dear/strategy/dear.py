@@ -65,8 +65,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             bucket); "mgwfbp", "bayesian", "mergecomp", "mergecomp_heuristic" or "auto", which plan
             from measurements; or an instance from `lightning_dear.planning`. With a compressor,
             "mgwfbp" and "auto" cannot be used.
-        bucket_cap_mb: Largest bucket in MiB, with `fusion="threshold"`. None means a size that
-            depends on the world size.
+        bucket_cap_mb: Largest bucket in MiB for "threshold". None: the world size decides.
         gather: What is all-gathered: "parameters", or "gradients" for optimizers that need whole
             tensors (Adafactor, Muon, LARS). With "gradients" every rank steps all parameters, each
             bucket when forward reads it, and has the whole optimizer state. None means parameters,
@@ -82,15 +81,15 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         gradients_in_hooks: Whether `.grad` holds the mean gradient, as under DDP, in hooks that the
             user overrides: `on_after_backward`, `on_before_optimizer_step`,
             `configure_gradient_clipping`, and `optimizer_step` after its closure. Costs one more
-            all-gather in each step with such a hook. False means that `.grad` is None there. In
-            torch's own hooks of the optimizer's step it is always None.
+            all-gather in such steps. False means that `.grad` is None there. In torch's own hooks
+            of the optimizer's step it is always None.
         audit: Whether to raise if forward reads a parameter that is still being gathered. Slow.
         save_distributed_checkpoint: Whether checkpoints are folders, into which every rank writes
             its own part, so that no rank needs memory for the whole optimizer state. Hosts must
             share the file system. Files and folders can be loaded either way, at any world size.
             `python -m lightning_dear.checkpoint.folder FOLDER FILE` converts a folder to a file.
-        check_digests: Whether to check that a loaded checkpoint has the bytes that were written.
-            Each rank then reads a file twice. Files that are not local are not checked.
+        check_digests: Whether to check that a loaded local checkpoint has the bytes that were
+            written. Each rank then reads a file twice.
         find_unused_parameters: Has no effect. Unused parameters always work.
         process_group_backend: "gloo" or "nccl". None means the usual one of the device.
         timeout: Longest wait in a collective, after which the rank raises. None means 30 minutes.

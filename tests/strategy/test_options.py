@@ -89,6 +89,11 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
         ("2", 1.0, True, 0, 3),
         "hops must be (int|1, 2) or None, got {value!r}",
     ),
+    "reduce_dtype": (
+        (None, "fp32"),
+        ("fp16", "float32", 32, True, torch.float32),
+        "Unknown reduce_dtype {value!r}; valid names: fp32, or None",
+    ),
     "process_group_backend": (
         (None, "gloo", "nccl"),
         ("glo", 1, True, "mpi"),

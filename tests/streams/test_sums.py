@@ -47,12 +47,14 @@ def test_16_bits_are_summed_in_fp32(dtype: torch.dtype, size: int) -> None:
 
 
 def test_fp32_is_summed_as_before() -> None:
-    found = run(Training(options=IN_FP32), 3)
+    with pytest.warns(UserWarning, match="reduce_dtype has no effect on fp32"):
+        found = run(Training(options=IN_FP32), 3)
     check(found)
     assert all(map(torch.equal, found.results[0], reference(Training(), 3)))
     assert not any("all-to-all" in launch for launch in found.devices[0].launches)
 
 
+@pytest.mark.filterwarnings("ignore:reduce_dtype has no effect")
 def test_hops_within_a_host_are_refused() -> None:
     with pytest.raises(ValueError, match="hops=2 works only with gloo. Use hops=1"):
         run(Training(options=IN_FP32), 4, ranks_a_host=2)
