@@ -1,4 +1,4 @@
-"""Collectives on gloo: point-to-point messages, each straight from its sender to its receiver."""
+"""Collectives on gloo: point-to-point messages between ranks."""
 
 from __future__ import annotations
 
