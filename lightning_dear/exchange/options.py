@@ -107,8 +107,8 @@ class ExchangeOptions(Setting):
                 " many values travel depends on the gradients, for which with NCCL the host would"
                 " have to wait."
             )
-        is_nccl = not collectives.wait_blocks_host
-        if self.reduce_dtype is not None and is_nccl and collectives.hops == 2:
+        needs_gloo = self.reduce_dtype is not None and collectives.hops == 2
+        if needs_gloo and not collectives.wait_blocks_host:
             raise ValueError(
                 "reduce_dtype='fp32' with hops=2 works only with gloo. Use hops=1: within a host"
                 " NCCL sums 16-bit gradients itself."

@@ -91,9 +91,8 @@ LAUNCHES = [
     ),
     Mutation(
         "waiting for a round before the next one",
-        "PairwiseCollectives._in_rounds",
-        """                self.arriving("other", f"{name}, which ranks pass on", waits)()
-                if""",
+        "PairwiseCollectives._pass_on",
+        "                arrive()\n                if",
         "                if",
         (MANY,),
     ),

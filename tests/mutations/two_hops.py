@@ -19,9 +19,9 @@ GOES_ON = f"{TESTS}::test_residuals_go_on_in_every_layout"
 TWO_HOPS = [
     Mutation(
         "waiting for the first hop before the second",
-        "TwoHopCollectives._two_hops",
-        "            await_first()\n",
-        "",
+        "PairwiseCollectives._pass_on",
+        "                arrive()\n                if",
+        "                if",
         (BITS,),
     ),
     Mutation(
@@ -40,15 +40,15 @@ TWO_HOPS = [
     ),
     Mutation(
         "a thread for each half",
-        "TwoHopCollectives._two_hops",
-        "        key = lane, tag // TAGS_OF_ONE_OPTIMIZER\n",
-        '        key = "", tag // TAGS_OF_ONE_OPTIMIZER\n',
+        "PairwiseCollectives._pass_on",
+        "        key = lane, optimizer\n",
+        '        key = "", optimizer\n',
         (f"{TESTS}::test_a_host_may_gather_long_before_the_other",),
     ),
     Mutation(
         "threads of an optimizer's own",
-        "TwoHopCollectives._two_hops",
-        "        key = lane, tag // TAGS_OF_ONE_OPTIMIZER\n",
+        "PairwiseCollectives._pass_on",
+        "        key = lane, optimizer\n",
         "        key = lane, 0\n",
         (f"{TESTS}::test_two_optimizers_may_launch_in_another_order_on_each_rank",),
     ),

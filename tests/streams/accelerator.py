@@ -223,7 +223,7 @@ class Case:
         within, across = (dist.new_group(ranks) for ranks in ([0, 1], [0, 2]))
         if not self.has_hosts:
             return NativeCollectives(within, within, within, World(0, WORLD_SIZE), *common)
-        groups = [within, across, *[dist.group.WORLD] * 3]
+        groups = [within, across] * 2 + [dist.group.WORLD] * 3
         world = World(0, 2 * WORLD_SIZE, (0, 0, 2, 2))
         return NativeTwoHopCollectives(*groups, world, *common)
 
