@@ -13,9 +13,11 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -179,6 +181,11 @@ class Calls:
     def all_gather_object(self, object_list: list[Any], obj: Any, *, group: Any) -> None:
         """See torch.distributed."""
         object_list[:] = [obj] * len(object_list)
+
+    @contextmanager
+    def _coalescing_manager(self, group: Any, async_ops: bool) -> Iterator[Any]:
+        """Launches each collective by itself: torch's fake tensors know no other launch."""
+        yield SimpleNamespace(wait=lambda: None)
 
 
 class LaterStreams(Streams):
