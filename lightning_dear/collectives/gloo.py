@@ -197,8 +197,8 @@ class PairwiseCollectives(Collectives):
         receives = [self._receive(lane, later, _FLAGS_TAG) for later in rows[1:]]
         later = [partial(go_on, number) for number in range(1, len(rounds))]
         self.ledger["other"] += flags.nbytes * sum(map(len, rounds))
-        work = self._in_rounds(lane, "used parameters", first, later)
-        return work.then(lambda: take_largest([known, *(row for _, row in rows[-1])], flags))
+        finish = partial(take_largest, [known, *(row for _, row in rows[-1])], flags)
+        return self._in_rounds(lane, "used parameters", first, later).then(finish)
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
