@@ -50,20 +50,12 @@ def rounds_of(size: int) -> list[list[int]]:
     return [[1, 2, 3], *([2**power] for power in range(2, (size - 1).bit_length()))]
 
 
-def _parent_and_children(rank: int, size: int) -> tuple[int, list[int]]:
-    """Returns the rank from which `rank` gets rank 0's message, and the ranks it passes it on to.
+def parent_of(rank: int, size: int) -> int:
+    """Returns the rank from which `rank` gets rank 0's message, in the rounds of `rounds_of`.
 
-    In the rounds of `rounds_of` each rank that has the message sends it. Rank 0 is its own parent.
+    In each round all ranks that have the message send it. Rank 0 counts as its own parent.
     """
-    parent, children, reach = 0, list[int](), 1
-    for distances in rounds_of(size):
-        next_reach = reach + max(distances, default=0)
-        if rank < reach:
-            children += [rank + one for one in distances if rank + one < size]
-        elif rank < next_reach:
-            parent = rank % reach
-        reach = next_reach
-    return parent, children
+    return 0 if rank < 4 or size <= _MOST_DIRECT else rank - (1 << rank.bit_length() - 1)
 
 
 class PairwiseCollectives(Collectives):
@@ -202,9 +194,10 @@ class PairwiseCollectives(Collectives):
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
-        lane, tag, rank = "all_gather", _BUFFERS_TAG + index, self.world.rank
-        parent, children = _parent_and_children(rank, self.world.size)
-        rows = [] if rank == 0 else [(parent, buffer)]
+        lane, tag = "all_gather", _BUFFERS_TAG + index
+        rank, size = self.world.rank, self.world.size
+        rows = [] if rank == 0 else [(parent_of(rank, size), buffer)]
+        children = [one for one in range(1, size) if parent_of(one, size) == rank]
         outgoing = [(child, buffer) for child in children]
         first = self._exchange(lane, buffer, rows, outgoing if rank == 0 else [], tag)
         self.ledger["other"] += nbytes_of(outgoing)

@@ -41,11 +41,11 @@ class NativeCollectives(Collectives):
         return self.streams.device
 
     @override
-    def abort(self, *, only_own: bool = False) -> None:
+    def abort(self) -> None:
         self.was_aborted = True
         # Also the default group, in which a forward may wait for other ranks, or a loss that is
         # logged.
-        groups = [*self.device_groups, *([] if only_own else [self.calls.group.WORLD])]
+        groups = *self.device_groups, self.calls.group.WORLD
         # If torch cannot abort, or has done so already, waits end with the timeout.
         with suppress(Exception):
             backends = [

@@ -385,18 +385,15 @@ class Collectives(ABC):
         self.calls.all_gather_object(values, value, group=self.object_group)
         return values
 
-    def abort(self, *, only_own: bool = False) -> None:
+    def abort(self) -> None:
         """After a failure: ends what this rank's device waits for in vain.
 
         Any thread may call. From now on each launch and each wait raises. May block a few seconds.
         Does nothing on gloo, where a wait for a rank that has ended fails by itself.
-
-        Args:
-            only_own: Whether the default process group is left as it is, for a later run.
         """
 
     def leave(self) -> None:
-        """After a failure of this rank: aborts, except in the default process group.
+        """After a failure of this rank: aborts the collectives of this rank, unless it need not.
 
         First waits up to `LEAVE_S` for the device. If it ends all its work, nothing is aborted:
         other ranks may still need the rest of a message. On NCCL they may also never launch what
@@ -406,7 +403,7 @@ class Collectives(ABC):
         waiter.start()
         waiter.join(LEAVE_S)
         if waiter.is_alive():
-            self.abort(only_own=True)
+            self.abort()
 
     def check(self) -> None:
         """Raises `RuntimeError` after `abort`: data that has arrived since may be incomplete."""

@@ -38,7 +38,10 @@ def test_flags_and_buffers_that_ranks_pass_on_change_nothing(
     delays: Delays | None, world_size: int
 ) -> None:
     """As among more than 8 ranks."""
-    with mock.patch.object(gloo, "rounds_of", return_value=[[1], [2]]):
+    rounds = mock.patch.object(gloo, "rounds_of", return_value=[[1], [2]])
+    # Rank 2 gets rank 0's buffers from rank 1, and rank 3 from rank 2.
+    parents = mock.patch.object(gloo, "parent_of", side_effect=lambda rank, _: max(rank - 1, 0))
+    with rounds, parents:
         ours = train_dear("conv", "adamw", 4, delays=delays)
     assert_equal_on_all_ranks(ours)
     assert_equal(ours, train_reference("conv", "adamw", 4, world_size))

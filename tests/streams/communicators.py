@@ -14,6 +14,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Condition
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -329,8 +330,20 @@ class _Together:
         self.collective.wait()
 
 
+class _Default:
+    """The default process group, in which nothing is sent here."""
+
+    def _get_backend(self, device: torch.device) -> _Default:
+        return self
+
+    def abort(self) -> None:
+        """Ends nothing."""
+
+
 class Calls:
     """What stands in for torch.distributed, behind `Strict`, over simulated communicators."""
+
+    group = SimpleNamespace(WORLD=_Default())
 
     def __init__(self) -> None:
         # Parts of the coalesced launch that is being made, behind None; empty: there is none.
