@@ -5,8 +5,6 @@ parameter becomes a view of it, so that an all-gather can write parameters in pl
 contiguous range of the buffer, and a shard is a rank's contiguous 1/world_size of a bucket.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum

@@ -1,7 +1,5 @@
 """Error messages for unknown names, and for libraries that are not installed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib.util import find_spec

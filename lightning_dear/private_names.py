@@ -9,8 +9,6 @@ Private operators such as `torch._foreach_copy_` are not listed, since a call of
 raises at once.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from importlib import import_module

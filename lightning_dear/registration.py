@@ -20,8 +20,6 @@ folders in `MIRRORED` are the mirrored modules themselves. The applications in `
 and the configs always use `lightning`.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Contexts in which the caller's contexts and settings, such as autocast, do not change results."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast

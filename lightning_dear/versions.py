@@ -1,7 +1,5 @@
 """Lists the versions with which this package was tested, and warns if others are installed."""
 
-from __future__ import annotations
-
 import platform
 import re
 import warnings

@@ -7,8 +7,6 @@ torch.save writes a zip archive that states the CRC-32 of each of its records. t
 compare these digests with the data, so `check_records` does.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

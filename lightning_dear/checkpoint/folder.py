@@ -12,8 +12,6 @@ and says in which files the tensors are. torch's own `.metadata` is written for 
 only its presence is checked. It is never read, since it is a pickle that may run code.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import warnings

@@ -4,8 +4,6 @@
 for a checkpoint. The batches are small, so that a rank needs little memory beside the state itself.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence

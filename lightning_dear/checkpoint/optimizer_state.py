@@ -5,8 +5,6 @@ In the latter case a *stand-in* takes the place of each such tensor: a tensor on
 which has the shape, strides and dtype of the whole tensor and no data.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

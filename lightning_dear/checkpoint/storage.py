@@ -5,8 +5,6 @@ is its inverse. Every tensor is stored 1-D, in storage order and in chunks, so t
 write any part of it.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import shutil

@@ -1,7 +1,5 @@
 """A thread that runs calls one after another, so that a caller can ask whether a call has ended."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import weakref

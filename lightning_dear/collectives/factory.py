@@ -8,8 +8,6 @@ waiting for. Two hops on NCCL need four more groups: for each half the ranks of 
 ranks with one place on their hosts. `gloo.py`, `nccl.py` and `two_hops.py` use the groups.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import socket

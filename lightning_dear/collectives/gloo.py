@@ -1,7 +1,5 @@
 """Collectives on gloo: point-to-point messages between ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial

@@ -1,7 +1,5 @@
 """A log of the collectives that this rank has launched, to find a rank that launches others."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence

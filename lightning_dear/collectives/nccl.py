@@ -1,7 +1,5 @@
 """Collectives on NCCL: the backend's own reduce-scatter and all-gather."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import partial

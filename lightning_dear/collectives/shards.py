@@ -1,7 +1,5 @@
 """Equal shards of a flat buffer, and how shards of several ranks become one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """How ranks meet outside the engine's groups: the key-value store, and the default group."""
 
-from __future__ import annotations
-
 import os
 import time
 from datetime import timedelta

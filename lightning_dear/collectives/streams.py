@@ -1,7 +1,5 @@
 """The streams on which a device works, and how one stream waits for another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property

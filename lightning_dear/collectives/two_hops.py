@@ -13,8 +13,6 @@ too: a host's ranks are added up in order, then the hosts in order. NCCL adds up
 an order of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial

@@ -1,7 +1,5 @@
 """The ranks of a training, and which of them share a host."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ world size. A training step runs rounds over all buckets, which `GradientCollect
 a few bytes of each rank that travel with the flags (class `Note`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ module's `_parameters`. Any read or write through it (`self.weight`, `parameters
 put back, so that later reads cost nothing. Reads in C, such as TorchScript's, do not wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Copies the gradients that autograd produces into buckets."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from sys import getrefcount
 

@@ -1,7 +1,5 @@
 """The engine's hooks of gradients and steps, kept before or after the hooks of other code."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -30,8 +30,6 @@ learn of another round from the flags. There the host reads flags only if a para
 this rank or if ranks vote (see `BucketRound`), since reading them blocks it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

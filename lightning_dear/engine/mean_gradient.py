@@ -1,7 +1,5 @@
 """The mean gradient of one optimizer: reduced, measured, clipped and shown before the step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

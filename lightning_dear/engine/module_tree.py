@@ -1,7 +1,5 @@
 """The modules of a model, and a cheap check whether they still hold the same parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter

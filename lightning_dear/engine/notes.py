@@ -5,8 +5,6 @@ the first finds options of optimizers that differ between ranks. An option is an
 parameter group: a learning rate, Adam's betas, weight decay. The second finds other launches.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain

@@ -4,8 +4,6 @@ A bucket is *pending* from the launch of its all-gather (an early bucket: from t
 until a thread has waited for it. It is *complete* when its parameters hold the new values.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager

@@ -28,8 +28,6 @@ recorded, and the plan is made from the order in which they read parameters and 
 file holds what the optimizers of one module share. The engine imports torch, but not Lightning.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -6,8 +6,6 @@ elsewhere, a GRU's flat weights), so that no gate sees them. In later steps such
 waited for before the forward of the module that was running at that read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any

@@ -26,8 +26,6 @@ does. Gathering is not a state of the step: each bucket is gathered on its own, 
 the next forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from enum import Enum
 

@@ -1,7 +1,5 @@
 """Measures one step for planners: when forward reads each parameter, when gradients are ready."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """The parameters that an optimizer trains: found in the module, checked, compared between ranks."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Sequence

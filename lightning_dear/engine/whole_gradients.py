@@ -1,7 +1,5 @@
 """Whole mean gradients in `.grad`, as DistributedDataParallel leaves them there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 

@@ -1,7 +1,5 @@
 """Exchanges move buckets: what is sent in each half, and what is done with it on arrival."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from lightning_dear.compression import Codec, PowerSGD, SparseAllReduce

@@ -4,8 +4,6 @@ The base class `CompressedExchange` looks for inf and nan before gradients are e
 residuals only if the step is made with those gradients.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence

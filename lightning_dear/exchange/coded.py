@@ -18,8 +18,6 @@ have the same bits. Sums are made in fp32 and in rank order; if NCCL sums (encod
 up, or a host's gradients), in NCCL's order. The gather half may also travel uncompressed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial

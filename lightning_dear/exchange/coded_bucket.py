@@ -1,7 +1,5 @@
 """Encodes and decodes one bucket row by row, and sends its bytes to the owners of the shards."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """What a rank keeps of a compressed bucket between steps, whatever the compressor is."""
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -21,8 +21,6 @@ the device to find that a P has arrived. So backward hides the communication of 
 of the Qs.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections import deque

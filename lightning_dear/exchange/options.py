@@ -1,7 +1,5 @@
 """Options of the exchange: what each half carries, and how it is compressed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal

@@ -4,8 +4,6 @@ A master is the copy of a weight that the optimizer steps: in fp32 for a 16-bit 
 for parameters whose differences a compressor encodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any, NamedTuple

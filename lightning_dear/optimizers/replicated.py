@@ -1,7 +1,5 @@
 """Steps the user's optimizer on whole parameters, whose mean gradients every rank has."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy

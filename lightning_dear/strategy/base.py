@@ -1,7 +1,5 @@
 """Base of the strategies for Trainer and Fabric: options, pipelines, methods for the user."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """Writes checkpoint files atomically, and reads checkpoints with checks on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`FailureWatch`: a thread that reads a `FailureBoard`, and ends a rank that never notices."""
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import os

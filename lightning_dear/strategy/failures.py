@@ -9,8 +9,6 @@ If the store is gone, only `agree` raises. All other functions go on without an 
 has the time limit that is documented with it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Checks before training, and raises for what `strategy="dear"` does not support."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from difflib import get_close_matches

@@ -5,8 +5,6 @@ not block. A mark is converted to seconds later. A lane is a kind of collective,
 "all_gather"; see `timeline.py`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

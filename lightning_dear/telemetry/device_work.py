@@ -5,8 +5,6 @@ host. Planners that decide which buckets are compressed, and replays that simula
 need the two times apart. (A replay trains a part of a model and simulates the rest of it.)
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Records what one rank did when, as spans; draws them, and writes them as a Chrome trace."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

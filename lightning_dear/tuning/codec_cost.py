@@ -3,8 +3,6 @@
 The time to start a bucket's messages is measured separately, by `launch_seconds`, and added.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace

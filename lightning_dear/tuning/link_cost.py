@@ -4,8 +4,6 @@ Collectives are measured in trains. A train is several collectives that are laun
 a training step: while one of them starts, the others use the link (the connection to the network).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise

@@ -4,8 +4,6 @@ All ranks use the same plan in the same step: times are those of the slowest ran
 the search, and all ranks use the plans that it decides on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from statistics import median

@@ -5,8 +5,6 @@ use this package. So it must not slow them down (`import lightning_dear` imports
 Lightning), and a failure here must not end them: it only warns.
 """
 
-from __future__ import annotations
-
 import warnings
 
 from hydra.core.config_search_path import ConfigSearchPath

@@ -1,7 +1,5 @@
 """A sparse bucket: what this rank selects of it, sends of it, and keeps of it between steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -20,8 +20,6 @@ so short that sparse messages would save nothing. It is then reduce-scattered to
 all-gathered, or with the baselines that gather nothing all-reduced.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Figures of the last sparse step: how many entries were wanted, selected, sent and kept."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

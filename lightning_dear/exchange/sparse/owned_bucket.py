@@ -4,8 +4,6 @@
 length, so that the host need not read how many entries there are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial
