@@ -290,13 +290,13 @@ atexit.register(end_process_groups)
 
 
 def abort_after_failure() -> None:
-    """At exit after a failure: aborts NCCL's communicators.
+    """At exit after a failure: aborts NCCL's communicators, if the device still waits in them.
 
     Otherwise destroying them would wait for kernels that wait for other ranks in vain.
     """
     for collectives in alive:
         if collectives.was_discarded or _is_failing():
-            collectives.abort()
+            collectives.abort_if_stuck()
 
 
 def _is_failing() -> bool:

@@ -20,7 +20,7 @@ _FLAGS_TAG = 1 << 29
 _BUFFERS_TAG = 1 << 30
 
 _MOST_DIRECT = 8
-"""Largest number of ranks at which each rank sends flags straight to all others."""
+"""Largest number of ranks at which flags and module buffers go straight to all ranks."""
 
 RankRows = Sequence[tuple[int, Tensor]]
 """Pairs (rank, row); the row is sent to that rank, or received from it."""
@@ -37,9 +37,9 @@ def by_source(rows: RankRows) -> list[Tensor]:
 
 
 def rounds_of(size: int) -> list[list[int]]:
-    """Returns the rounds in which every rank hears of all ranks: the distances it sends to in each.
+    """Returns the rounds in which every rank hears of all ranks, each as a list of distances.
 
-    Rank r sends to rank (r + distance) mod P. Up to `_MOST_DIRECT` ranks there is one round.
+    Rank r sends to the ranks (r + distance) mod P. Up to `_MOST_DIRECT` ranks there is one round.
     Otherwise a rank has heard of 4 ranks after the first round, and of twice as many after each
     further one. A rank sends ceil(log2 P) + 1 messages, in one round less than ceil(log2 P).
     """
@@ -51,7 +51,8 @@ def rounds_of(size: int) -> list[list[int]]:
 def parent_of(rank: int, size: int) -> int:
     """Returns the rank from which `rank` gets rank 0's message, in the rounds of `rounds_of`.
 
-    In each round all ranks that have the message send it. Rank 0 counts as its own parent.
+    Rank 0 sends to ranks 1 to 3. Every further rank's parent has that rank's number without the
+    highest bit. Rank 0 counts as its own parent.
     """
     return 0 if rank < 4 or size <= _MOST_DIRECT else rank - (1 << rank.bit_length() - 1)
 

@@ -4,7 +4,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from itertools import combinations
+from itertools import combinations, product
 from typing import NamedTuple
 
 import torch
@@ -59,9 +59,10 @@ Report = Sequence[tuple[int, Logged]]
 """Pairs (number, launch); see `LaunchLog.report`."""
 
 
-LastLaunches = Sequence[tuple[str, int, bool]]
-"""Triples (launch, how often it was launched by then, whether ranks may launch it earlier or later
-than other launches), in order; see `LaunchLog.last`."""
+LastLaunches = Sequence[tuple[str, int, int, bool]]
+"""Tuples, in order: launch, how often it was launched by then, number of the optimizer with whose
+launches it keeps its order, whether ranks may launch it earlier or later. See `LaunchLog.last`. The
+number `_ALL` means that the launch keeps its order with all others."""
 
 
 class _Kind:
@@ -91,8 +92,8 @@ class LaunchLog:
     Where messages are matched by order, all ranks must launch in one order, and the number depends
     on the order. Where they are matched by tag, ranks may launch in other orders, and the number is
     a sum. There the launches of each optimizer are counted apart, because ranks may launch those of
-    two optimizers in another order. A gather of weights counts when its bucket is next reduced,
-    because ranks may launch these gathers before or after the flags of a step.
+    two optimizers in another order. Ranks may launch a gather of weights before or after a round of
+    its step, so it counts only when the bucket is reduced in the next step (`count_gathers`).
 
     Args:
         matches_by_tag: Whether the backend matches most messages by tag (gloo).
@@ -100,7 +101,7 @@ class LaunchLog:
 
     def __init__(self, *, matches_by_tag: bool) -> None:
         self._matches_by_tag = matches_by_tag
-        # Optimizer -> the number, of launches that messages' order and tags match.
+        # Optimizer -> number of the launches that are matched by order, and of those by tag.
         self._orders, self._sums = Counter[int](), Counter[int]()
         self._kinds: dict[Logged, _Kind] = {}
         # Tag -> gathers of weights that do not count yet.
@@ -127,8 +128,13 @@ class LaunchLog:
             elif launch.group:
                 self._gathers.setdefault(launch.tag, []).append(kind)
             else:
-                for one in (kind, *self._gathers.pop(launch.tag, ())):
-                    self._count(one, kind.owner)
+                self._count(kind, kind.owner)
+
+    def count_gathers(self, tag: int) -> None:
+        """Counts the gathers of the bucket with this tag. Called when a step first reduces it."""
+        with self._lock:
+            for kind in self._gathers.pop(tag, ()):
+                self._count(kind, kind.owner)
 
     def _count(self, kind: _Kind, owner: int) -> None:
         kind.counted += 1
@@ -162,13 +168,16 @@ class LaunchLog:
     def last(self) -> LastLaunches:
         """Returns the last launches, for `divergence`. Any thread may call.
 
-        Ranks may launch gathers of weights earlier or later, where messages are matched by tag.
+        Where messages are matched by tag, ranks may launch messages of two optimizers in another
+        order, and gathers of weights earlier or later.
         """
         with self._lock:
-            last = [(one.launch, count) for _, one, count in self._last]
+            last = [(one.launch, count, one.owner) for _, one, count in self._last]
         return [
-            (str(one), count, one.has_tag and one.group > 0 and one.tag < BUCKET_TAGS)
-            for one, count in last
+            (str(one), count, owner, one.group > 0 and one.tag < BUCKET_TAGS)
+            if one.has_tag
+            else (str(one), count, _ALL, False)
+            for one, count, owner in last
         ]
 
 
@@ -210,18 +219,21 @@ def divergence(last: Mapping[int, LastLaunches]) -> str | None:
         last: Rank -> what `LaunchLog.last` has returned there.
     """
     for one, other in combinations(sorted(last), 2):
-        own, their = _lacking(last[one], last[other]), _lacking(last[other], last[one])
-        if own and their and not all(is_any_time for *_, is_any_time in (*own, *their)):
-            return (
-                f"Ranks may have launched different messages: rank {one} {own[0][0]}, and rank"
-                f" {other} {their[0][0]}. Call backward, step and what exchanges equally often and"
-                " in the same order on all ranks."
-            )
+        lacking = _lacking(last[one], last[other]), _lacking(last[other], last[one])
+        for (own, _, order, is_free), (their, _, other_order, is_other_free) in product(*lacking):
+            keep_one_order = order == other_order or _ALL in (order, other_order)
+            if keep_one_order and not (is_free and is_other_free):
+                return (
+                    f"Ranks may have launched different messages: rank {one} {own}, and rank"
+                    f" {other} {their}. Call backward, step and what exchanges equally often and"
+                    " in the same order on all ranks."
+                )
     return None
 
 
 def _lacking(launches: LastLaunches, others: LastLaunches) -> LastLaunches:
     """Returns those `launches` that are known to be missing in another rank's `others`."""
-    counts = {launch: count for launch, count, _ in others}
-    # If the other rank's list has none of them, they may be older than the list.
-    return [one for one in launches if counts.get(one[0], one[1] - (one[1] == 1)) < one[1]]
+    counts = {launch: count for launch, count, *_ in others}
+    # If the other rank's list has none of them, they may be older than the list, unless this was
+    # the first one.
+    return [one for one in launches if counts.get(one[0], one[1] if one[1] > 1 else 0) < one[1]]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -72,8 +73,11 @@ class NativeCollectives(Collectives):
         manager = getattr(self.calls, private_names.COALESCING.name, None)
         with nullcontext() if manager is None else manager(group, async_ops=True) as together:
             parts = [self.start(call, group, *both, tag=tag) for both in pairs]
-        # A part of one kernel has no work of its own. Its tensors must be held all the same.
-        return [*chain(*parts)] if together is None else [(None, together, parts)]
+        if together is None:
+            return [*chain(*parts)]
+        # torch's manager takes no time limit. A part of one kernel has no work of its own, but its
+        # tensors must be held all the same.
+        return [(None, SimpleNamespace(wait=lambda *_: together.wait()), parts)]
 
     @override
     def launch_reduce_scatter(
@@ -81,7 +85,7 @@ class NativeCollectives(Collectives):
     ) -> Work:
         own = shard_of(buffer, self.world.rank, self.world.size)
         if self.sums_in_fp32 and buffer.dtype in SUMMED_IN_FP32:
-            # As many bytes as a reduce-scatter sends, and gloo's sums, bit for bit.
+            # As many bytes as a reduce-scatter sends. The sum is rounded once.
             incoming = received.view(self.world.size, -1)
             finish = partial(sum_in_source_order, [*incoming], out)
             return self.launch_all_to_all(buffer.view_as(incoming), incoming, tag).then(finish)

@@ -392,12 +392,12 @@ class Collectives(ABC):
         Does nothing on gloo, where a wait for a rank that has ended fails by itself.
         """
 
-    def leave(self) -> None:
-        """After a failure of this rank: aborts the collectives of this rank, unless it need not.
+    def abort_if_stuck(self) -> None:
+        """After a failure of this rank: waits for the device, and aborts if it does not end.
 
-        First waits up to `LEAVE_S` for the device. If it ends all its work, nothing is aborted:
-        other ranks may still need the rest of a message. On NCCL they may also never launch what
-        this rank has launched, and the device would wait for them until the timeout.
+        The device has `LEAVE_S`. If it ends all its work, nothing is aborted, since other ranks may
+        still need the rest of a message. On NCCL other ranks may also never launch what this rank
+        has launched. Then the device would wait for them until the timeout.
         """
         waiter = threading.Thread(target=self.streams.synchronize, daemon=True)
         waiter.start()

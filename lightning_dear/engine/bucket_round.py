@@ -245,6 +245,8 @@ class BucketRound:
         if not self.weight.own:
             # This rank's gradients do not count. Multiplied by 0, inf would have become nan.
             bucket.gradients.zero_()
+        if not self.has_means:
+            self._collectives.log.count_gathers(self._exchange.tag_of(bucket))
         work = self.launched[bucket.number] = self._exchange.launch_reduce(bucket)
         if bucket.number in self.watched:
             work.await_in(self._waiter.submit)

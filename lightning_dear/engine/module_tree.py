@@ -23,16 +23,15 @@ def ignored_names(module: Module) -> frozenset[str]:
 def other_forward(own: Mapping[str, Any]) -> Any:
     """Returns what was put in the place of a module's forward, such as a CUDA graph's replay.
 
-    None means that the module has the forward of its class. While Fabric or a Lightning strategy
-    redirects the call of a method through forward, that counts as the forward of the class.
+    None means that the module has the forward, or another method, of its class. While Fabric or a
+    Lightning strategy redirects the call of a method through forward, that counts as such.
 
     Args:
         own: The module's `__dict__`.
     """
     forward = own.get("forward")
-    is_own = getattr(forward, "__func__", None) is getattr(
-        type(getattr(forward, "__self__", None)), "forward", forward
-    )
+    its_class, name = type(getattr(forward, "__self__", None)), getattr(forward, "__name__", "")
+    is_own = getattr(forward, "__func__", None) is getattr(its_class, name, forward)
     package = str(getattr(forward, "__module__", "")).partition(".")[0]
     return None if is_own or package in _LIGHTNING else forward
 

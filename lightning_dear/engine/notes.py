@@ -233,7 +233,11 @@ class LaunchDigest(Digest):
             "Ranks have launched different messages. Call backward, step, and what exchanges"
             " (clipping, grad_norm(), whole_gradients(), optimizer_state()) equally often and in"
             " the same order on all ranks. "
-            + (f"The first difference: {first}." if first else "It is older than the last 64.")
+            + (
+                f"The first difference: {first}."
+                if first
+                else "The last 64 do not show which ones."
+            )
         )
 
 

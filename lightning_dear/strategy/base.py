@@ -111,7 +111,8 @@ class PipelineStrategy(ABC):
         # With two hops a rank sends rows to few other ranks, so it need not open connections to all
         # ranks now.
         has_two = self._hops == 2 and self._options.encodes_row_by_row
-        sends_rows = self._options.compressor is not None and not has_two
+        is_split = self._options.compressor is not None or self._options.reduce_dtype is not None
+        sends_rows = is_split and not has_two
         node = host.node_rank, host.local_rank
         return new_collectives(
             host.root_device, host._timeout, sends_rows=sends_rows, hops=self._hops, node=node

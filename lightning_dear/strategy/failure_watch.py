@@ -89,7 +89,7 @@ class FailureWatch:
         self.board = board
         self.on_asked: Callable[[int], object] = int
         self.on_failed: Callable[[], object] = int
-        self._on_left: Callable[[], object] = int
+        self._on_closed: Callable[[], object] = int
         self._timeout_s = timeout.total_seconds()
         self._end_s = time.monotonic() + self._timeout_s + RAISING_S
         self._has_noticed = False
@@ -105,7 +105,7 @@ class FailureWatch:
         To be called when a run's collectives have been made.
         """
         self.on_failed = collectives.abort
-        self._on_left = collectives.leave
+        self._on_closed = collectives.abort_if_stuck
         self.board.launches = collectives.log.last
 
     def handle(self, exception: BaseException, asked: str = "") -> None:
@@ -130,12 +130,12 @@ class FailureWatch:
     def close(self) -> None:
         """Ends the watch, since the run is over on this rank, and nothing more is to be saved.
 
-        After an exception it also leaves the collectives (`Collectives.leave`), which may block a
-        few seconds.
+        After an exception it also calls `Collectives.abort_if_stuck`, which may block a few
+        seconds.
         """
         self._is_over.set()
         if self.board.has_failed:
-            self._on_left()
+            self._on_closed()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Makes copies and unpickled objects, needed only before a run, watch nothing."""
@@ -182,6 +182,9 @@ class FailureWatch:
             self.board.seen or why,
         )
         dump_stacks()
-        dump_flight_record(self.board.rank)
+        # In a thread, since this process must end even if torch does not answer.
+        dump = threading.Thread(target=dump_flight_record, args=(self.board.rank,), daemon=True)
+        dump.start()
+        dump.join(ABORT_S)
         # An exception in this thread would not end the thread that hangs.
         os._exit(1)

@@ -43,8 +43,8 @@ WATCH_POLL_S = 0.5
 """Seconds between two reads of the board. Each read sends one small message to the store."""
 
 _NUM_TRIPS = 6
-"""Round trips to the store that are added to both. While a rank waits for another rank's line, that
-rank's poll, its reading, its line, and this rank's own reading need up to five."""
+"""Every wait at the store lasts this many round trips longer. While a rank waits for another rank's
+line, that rank's poll, its reading, its line, and this rank's own reading need up to five."""
 
 POLL_S = 0.05
 
@@ -61,6 +61,8 @@ _CONSEQUENCE = re.compile(
 
 _CLOSED_BY = re.compile(r"connection closed by rank (\d+)")
 """Matches errors of this package's collectives that name the peer that is gone."""
+
+_keeping = threading.Lock()
 
 _UNREADABLE = (
     "No rank's report can be read: rank 0, which keeps them, is gone, stopped or out of reach. See"
@@ -114,9 +116,8 @@ class Line(NamedTuple):
         rank: Rank that wrote it.
         kind: "cause" (its failure), "consequence" (its failure, which another rank has caused),
             "left" (it has ended without failing), "alive" (it lives, and has noticed a failure),
-            "launches" (what it has launched last, see `pack`), "stop" (its wish to stop) or
-            "suspicion" (which rank it suspects).
-        text: The failure, the sentence, the launches, or the wish. Empty for "alive".
+            "stop" (its wish to stop) or "suspicion" (which rank it suspects).
+        text: The failure, the sentence or the wish. Empty for "alive".
     """
 
     rank: int
@@ -142,7 +143,8 @@ class FailureBoard:
         asked: The largest wish to stop that this rank knows, as in `StopRequest`. 0 means no wish.
         launches: Returns what this rank has launched last, as `LaunchLog.last`. At first it returns
             no launches; to be assigned to. Any thread may call it.
-        trip_s: Seconds that the last message to the store and back took. 0 before the first one.
+        trip_s: Seconds that the last message to the store and back took, at most 1. 0 before the
+            first one.
     """
 
     def __init__(self, attempt: str = "", rank: int = 0, world_size: int = 1) -> None:
@@ -182,8 +184,8 @@ class FailureBoard:
         """Writes a failure on the board. The first one with a cause of its own becomes `seen`."""
         message = self._own = describe(exception)
         kind = "consequence" if is_consequence(exception) else "cause"
-        lines = Line(rank, kind, message), Line(rank, "launches", pack(self.launches()))
-        self._ask(lambda store: self._write(store, *lines))
+        line = Line(rank, kind, message)
+        self._ask(lambda store: [self._write_launches(store), self._write(store, line)])
 
     def leave(self, how: str) -> None:
         """Writes on the board why this rank has ended without failing, for ranks that still wait.
@@ -194,10 +196,16 @@ class FailureBoard:
         line = Line(self.rank, "left", f"Rank {self.rank} {how}")
         self._ask(lambda store: self._write(store, line))
 
-    def _write(self, store: Any, *lines: Line) -> bool:
-        """Appends lines, and reads all lines. Returns True: the store has answered."""
-        store.append(self._key("lines"), "".join(f"{json.dumps(line)}\n" for line in lines))
+    def _write(self, store: Any, line: Line) -> bool:
+        """Appends a line, and reads all lines. Returns True: the store has answered."""
+        store.append(self._key("lines"), f"{json.dumps(line)}\n")
         self.read(store)
+        return True
+
+    def _write_launches(self, store: Any) -> bool:
+        """Appends what this rank has launched last to another key, which is read only once."""
+        line = self.rank, pack(self.launches())
+        store.append(self._key("launches"), f"{json.dumps(line)}\n")
         return True
 
     def read(self, store: Any) -> bool:
@@ -208,15 +216,16 @@ class FailureBoard:
         begin_s = time.monotonic()
         # As long as nothing has happened, this is the only message to the store.
         has_lines = store.check([self._key("lines")])
-        self.trip_s = time.monotonic() - begin_s
+        self.trip_s = min(time.monotonic() - begin_s, 1.0)
         if has_lines:
             lines = map(json.loads, store.get(self._key("lines")).decode().splitlines())
             read = [Line(rank, kind, _in_one_line(text)) for rank, kind, text in lines]
-            # Another thread may have read more lines meanwhile.
-            self._lines = max(self._lines, read, key=len)
-        causes = [Failure(one.rank, one.text) for one in self._lines if one.kind == "cause"]
-        self.seen = causes[0] if causes else None
-        return bool(causes)
+            with _keeping:
+                # Another thread may have read more lines meanwhile.
+                self._lines = max(self._lines, read, key=len)
+        causes = (Failure(one.rank, one.text) for one in self._lines if one.kind == "cause")
+        self.seen = next(causes, None)
+        return self.seen is not None
 
     def _texts(self, *kinds: str) -> dict[int, str]:
         """Returns rank -> text of its last line of these kinds."""
@@ -234,15 +243,15 @@ class FailureBoard:
         stop, writes it on the board. Otherwise reads another rank's wish into `asked`.
         """
         self.read(store)
-        if self.asked > max(map(int, self._texts("stop").values()), default=0):
+        told = max(map(int, self._texts("stop").values()), default=0)
+        if self.asked > told:
             self._write(store, Line(self.rank, "stop", str(self.asked)))
-        if not self.asked:
-            self.asked = max(map(int, self._texts("stop").values()), default=0)
+        self.asked = self.asked or told
         if not self._texts("cause", "consequence"):
             return False
         if self.rank not in self._texts(*_SIGNS_OF_LIFE):
-            launches = Line(self.rank, "launches", pack(self.launches()))
-            self._write(store, Line(self.rank, "alive", ""), launches)
+            self._write_launches(store)
+            self._write(store, Line(self.rank, "alive", ""))
         return True
 
     def blame(self, exception: BaseException) -> str | None:
@@ -341,10 +350,15 @@ class FailureBoard:
             return (said or [_UNREADABLE])[0]
         sentence = self._suspect(self._texts("cause", "consequence"), self._texts("left"))
         if not self._mute:
-            launches = {rank: unpack(text) for rank, text in self._texts("launches").items()}
-            sentence = " ".join(filter(None, [divergence(launches), sentence]))
+            sentence = " ".join(filter(None, [self._ask(self._divergence), sentence]))
         self._ask(lambda store: self._write(store, Line(self.rank, "suspicion", sentence)))
         return sentence
+
+    def _divergence(self, store: Any) -> str:
+        """Returns `divergence` of what ranks have launched last; "" where it is None."""
+        has_lines = store.check([key := self._key("launches")])
+        lines = store.get(key).decode().splitlines() if has_lines else ()
+        return divergence({rank: unpack(text) for rank, text in map(json.loads, lines)}) or ""
 
     def _suspect(self, failed: dict[int, str], left: dict[int, str]) -> str:
         """Guesses from the ranks' reports which rank is gone, has ended, is cut off or hangs.

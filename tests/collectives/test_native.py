@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_dear.collectives import factory
+from lightning_dear.collectives import work as work_module
 from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.two_hops import NativeTwoHopCollectives
 from lightning_dear.collectives.work import Work
@@ -150,12 +152,20 @@ def test_after_an_abort_whatever_is_launched_or_waited_for_raises(
         assert is_consequence(raised.value)
 
 
-def test_who_has_failed_aborts_before_its_groups_are_destroyed() -> None:
+def test_who_has_failed_aborts_before_its_groups_are_destroyed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     log: list[str] = []
     group: Any = _Group(log)
     collectives = NativeCollectives(group, group, None, World(0, 2), _calls(group))
+    collectives.discard()
     factory.abort_after_failure()
-    assert not log
+    assert not log, "its device is idle"
+    monkeypatch.setattr(work_module, "LEAVE_S", 0.1)
+    monkeypatch.setattr(type(collectives.streams), "synchronize", lambda self: time.sleep(1))
+    collectives.was_discarded = False
+    factory.abort_after_failure()
+    assert not log, "it has not failed"
     collectives.discard()
     factory.abort_after_failure()
     assert log == ["start", "abort", "abort", "abort", "end"]

@@ -113,6 +113,28 @@ def test_ranks_may_step_different_buckets_early() -> None:
 
 
 @distributed(world_sizes=(2,))
+def test_ranks_may_gather_an_early_bucket_before_or_after_a_late_round() -> None:
+    run = Run("sgd")
+    run.step(0)
+    last = run.part.plan.buckets[run.part.plan.reduce_order[-1]].slices[0].tensor
+    if dist.get_rank() == 1:
+        run.part._step_early = lambda: None
+
+    def read_again(model: nn.Module) -> None:
+        [*model.parameters()][last].square().sum().backward()
+
+    run.in_backward = read_again
+    for step in range(1, NUM_STEPS):
+        run.step(step)
+    run.pipeline.complete_parameters("comparing")
+    assert (max(run.num_early) > 0) == (dist.get_rank() == 0)
+    found = [torch.empty(0)] * 2
+    dist.all_gather_object(found, flat(run.model))
+    assert torch.equal(*found)
+    run.pipeline.detach()
+
+
+@distributed(world_sizes=(2,))
 def test_a_backward_in_progress_still_reads_the_old_weights() -> None:
     run = Run("sgd")
     run.step(0)

@@ -11,7 +11,7 @@ from lightning_dear import private_names
 from lightning_dear.private_names import PrivateName
 from tests.streams.communicators import Calls, Communicator
 from tests.streams.ranks import Rank, on_simulated_cuda
-from tests.streams.trainings import NUM_STEPS, Training, reference, run
+from tests.streams.trainings import NUM_STEPS, OnDevice, Training, reference, run, train
 
 
 def _counts(size: int) -> Counter[str]:
@@ -32,6 +32,19 @@ def test_the_number_of_launches_does_not_grow_with_the_hosts() -> None:
 
 
 WAYS = ("within", "across")
+
+
+def _give_up(trained: OnDevice, step: int) -> None:
+    trained.pipeline.collectives.has_given_up = step > 0
+
+
+def test_after_a_failure_its_wait_ends_like_all_others() -> None:
+    """From then on waits get a time limit, which torch's own class does not take."""
+    found = on_simulated_cuda(
+        lambda rank: train(Training(), rank, hook=_give_up), 4, ranks_a_host=2
+    )
+    found.check()
+    assert len(found.results) == 4
 
 
 def test_a_torch_without_coalescing_launches_once_for_each_host(
