@@ -5,7 +5,7 @@ parameter becomes a view of it, so that an all-gather can write parameters in pl
 contiguous range of the buffer, and a shard is a rank's contiguous 1/world_size of a bucket.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_dear.planning.plan import BucketPlan, BucketSpec
-from lightning_dear.torch_modes import plain_mode, saves_calls
+from lightning_dear.torch_modes import saves_calls
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 """dtypes whose parameters are stepped as fp32 masters: 16 bits would round small updates away."""
@@ -32,8 +32,6 @@ class Role(Enum):
         -------------------  ----------------------  ------------------  --------------------------
         SHARDED              in all other cases      its shard           `replica` itself
         SHARDED_MASTERS      same, 16-bit parameters its shard, in fp32  a copy
-        EARLY                the plan calls it early its shard           a copy
-        EARLY_MASTERS        same, 16-bit parameters its shard, in fp32  a copy
         LAGGING              differences are encoded its shard           a copy, ahead of `replica`
         LAGGING_MASTERS      same, 16-bit parameters its shard, in fp32  a copy, ahead of `replica`
         REPLICATED           it is all-reduced       all of the bucket   `replica` itself
@@ -43,23 +41,19 @@ class Role(Enum):
 
     With 16-bit parameters `mean` is an fp32 tensor of its own; otherwise it is a view of
     `gradients`. In a SCATTERED bucket `mean` is 0 outside this rank's region until the sums of all
-    regions have arrived. In EARLY buckets `landing` is a tensor of its own, since backward still
-    reads the old parameters; in others it is `parameters` itself. `published` is empty except in
-    LAGGING buckets. A REPLICATED bucket is not gathered.
+    regions have arrived. `published` is empty except in LAGGING buckets. A REPLICATED bucket is not
+    gathered.
 
     Attributes:
         has_master: Whether `shard` is a copy that checkpoints save, since it is more exact than
             `replica`: an fp32 master, or the shard of a bucket that lags.
         lags: Whether `replica` differs from `shard` by what encoding has left out so far.
-        is_staged: Whether gathered parameters arrive in `landing`, from which `land` copies them.
         is_all_reduced: Whether the reduce half gives every rank the mean of the whole bucket.
         is_whole: Whether every rank steps all of the bucket.
     """
 
     SHARDED = ()
     SHARDED_MASTERS = ("has_master",)
-    EARLY = ("is_staged",)
-    EARLY_MASTERS = ("is_staged", "has_master")
     LAGGING = ("lags", "has_master")
     # `__init__` does not read "has_16_bits". Without it this value would equal that of LAGGING, and
     # Enum would make this member an alias of LAGGING.
@@ -70,8 +64,7 @@ class Role(Enum):
 
     def __init__(self, *facts: str) -> None:
         self.has_master, self.lags = "has_master" in facts, "lags" in facts
-        self.is_staged, self.is_whole = "is_staged" in facts, "is_whole" in facts
-        self.is_all_reduced = "is_all_reduced" in facts
+        self.is_whole, self.is_all_reduced = "is_whole" in facts, "is_all_reduced" in facts
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +85,6 @@ class Bucket:
         shard: Values of the range of `replica`, which the optimizer steps.
         published: Copy of `replica` with the values that all ranks had last. Empty unless it lags.
         mean: Mean gradient of `shard`, once the reduce half was waited for.
-        landing: Buffer in which gathered parameters arrive.
     """
 
     number: int
@@ -104,7 +96,6 @@ class Bucket:
     replica: Tensor
     shard: Tensor
     mean: Tensor
-    landing: Tensor
     published: Tensor
 
     @cached_property
@@ -120,9 +111,7 @@ class Bucket:
 
     def publish(self) -> None:
         """Copies the stepped `shard` to the buffer that is gathered, unless it is part of it."""
-        if self.role.is_staged:
-            self.landing[self.own].copy_(self.shard)
-        elif self.role.has_master:
+        if self.role.has_master:
             self.replica.copy_(self.shard)
 
     def lag(self, out: Tensor) -> Tensor:
@@ -143,12 +132,6 @@ class Bucket:
         if self.role.lags:
             self.published.copy_(self.replica)
 
-    def land(self) -> None:
-        """Copies gathered parameters from `landing`, if staged. May be called under autocast."""
-        if self.role.is_staged:
-            with plain_mode(self.parameters.device.type):
-                self.parameters.copy_(self.landing)
-
     def adopt_writes(self) -> None:
         """Copies the elements of `replica` that the user has written to into `shard`.
 
@@ -166,8 +149,6 @@ class Bucket:
         elif self.role.has_master:
             is_own = self.replica == self.shard.to(self.replica.dtype)
             torch.where(is_own, self.shard, self.replica, out=self.shard)
-        elif self.role.is_staged:
-            self.shard.copy_(self.replica)
 
     def adopt_gradients(self) -> None:
         """Copies elements of `gradients` that the user has changed into an fp32 master's `mean`."""
@@ -263,13 +244,10 @@ class FlatBuffers:
         return [placement for placement in self.placements if placement.was_replaced()]
 
     @torch.no_grad()
-    def adopt_writes(self, but: Collection[int] = ()) -> bool:
+    def adopt_writes(self) -> bool:
         """Takes over values that the user wrote to parameters, or set as new `data` of them. Local.
 
         `parameter.data` becomes a view of the flat buffer again.
-
-        Args:
-            but: Numbers of stepped buckets, whose `shard` is newer than what the user has written.
 
         Returns:
             Whether the `data` of a parameter was replaced.
@@ -279,8 +257,7 @@ class FlatBuffers:
             placement.view.copy_(placement.parameter.data)
             placement.parameter.data = placement.view
         for bucket in self.buckets:
-            if bucket.number not in but:
-                bucket.adopt_writes()
+            bucket.adopt_writes()
         return bool(replaced)
 
 
@@ -366,14 +343,13 @@ def _bucket(
 ) -> Bucket:
     """Returns a bucket with the tensors that its role needs; see the table of `Role`."""
     replica, mean = parameters[own], gradients[own]
-    shard = torch.empty_like(replica) if role.lags or role.is_staged else replica
+    shard = torch.empty_like(replica) if role.lags else replica
     if parameters.dtype in LOW_PRECISION:
         shard = torch.empty_like(replica, dtype=torch.float32)
         mean = torch.empty_like(shard)
-    landing = torch.empty_like(parameters) if role.is_staged else parameters
     published = torch.empty_like(replica) if role.lags else replica[:0]
     views = parameters, gradients, scratch, replica
-    return Bucket(number, spec, role, *views, shard, mean, landing, published)
+    return Bucket(number, spec, role, *views, shard, mean, published)
 
 
 def _move_data(

@@ -59,10 +59,10 @@ Report = Sequence[tuple[int, Logged]]
 """Pairs (number, launch); see `LaunchLog.report`."""
 
 
-LastLaunches = Sequence[tuple[str, int, int, bool]]
-"""Tuples, in order: launch, how often it was launched by then, number of the optimizer with whose
-launches it keeps its order, whether ranks may launch it earlier or later. See `LaunchLog.last`. The
-number `_ALL` means that the launch keeps its order with all others."""
+LastLaunches = Sequence[tuple[str, int, int]]
+"""Triples, in order: launch, how often it was launched by then, number of the optimizer with whose
+launches it keeps its order. See `LaunchLog.last`. The number `_ALL` means that the launch keeps its
+order with all others."""
 
 
 class _Kind:
@@ -76,14 +76,13 @@ class _Kind:
         hash: Its hash, the same on all ranks.
         owner: Number of the optimizer whose bucket it is of. `_ALL` if it is of no bucket.
         times: How often it was launched.
-        counted: How many of them count.
     """
 
     def __init__(self, launch: Logged) -> None:
         self.launch, self.hash = launch, hash_of(repr(launch))
         is_of_bucket = not launch.tag & BUCKET_TAGS and launch.tag < _OTHER_TAGS
         self.owner = launch.tag % BUCKET_TAGS // TAGS_OF_ONE_OPTIMIZER if is_of_bucket else _ALL
-        self.times = self.counted = 0
+        self.times = 0
 
 
 class LaunchLog:
@@ -92,8 +91,7 @@ class LaunchLog:
     Where messages are matched by order, all ranks must launch in one order, and the number depends
     on the order. Where they are matched by tag, ranks may launch in other orders, and the number is
     a sum. There the launches of each optimizer are counted apart, because ranks may launch those of
-    two optimizers in another order. Ranks may launch a gather of weights before or after a round of
-    its step, so it counts only when the bucket is reduced in the next step (`count_gathers`).
+    two optimizers in another order.
 
     Args:
         matches_by_tag: Whether the backend matches most messages by tag (gloo).
@@ -104,8 +102,6 @@ class LaunchLog:
         # Optimizer -> number of the launches that are matched by order, and of those by tag.
         self._orders, self._sums = Counter[int](), Counter[int]()
         self._kinds: dict[Logged, _Kind] = {}
-        # Tag -> gathers of weights that do not count yet.
-        self._gathers: dict[int, list[_Kind]] = {}
         # Number of the launch, its kind, and how often it was launched by then.
         self._last: deque[tuple[int, _Kind, int]] = deque(maxlen=_NUM_KEPT)
         self._num_launched = 0
@@ -120,28 +116,11 @@ class LaunchLog:
             self._num_launched += 1
             kind.times += 1
             self._last.append((self._num_launched, kind, kind.times))
-            if not self._matches_by_tag:
-                self._count(kind, _ALL)
-            elif launch.tag >= BUCKET_TAGS:
-                # Ranks launch it at the same place between two messages of flags.
-                self._count(kind, kind.owner)
-            elif launch.group:
-                self._gathers.setdefault(launch.tag, []).append(kind)
+            owner = kind.owner if self._matches_by_tag else _ALL
+            if launch.has_tag:
+                self._sums[owner] += kind.hash
             else:
-                self._count(kind, kind.owner)
-
-    def count_gathers(self, tag: int) -> None:
-        """Counts the gathers of the bucket with this tag. Called when a step first reduces it."""
-        with self._lock:
-            for kind in self._gathers.pop(tag, ()):
-                self._count(kind, kind.owner)
-
-    def _count(self, kind: _Kind, owner: int) -> None:
-        kind.counted += 1
-        if kind.launch.has_tag:
-            self._sums[owner] += kind.hash
-        else:
-            self._orders[owner] = (self._orders[owner] * _FACTOR + kind.hash) & _MASK
+                self._orders[owner] = (self._orders[owner] * _FACTOR + kind.hash) & _MASK
 
     def total(self, optimizer: int) -> int:
         """Returns the number that is equal on ranks that have launched alike, from 0 to 2^64 - 1.
@@ -163,21 +142,19 @@ class LaunchLog:
             if not self._matches_by_tag:
                 return [(number, kind.launch) for number, kind, _ in self._last]
             kinds = [one for one in self._kinds.values() if one.owner in (optimizer, _ALL)]
-            return [(one.counted, one.launch) for one in kinds if one.counted]
+            return [(one.times, one.launch) for one in kinds]
 
     def last(self) -> LastLaunches:
         """Returns the last launches, for `divergence`. Any thread may call.
 
         Where messages are matched by tag, ranks may launch messages of two optimizers in another
-        order, and gathers of weights earlier or later.
+        order.
         """
         with self._lock:
-            last = [(one.launch, count, one.owner) for _, one, count in self._last]
+            last = [(one, count) for _, one, count in self._last]
         return [
-            (str(one), count, owner, one.group > 0 and one.tag < BUCKET_TAGS)
-            if one.has_tag
-            else (str(one), count, _ALL, False)
-            for one, count, owner in last
+            (str(one.launch), count, one.owner if one.launch.has_tag else _ALL)
+            for one, count in last
         ]
 
 
@@ -220,9 +197,8 @@ def divergence(last: Mapping[int, LastLaunches]) -> str | None:
     """
     for one, other in combinations(sorted(last), 2):
         lacking = _lacking(last[one], last[other]), _lacking(last[other], last[one])
-        for (own, _, order, is_free), (their, _, other_order, is_other_free) in product(*lacking):
-            keep_one_order = order == other_order or _ALL in (order, other_order)
-            if keep_one_order and not (is_free and is_other_free):
+        for (own, _, order), (their, _, other_order) in product(*lacking):
+            if order == other_order or _ALL in (order, other_order):
                 return (
                     f"Ranks may have launched different messages: rank {one} {own}, and rank"
                     f" {other} {their}. Call backward, step and what exchanges equally often and"

@@ -53,7 +53,7 @@ class MeanGradient:
 
         Raises:
             RuntimeError: After `detach`, or if the optimizer's parameters have changed since
-                forward, or for late gradients of early buckets. Also what the backend raises.
+                forward. Also what the backend raises.
             ValueError: If ranks have different learning rates or other options.
         """
         self._bring()
@@ -101,31 +101,7 @@ class MeanGradient:
                 self.training.launch_buffers()
             is_late = active.round.finish(says)
             active.collector.begin()
-            self._check_none_came_after_its_step(active)
         active.exchange.note_used(active.round.used, keeps=True)
-
-    def _check_none_came_after_its_step(self, active: ActivePlan) -> None:
-        """Raises if a gradient of an early bucket was late on any rank in the last round.
-
-        Does nothing if this backward steps no early buckets. All ranks raise, also those that have
-        not stepped the bucket yet.
-        """
-        for index in active.round.late:
-            if not active.round.watched.isdisjoint(active.flat.placements[index].buckets):
-                raise RuntimeError(
-                    f"Another gradient for '{self.plans.trained.names[index]}' came after its first"
-                    " had been used for an update during backward. Use fusion='threshold', which"
-                    " updates nothing during backward. This step ran backward through the parameter"
-                    " more often than the recorded step did."
-                )
-
-    def _refuse_changes(self) -> None:
-        if self.plans.active is not None and self.plans.active.round.watched:
-            raise RuntimeError(
-                "Gradients cannot be changed after a backward that has used part of them to update"
-                " parameters. Change them in on_before_optimizer_step or"
-                " configure_gradient_clipping, or use fusion='threshold'."
-            )
 
     def expose(self) -> None:
         """Puts the whole mean gradient into every `.grad`, as DDP does. Collective, blocks.
@@ -135,11 +111,10 @@ class MeanGradient:
         Without buckets `.grad` is left as it is.
 
         Raises:
-            RuntimeError: If this backward steps early buckets; also what `reduce` raises.
+            RuntimeError: What `reduce` raises.
         """
         if self.progress.state is StepState.EXPOSED:
             return
-        self._refuse_changes()
         self._bring()
         self.plans.present.whole_gradients.expose()
         self.progress.enter(StepState.EXPOSED)
@@ -152,12 +127,7 @@ class MeanGradient:
 
         Args:
             mutates: Whether the caller changes these gradients. If so, the state becomes CHANGED.
-
-        Raises:
-            RuntimeError: If `mutates` and this backward steps early buckets.
         """
-        if mutates:
-            self._refuse_changes()
         was_exposed = self.progress.state is StepState.EXPOSED
         self._bring()
         if was_exposed:

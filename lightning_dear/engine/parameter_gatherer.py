@@ -1,7 +1,7 @@
 """The gather half: all-gathers are launched in the step, and waited for where parameters are read.
 
-A bucket is *pending* from the launch of its all-gather (an early bucket: from the end of that step)
-until a thread has waited for it. It is *complete* when its parameters hold the new values.
+A bucket is *pending* from the launch of its all-gather until a thread has waited for it. It is
+*complete* when its parameters hold the new values.
 """
 
 import threading
@@ -59,8 +59,7 @@ class ParameterGatherer:
             of which nothing is gathered. None means that nothing is called.
 
     Attributes:
-        pending: Bucket number -> work of its all-gather, until it was waited for; read-only. An
-            early bucket is in it only from the end of the step on.
+        pending: Bucket number -> work of its all-gather, until it was waited for; read-only.
         entry: Numbers of the buckets that forward reads outside any module. The caller completes
             them before forward.
         ungatable: Numbers of the buckets with parameters of modules that cannot have a gate, see
@@ -85,7 +84,6 @@ class ParameterGatherer:
         self._stepping_thread: threading.Thread | None = None
         self._unexpected: dict[int, Bucket] = {}
         self.pending: dict[int, Work] = {}
-        self._staged: dict[int, Work] = {}
         self._parameters_of: list[list[Tensor]] = [[] for _ in buffers.buckets]
         for placement in buffers.placements:
             for number in placement.buckets:
@@ -157,22 +155,18 @@ class ParameterGatherer:
             self._stepping_thread = None
             self._step_ended.notify_all()
 
-    def expect(self, *, early: bool) -> None:
+    def expect(self) -> None:
         """On gloo, posts receives of all-gathers, so that other ranks' shards may arrive at once.
 
-        Does not block. An all-reduced bucket has no receives.
-
-        Args:
-            early: True means the receives of all early buckets, for the backward that steps them.
-                False means all buckets that were not launched yet: the first few now, one more with
-                each `launch`.
+        It posts those of the first few buckets now, and those of one more with each `launch`. Does
+        not block. An all-reduced bucket has no receives.
         """
-        self._unexpected.clear()
-        for bucket in self._buffers.buckets:
-            is_meant = (bucket.role.is_staged or not early) and not bucket.role.is_all_reduced
-            if is_meant and bucket.number not in self._staged:
-                self._unexpected[bucket.number] = bucket
-        self._expect_next(len(self._unexpected) if early else _NUM_EXPECTED_AHEAD)
+        self._unexpected = {
+            bucket.number: bucket
+            for bucket in self._buffers.buckets
+            if not bucket.role.is_all_reduced
+        }
+        self._expect_next(_NUM_EXPECTED_AHEAD)
 
     def _expect_next(self, count: int) -> None:
         for number in tuple(islice(self._unexpected, count)):
@@ -187,9 +181,7 @@ class ParameterGatherer:
         self._unexpected.pop(number, None)
         work = self._exchange.launch_gather(bucket)
         if not work.is_done:
-            # An early bucket becomes pending only when the step ends: until then backward reads its
-            # old values, and must not wait.
-            (self._staged if bucket.role.is_staged else self.pending)[number] = work
+            self.pending[number] = work
         self._expect_next(1)
 
     def close_gates(self) -> None:
@@ -199,8 +191,6 @@ class ParameterGatherer:
         made to wait.
         """
         with self.arriving:
-            self.pending.update(self._staged)
-            self._staged.clear()
             for reader in self._readers:
                 if reader.is_free(self.pending):
                     reader.open()

@@ -12,10 +12,8 @@
 3. Next forward: a module that reads a parameter of its own waits for the all-gathers of the buckets
    that hold the module's parameters, not for other buckets (`parameter_gatherer.py`, `gate.py`).
 
-A plan may treat some buckets in another way. *Early* buckets are stepped and gathered while
-backward still runs (`step.py`). The DeAR paper has none: its link is idle if backward takes longer
-than the reduce-scatters, and early all-gathers fill that time. *All-reduced* buckets are
-all-reduced in backward; then every rank steps all of the bucket, and no all-gather follows.
+A plan may treat some buckets in another way. *All-reduced* buckets are all-reduced in backward.
+Then every rank steps all of the bucket, and no all-gather follows.
 
 The exchange decides what a bucket's messages hold (`exchange/`): plain values, or what a compressor
 makes of them (`compression/`). With `gather="gradients"` mean gradients are gathered instead of
@@ -94,7 +92,6 @@ class Pipeline:
         remark: Sentence for the user about how the optimizers are stepped. None means that there is
             nothing to say.
         parts: One `OptimizerPipeline` for each optimizer, in the order of the optimizers.
-        is_stepping: Whether a `stepping_early` block is entered, also if it has no effect.
         before_change: Function that each rank calls before it drops a plan because an optimizer's
             parameters have changed; to be assigned to. At first it does nothing. `DearStrategy`
             assigns a barrier, which raises if another rank has seen no such change.
@@ -137,7 +134,7 @@ class Pipeline:
             training.broadcast = BufferBroadcast(training.tree, collectives)
         self._version = 0
         self._look()
-        self._audit, self.is_stepping = audit, False
+        self._audit = audit
         self.parts: list[OptimizerPipeline] = []
         self._start(optimizers)
         self._strangers = before_every_step(training.refuse_stranger)
@@ -184,7 +181,6 @@ class Pipeline:
         self._store_trained()
         if training.world.size > 1 and training.world.rank == 0:
             warn_of_others(training.module, optimizers)
-        training.early_refusal = self._first_refusal()
         is_one = len(optimizers) == 1 and not self._shares_groups
         training.all_reduce_refusal = why_not_all_reduce(training.options, is_one_optimizer=is_one)
         if len(optimizers) > 1:
@@ -240,16 +236,6 @@ class Pipeline:
         if not self.collectives.matches_by_tag:
             for part in self.parts:
                 part.sending = SendTime.BEFORE_STEP
-
-    def _first_refusal(self) -> str | None:
-        """Why no bucket may be stepped in backward, for the user. None means that they may be."""
-        if self.options.is_of_gradients:
-            return "with gather='gradients' buckets are stepped in forward"
-        if self.options.compressor is not None:
-            return "with a compressor no bucket is stepped before all ranks have looked for inf"
-        if not self.collectives.matches_by_tag:
-            return "with this backend all ranks must launch collectives in one order"
-        return None
 
     def of(self, optimizer: Optimizer) -> OptimizerPipeline:
         """The `OptimizerPipeline` of `optimizer`.
@@ -332,37 +318,6 @@ class Pipeline:
                 stack.enter_context(part.backward(synchronize=is_last))
             stack.enter_context(self.training.instruments.span("backward"))
             yield
-
-    def refuse_early(self, reason: str | None) -> None:
-        """Forbids from now on to step early buckets in backward, if any rank gives a reason.
-
-        Collective, blocks. Without a reason on any rank nothing changes.
-
-        Args:
-            reason: Why this rank forbids it, in words for the user. None means that it does not.
-        """
-        own = self.training.early_refusal or reason
-        reasons = self.collectives.all_gather_object(own)
-        self.training.early_refusal = next((one for one in reasons if one is not None), None)
-
-    @contextmanager
-    def stepping_early(self) -> Iterator[None]:
-        """A context in which backward steps and gathers the plan's early buckets.
-
-        It belongs around `optimizer.step(closure)`. The closure must call `zero_grad` and then run
-        one backward. Nothing but the step may use the gradients: no clipping, no loss scale, no
-        hook that reads or changes them. It only sets `is_stepping` if early buckets are forbidden.
-        """
-        self.is_stepping = True
-        parts = self.parts if self.training.early_refusal is None else ()
-        for part in parts:
-            part.sending = SendTime.EARLY
-        try:
-            yield
-        finally:
-            self.is_stepping = False
-            for part in parts:
-                part.sending = SendTime.IN_BACKWARD
 
     # --- for strategies and callbacks -----------------------------------------------------------
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from zlib import crc32
 
 import torch
@@ -128,8 +127,12 @@ class PlanLifecycle:
         training, collectives = self._training, self._training.collectives
         self.recording = Recording.agreed(self.trained, collectives, training.options)
         tensors = self.recording.tensors
-        found = None if self.find_plan is None else self.find_plan(tensors)
-        plan = training.fusion.plan(tensors, training.world.size) if found is None else found
+        with warnings.catch_warnings():
+            if training.world.rank > 0:
+                # All ranks read the same plan.
+                warnings.simplefilter("ignore")
+            found = None if self.find_plan is None else self.find_plan(tensors)
+            plan = training.fusion.plan(tensors, training.world.size) if found is None else found
         self.recording.check(plan, collectives)
         return self._activate(plan)
 
@@ -240,30 +243,24 @@ class PlanLifecycle:
         training = self._training
         if not training.collectives.favors_all_reduce or training.all_reduce_refusal is not None:
             return plan
-        return replace(plan, early=(), all_reduced=tuple(range(len(plan.buckets))))
+        return replace(plan, all_reduced=tuple(range(len(plan.buckets))))
 
     def _without_refused(self, plan: BucketPlan) -> BucketPlan:
-        """Returns `plan` without early or all-reduced buckets, if the training refuses them.
+        """Returns `plan` without all-reduced buckets, if the training refuses them.
 
         Those buckets are then reduce-scattered, and stepped and gathered in the step. Rank 0 warns.
         """
-        for what, does, refusal in (
-            ("early", "gathers {} buckets during backward", self._training.early_refusal),
-            ("all_reduced", "all-reduces {} buckets", self._training.all_reduce_refusal),
-        ):
-            named = getattr(plan, what)
-            if not named or refusal is None:
-                continue
-            if self._training.world.rank == 0:
-                warnings.warn(
-                    f"The plan '{plan.name}' {does.format(len(named))}, which this training does"
-                    " not do. Use another plan, such as of fusion='threshold', or ignore this."
-                    f" The reason: {refusal}.",
-                    stacklevel=2,
-                )
-            none: dict[str, Any] = {what: ()}
-            plan = replace(plan, **none)
-        return plan
+        refusal = self._training.all_reduce_refusal
+        if not plan.all_reduced or refusal is None:
+            return plan
+        if self._training.world.rank == 0:
+            warnings.warn(
+                f"The plan '{plan.name}' all-reduces {len(plan.all_reduced)} buckets, which this"
+                " training does not do. Use another plan, such as of fusion='threshold', or ignore"
+                f" this. The reason: {refusal}.",
+                stacklevel=2,
+            )
+        return replace(plan, all_reduced=())
 
     # --- compressors, and writes between two steps ----------------------------------------------
 
@@ -289,24 +286,20 @@ class PlanLifecycle:
             with self.active.gatherer.arriving:
                 self.active.exchange.use(compressor, is_idle=is_idle)
 
-    def take_over(self, but: Collection[int] = ()) -> None:
+    def take_over(self) -> None:
         """Adopts weights and optimizer state that the user has written since the last step. Local.
 
         Masters in the shards follow written weights. If the user has loaded masters whose rounded
         values are not the weights, the weights win. Does nothing while there is no plan.
-
-        Args:
-            but: Numbers of buckets whose weights are not adopted, since this step has stepped them
-                already.
         """
         if self.active is None:
             return
-        if self.active.flat.adopt_writes(but) and self._training.uses_buckets:
+        if self.active.flat.adopt_writes() and self._training.uses_buckets:
             self.trained.watch(self._on_gradient)
         if self.adopt_state():
             # Masters were loaded. The user may have changed weights since these were saved, and
             # weights win: once more compare weights with masters.
-            self.active.flat.adopt_writes(but)
+            self.active.flat.adopt_writes()
         if self._training.options.encodes_differences:
             # Masters still in `optimizer.state` are of parameters in no plan, and are dropped.
             self._tell_of_masters(AdoptedState(False, drop_masters(self._stepper.optimizer)))

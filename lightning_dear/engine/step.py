@@ -65,8 +65,6 @@ class OptimizerPipeline:
         self.sending = SendTime.IN_BACKWARD
         self.progress = StepProgress(partial(getattr, training, "uses_buckets"))
         self._backward = Backward.NONE
-        # Numbers of early buckets that the present backward is to step, but has not stepped yet.
-        self._early: list[int] = []
         self._hooks = self._hook_into(optimizer)
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._on_zero_grad  # type: ignore[method-assign]
@@ -165,17 +163,14 @@ class OptimizerPipeline:
             self.progress.enter(StepState.SENDING)
         elif self.progress.has_means:
             self.progress.enter(StepState.ACCUMULATING)
-        active, is_early = self.plans.active, self.sending is SendTime.EARLY
-        if synchronize and active is not None:
-            active.round.expect()
-            if is_early and not self.timer.is_on and active.plan.early:
-                self._begin_early_steps(active)
+        if synchronize and self.plans.active is not None:
+            self.plans.active.round.expect()
         before, self._backward = self._backward, Backward.LAST if synchronize else Backward.LOCAL
         try:
             with self.timer.backward() if synchronize else nullcontext():
                 yield
         finally:
-            self._backward, self._early = before, []
+            self._backward = before
         if synchronize and self.plans.active is None and self._training.uses_buckets:
             # As in later steps, `.grad` must not show the local gradient after the last backward.
             self.mean.reduce()
@@ -213,40 +208,11 @@ class OptimizerPipeline:
         else:
             # Runs for every gradient, so that even an empty context would take noticeable time.
             self._collect(active, index)
-        if self._early:
-            self._step_early()
 
     def _collect(self, active: ActivePlan, index: int) -> None:
         active.collector.on_gradient(index)
         if self.sending is not _BEFORE_STEP:
             active.round.launch_full()
-
-    def _begin_early_steps(self, active: ActivePlan) -> None:
-        """Lets this backward step early buckets once their mean gradients have arrived.
-
-        Gathered parameters arrive in a second buffer (`Bucket.landing`), since backward still reads
-        the old values. One rank may step a bucket in backward and another rank later, to the same
-        values. If the user has replaced the `data` of a parameter, no bucket is stepped early.
-        """
-        active.round.watch(active.plan.early)
-        active.gatherer.expect(early=True)
-        if not active.flat.replaced:
-            self._early = list(active.plan.early)
-
-    @torch.no_grad()
-    def _step_early(self) -> None:
-        """Steps and gathers early buckets that have arrived, in their order. Does not block."""
-        active, stepper = self.plans.present, self.stepper
-        assert isinstance(stepper, ShardedOptimizer)
-        while self._early and active.round.is_on_host(self._early[0]):
-            number = self._early.pop(0)
-            if not stepper.stepped_early:
-                self.plans.adopt_state()
-            active.flat.buckets[number].adopt_writes()
-            active.round.wait_for(number)
-            self._instruments.begin_step()
-            stepper.step_early(number)
-            self._launch_gathers([number])
 
     # --- the step -------------------------------------------------------------------------------
 
@@ -267,16 +233,11 @@ class OptimizerPipeline:
         """Forgets gradients that buckets hold, and means. `.grad` is left to `zero_grad`.
 
         Collective, and blocks, if buckets were launched and not waited for: that round is finished
-        first. Raises after `detach`, or between a backward with early buckets and the step's end.
+        first. Raises after `detach`.
         """
         self.progress.check_is_on()
         active = self.plans.active
         if active is not None:
-            if active.round.watched:
-                raise RuntimeError(
-                    "zero_grad() was called between the backward and the end of a step. Call it"
-                    " before backward. This backward has already updated part of the parameters."
-                )
             if self.progress.state is StepState.SENDING:
                 self.plans.complete_parameters("zero_grad")
                 self.mean.finish_rounds(active)
@@ -327,11 +288,11 @@ class OptimizerPipeline:
         self.mean.reduce()
         active = self.plans.present
         active.exchange.check()
-        self.plans.take_over(but=self.stepper.stepped_early)
+        self.plans.take_over()
         self.plans.follow_readers()
         # Until the step ends no module reads parameters, so shards of other ranks may arrive.
         active.gatherer.begin_step()
-        active.gatherer.expect(early=False)
+        active.gatherer.expect()
         self.timer.step_begins()
         return active
 
@@ -351,7 +312,6 @@ class OptimizerPipeline:
         """
         self._launch_gathers(self.stepper.finish())
         self.stepper.restore()
-        self.stepper.stepped_early.clear()
         self.stepper.clear_gradients()
         active = self.plans.present
         # Before the gates close: from then on other threads may complete parameters.
@@ -472,12 +432,12 @@ class OptimizerPipeline:
         """Completes parameters, and adopts weights and state that were written or loaded. Local.
 
         Blocks. Restores the optimizer's groups first, if a step has raised. Raises RuntimeError if
-        an error has left the state half stepped, or half moved to a new plan.
+        an error has left the state half moved to a new plan.
         """
-        if self.stepper.stepped_early or self.plans.is_moving:
+        if self.plans.is_moving:
             raise RuntimeError(
                 "There is no consistent state to save. Load the last checkpoint. An error came when"
-                " part of the optimizer's state was already stepped, or moved to another plan."
+                " part of the optimizer's state was already moved to another plan."
             )
         self.stepper.restore()
         self.plans.complete_parameters(reason)

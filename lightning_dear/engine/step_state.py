@@ -61,7 +61,6 @@ class SendTime(Enum):
 
     BEFORE_STEP = "all buckets right before the step"
     IN_BACKWARD = "in backward, in reduce order, each once it and all before it are full"
-    EARLY = "as IN_BACKWARD; early buckets are also stepped and gathered in backward"
 
 
 _MEANS_ARE_THERE = (StepState.REDUCED, StepState.CHANGED, StepState.EXPOSED)

@@ -40,8 +40,6 @@ class Training:
         instruments: Measures every wait for gradients, parameters and module buffers.
         tree: The tree of modules. `Pipeline.forward` looks for changes in it.
         broadcast: Sends the module's buffers from rank 0. None means that each rank keeps its own.
-        early_refusal: Why no bucket may be stepped and gathered in backward, for the user. None
-            means that early buckets of plans may be.
         all_reduce_refusal: Why no bucket of a plan may be all-reduced, for the user. None means
             that all-reduced buckets of plans are.
         has_compiled_region: Whether a part of the module is compiled. Its reads of parameters
@@ -59,7 +57,6 @@ class Training:
     instruments: Instruments
     tree: ModuleTree
     broadcast: BufferBroadcast | None = None
-    early_refusal: str | None = None
     all_reduce_refusal: str | None = None
     has_compiled_region: bool = False
     is_in_forward: bool = False

@@ -155,14 +155,13 @@ class Exchange:
         if bucket.role.is_all_reduced:
             return Work.done()
         tag = self.tag_of(bucket)
-        work = self.collectives.launch_all_gather(self._gathered(bucket), tag)
-        return work.then(bucket.land) if bucket.role.is_staged else work
+        return self.collectives.launch_all_gather(self._gathered(bucket), tag)
 
     def _gathered(self, bucket: Bucket) -> Tensor:
         """Returns the buffer of the all-gather: every rank's shard is written into it, in place."""
         # When means are gathered, the local gradients are no longer needed: they have been reduced,
         # so that other ranks' means may overwrite them.
-        return bucket.gradients if self._is_of_gradients else bucket.landing
+        return bucket.gradients if self._is_of_gradients else bucket.parameters
 
     def launch_gather(self, bucket: Bucket) -> Work:
         """Prepares and launches the gather of `bucket`; see `prepare_gather`. Does not block."""

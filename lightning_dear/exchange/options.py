@@ -158,8 +158,6 @@ class ExchangeOptions(Setting):
             return Role.REPLICATED_MASTERS if has_masters else Role.REPLICATED
         if self.encodes_differences:
             return Role.LAGGING_MASTERS if has_masters else Role.LAGGING
-        if number in plan.early and plan.world_size > 1:
-            return Role.EARLY_MASTERS if has_masters else Role.EARLY
         return Role.SHARDED_MASTERS if has_masters else Role.SHARDED
 
 

@@ -192,7 +192,6 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         pipeline = self._new_pipeline(module, optimizers, *place)
         for one in [*others, pipeline] if taken else []:
             one.hold_back()
-        pipeline.refuse_early("Fabric does not tell which backward belongs to which step")
         _sync(module, self.world_size)
         wrapped = self._remember(DearModule(module, pipeline))
         for part in pipeline.parts:

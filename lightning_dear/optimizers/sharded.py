@@ -1,8 +1,8 @@
 """Steps the user's optimizer on this rank's shards: 1/world_size of the work and of the state.
 
 The optimizer's parameter groups hold the user's parameters. Pieces of the parameters take their
-place from the end of the closure to the end of the optimizer's own step, bucket by bucket. They
-also do while an early bucket is stepped, and in the block of `on_shards`.
+place from the end of the closure to the end of the optimizer's own step, bucket by bucket, and in
+the block of `on_shards`.
 """
 
 from __future__ import annotations
@@ -154,7 +154,6 @@ class SteppedPieces:
         pieces: This rank's pieces, bucket by bucket.
         device: Device that the parameters had when the plan began, through which state is sent.
             After a fit Lightning moves the parameters to the CPU.
-        stepped_early: Numbers of the buckets that were stepped in the backward of this step.
         state_at_end: `optimizer.state` when the training ended; a later load assigns another dict.
     """
 
@@ -166,7 +165,6 @@ class SteppedPieces:
         self.shards = Shards()
         held = (one for group in optimizer.param_groups for one in group["params"])
         self.device = next((one.device for one in held), torch.device("cpu"))
-        self.stepped_early: set[int] = set()
         # Parameter index -> whether any rank had a gradient.
         self._used: Sequence[bool] = ()
         # The user's parameters and state while pieces take their place in the optimizer.
@@ -306,7 +304,7 @@ class ShardedOptimizer(SteppedPieces):
     """Steps the user's optimizer on this rank's pieces, bucket by bucket in one call of `step`.
 
     `optimizer.step(closure)` keeps its meaning for its caller. The closure runs once, and
-    `OptimizerPipeline` reduces the gradients. Then buckets not stepped early are stepped, in gather
+    `OptimizerPipeline` reduces the gradients. Then buckets are stepped, in gather
     order, with the options that the parameter groups have now. A run is one bucket or several small
     ones. `begin_step` steps all runs but the last with the `step` of the optimizer's class, and
     leaves the pieces of the last run in the groups for the call that the user has made.
@@ -335,13 +333,12 @@ class ShardedOptimizer(SteppedPieces):
     def begin_step(self, order: Iterable[int]) -> Iterator[Sequence[int]]:
         """Steps all runs but the last; yields each run's bucket numbers, to be gathered now.
 
-        Leaves the last run to the call of `optimizer.step` that is under way, and early buckets
-        out. The caller must call `restore` if anything raises. Buckets not in `order` come last.
+        Leaves the last run to the call of `optimizer.step` that is under way. The caller must call
+        `restore` if anything raises. Buckets not in `order` come last.
         """
         wanted = dict.fromkeys((*order, *self.shards.in_bucket))
-        late = [number for number in wanted if number not in self.stepped_early]
         most = MAX_RUN_NUMEL_OF_DEVICES if saves_calls(self.device) else MAX_RUN_NUMEL
-        *head, last = step_runs(late, self.shards.in_bucket, most)
+        *head, last = step_runs([*wanted], self.shards.in_bucket, most)
         self._swap()
         for numbers in head:
             self._put(numbers)
@@ -362,23 +359,6 @@ class ShardedOptimizer(SteppedPieces):
         numbers, self._last_run = self._last_run, ()
         self._note_stepped(numbers)
         return numbers
-
-    def step_early(self, number: int) -> None:
-        """Steps the early bucket `number`, whose gradient is reduced, while backward still runs.
-
-        All ranks must have used all its parameters: unused ones would be stepped, too.
-        """
-        for piece in self.shards.in_bucket[number]:
-            piece.parameter.grad = piece.gradient
-        self._swap()
-        # Added before the step: if it raises, part of the state may be new, and must not be saved.
-        self.stepped_early.add(number)
-        try:
-            self._put([number])
-            inner_step(self.optimizer)
-            self._note_stepped([number])
-        finally:
-            self.restore()
 
     def _note_stepped(self, numbers: Sequence[int]) -> None:
         parameters = self.shards.parameters

@@ -17,7 +17,7 @@ from lightning_dear.planning.predicting import (
     MergeCompHeuristicFusion,
     MGWFBPFusion,
 )
-from lightning_dear.planning.refine import choose_all_reduce, choose_early
+from lightning_dear.planning.refine import choose_all_reduce
 from lightning_dear.planning.search import PlanSearch, SearchingPlanner
 from lightning_dear.planning.trials import AutoFusion, BayesianFusion
 
@@ -43,7 +43,6 @@ __all__ = [
     "TensorSpec",
     "ThresholdFusion",
     "choose_all_reduce",
-    "choose_early",
     "predict",
     "resolve_fusion",
     "save_plan",

@@ -28,7 +28,6 @@ class ModelTimes:
         late_step_s: Seconds of the optimizer step on all buckets if every rank steps whole buckets
             (gather="gradients"). Each bucket is then stepped in forward, before its first read. 0
             otherwise.
-        allows_early: Whether buckets may be stepped and gathered before backward has ended.
         allows_all_reduce: Whether some buckets of a plan may be all-reduced.
         allows_cuts: Whether a tensor may be cut between two buckets.
     """
@@ -39,7 +38,6 @@ class ModelTimes:
     ready_s: Mapping[int, float]
     step_s: float = 0.0
     late_step_s: float = 0.0
-    allows_early: bool = True
     allows_all_reduce: bool = True
     allows_cuts: bool = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +15,8 @@ from typing import Any
 FORMAT_VERSION = 1
 """Version of the format that `BucketPlan.to_dict` writes and `from_dict` reads."""
 
-_FIELDS = {"name", "world_size", "tensors", "buckets", "reduce_order", "early"}
-_ORDERS = ("reduce_order", "early", "all_reduced", "uncompressed")
+_FIELDS = {"name", "world_size", "tensors", "buckets", "reduce_order"}
+_ORDERS = ("reduce_order", "all_reduced", "uncompressed")
 
 MAX_BUCKETS = 1 << 12
 """Most buckets of one optimizer; training refuses a plan with more. The message tags of two
@@ -164,7 +165,7 @@ class BucketPlan:
     """Says which tensors share a bucket, and in which orders buckets are reduced and gathered.
 
     A bucket's number is its index in `buckets`. Buckets are stepped and gathered in the order of
-    their numbers, except for those in `early` and `all_reduced`. Buckets of one family follow each
+    their numbers, except for those in `all_reduced`. Buckets of one family follow each
     other in one flat buffer, so that a tensor that is cut between two buckets stays contiguous.
 
     Attributes:
@@ -173,11 +174,9 @@ class BucketPlan:
         buckets: Buckets in the order in which forward first reads them.
         reduce_order: Numbers of all buckets, in the order in which backward fills the buckets and
             their reductions are launched.
-        early: Numbers of the buckets that may be stepped and gathered while backward still runs, in
-            the order in which they are gathered.
         all_reduced: Numbers, ascending, of the buckets that are all-reduced during backward. Every
-            rank steps such a bucket whole, and it is never gathered. None of them is early. At
-            world size 1 the buckets named here are treated like all others.
+            rank steps such a bucket whole, and it is never gathered. At world size 1 the buckets
+            named here are treated like all others.
         uncompressed: Numbers, ascending, of the buckets that travel uncompressed although the
             training has a compressor.
     """
@@ -186,7 +185,6 @@ class BucketPlan:
     world_size: int
     buckets: tuple[BucketSpec, ...]
     reduce_order: tuple[int, ...]
-    early: tuple[int, ...] = ()
     all_reduced: tuple[int, ...] = ()
     uncompressed: tuple[int, ...] = ()
 
@@ -194,11 +192,9 @@ class BucketPlan:
     def gather_order(self) -> tuple[int, ...]:
         """Returns the numbers of the buckets that are gathered, in the order of their gathers.
 
-        Early buckets come first, in the order of `early`; then the others by number. All-reduced
-        buckets are left out.
+        That is the order of their numbers. All-reduced buckets are left out.
         """
-        others = frozenset((*self.early, *self.all_reduced))
-        return *self.early, *(n for n in range(len(self.buckets)) if n not in others)
+        return tuple(n for n in range(len(self.buckets)) if n not in self.all_reduced)
 
     @property
     def padded_numel(self) -> int:
@@ -273,6 +269,12 @@ class BucketPlan:
             bucket_of([(matched[index], *span) for index, *span in parts], world_size)
             for parts in data["buckets"]
         )
+        if data.get("early"):
+            warnings.warn(
+                f"The plan gathers {len(data['early'])} buckets during backward. That gained too"
+                " little and is not done any more: they are gathered after the step.",
+                stacklevel=2,
+            )
         # Plans that earlier versions wrote lack the keys "all_reduced" and "uncompressed".
         orders = (tuple(data.get(order, ())) for order in _ORDERS)
         plan = cls(data["name"], world_size, buckets, *orders)
@@ -313,16 +315,10 @@ def check_plan(plan: BucketPlan, tensors: Specs) -> None:
     numbers = list(range(len(plan.buckets)))
     if sorted(plan.reduce_order) != numbers:
         raise ValueError("The plan's reduce_order must name every bucket once.")
-    if len(set(plan.early)) < len(plan.early) or not set(plan.early) <= set(plan.reduce_order[:-1]):
-        raise ValueError("The plan's early buckets must differ and not be reduced last.")
     for kind in ("all_reduced", "uncompressed"):
         named = getattr(plan, kind)
         if list(named) != sorted(set(named)) or not set(named) <= set(numbers):
             raise ValueError(f"The plan's {kind} must be bucket numbers, once and in order.")
-    if not set(plan.all_reduced).isdisjoint(plan.early):
-        raise ValueError(
-            "A bucket of the plan is in both early and all_reduced. Only one of them may hold it."
-        )
 
 
 def _matched(saved: Sequence[Any], tensors: Specs) -> dict[int, TensorSpec]:
@@ -380,7 +376,7 @@ def with_whole_tensors(plan: BucketPlan, tensors: Specs) -> BucketPlan:
 
     For optimizers that must see whole tensors. In a bucket that holds a slice of a cut tensor, the
     whole tensors before that slice stay together, and so do the whole tensors after it. No bucket
-    of the result is early or all-reduced, even if no tensor was cut. A bucket of the result is
+    of the result is all-reduced, even if no tensor was cut. A bucket of the result is
     uncompressed if the bucket in which its tensors began was uncompressed.
 
     Args:
@@ -389,7 +385,7 @@ def with_whole_tensors(plan: BucketPlan, tensors: Specs) -> BucketPlan:
     """
     num_parts = Counter(part.tensor for bucket in plan.buckets for part in bucket.slices)
     if max(num_parts.values(), default=1) == 1:
-        return replace(plan, early=(), all_reduced=())
+        return replace(plan, all_reduced=())
     by_index = {tensor.index: tensor for tensor in tensors}
 
     def cut_tensor(part: Slice) -> int | None:
@@ -409,7 +405,7 @@ def with_whole_tensors(plan: BucketPlan, tensors: Specs) -> BucketPlan:
             ranges = [(tensor, 0, tensor.numel) for tensor in members]
             buckets.append(bucket_of(ranges, plan.world_size))
     name, order = f"{plan.name}, no tensor cut", reduce_order(buckets, tensors)
-    return BucketPlan(name, plan.world_size, tuple(buckets), order, (), (), tuple(uncompressed))
+    return BucketPlan(name, plan.world_size, tuple(buckets), order, (), tuple(uncompressed))
 
 
 def save_plan(path: str | Path, plan: BucketPlan, tensors: Specs) -> None:

@@ -98,18 +98,17 @@ def predict(
     The predicted step consists of:
 
     1. Backward. Reduce-scatters and all-reduces are launched in reduce order, each once the
-       bucket's last gradient is there. Early gathers are launched in the order of `plan.early`,
-       each once its bucket is reduced. The link carries collectives in the order of their launches.
+       bucket's last gradient is there. The link carries collectives in the order of their launches.
     2. The optimizer step, bucket by bucket, once all buckets are reduced. A bucket's all-gather is
-       launched once the bucket is stepped. The time to step early buckets is counted here, too.
-       All-reduced buckets come last: a rank steps all of their elements, not only 1/world_size.
+       launched once the bucket is stepped. All-reduced buckets come last: a rank steps all of their
+       elements, not only 1/world_size.
     3. The next forward, which waits before the first read of a bucket until it is gathered.
 
     With a codec, encoding and decoding delay the model's own computing. A bucket is encoded before
     its launch, which delays all later gradients. After backward, buckets are decoded and summed one
     after the other, in reduce order. A stepped shard is encoded before its gather. What was
     gathered is decoded before the bucket's first read, which delays all later reads. If every rank
-    steps whole buckets, the bucket is stepped there, too, with the same effect. Plans with early or
+    steps whole buckets, the bucket is stepped there, too, with the same effect. Plans with
     all-reduced buckets are predicted only for trainings without a codec. `CodecCosts.unseen_s` is
     added to the step. Padding is encoded, sent and decoded like other elements.
 

@@ -21,7 +21,6 @@ from typing_extensions import override
 from lightning_dear.planning import fusion, programme
 from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, distinct, with_whole_tensors
 from lightning_dear.planning.predict import StepModel
-from lightning_dear.planning.refine import choose_early
 from lightning_dear.planning.search import Contest, PlanSearch, PredictingPlanner, described
 
 _MAX_GROUPS = 3
@@ -29,10 +28,6 @@ _MAX_GROUPS = 3
 
 _MIN_GAIN = 0.01
 """Default of `min_gain`: share of the step that one more group must gain in MergeComp's search."""
-
-_SHARES = (1, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
-"""Limits for the size of a bucket with which the programme is run if early gathers are allowed, as
-shares of the bytes of a family."""
 
 _MIN_STEP_GAIN = 2e-3
 """Without a codec, a plan with more buckets is chosen only if its step is shorter by this share.
@@ -157,7 +152,7 @@ class MergeCompHeuristicFusion(PredictingPlanner):
 
     @override
     def best_plan(self, model: StepModel) -> BucketPlan:
-        """Returns the plan that MergeComp's search finds; it has no early buckets."""
+        """Returns the plan that MergeComp's search finds."""
         groups: list[list[int]] = []
         for course in programme.courses_of(model, self.max_pieces):
             cuts = best_cuts(course, self.max_groups, self.min_gain)
@@ -255,11 +250,7 @@ class MergeCompFusion(PredictingPlanner):
 
         Candidates are all groupings that the programme keeps, the plans of fixed rules, and that of
         MergeComp's search. Of plans that are equally fast the one with the fewest buckets is
-        returned. Without a codec, steps that differ by up to 0.2 % count as equally fast. If early
-        gathers are allowed and there is no codec, they are chosen for each candidate.
-
-        The programme does not count early gathers, for which smaller buckets are better. So if they
-        are chosen, it is run again with groups of at most 1/8, 1/16, 1/32 and 1/64 of all bytes.
+        returned. Without a codec, steps that differ by up to 0.2 % count as equally fast.
         """
         courses = programme.courses_of(model, self.max_pieces)
         chosen: list[list[_Group]] = [
@@ -269,12 +260,13 @@ class MergeCompFusion(PredictingPlanner):
         for family, course in enumerate(courses):
             plans: dict[BucketPlan, list[_Group]] = {}
             before = chosen[family]
-            for grouping in _groupings(course, allows_early=_allows_early(model)):
+            known_s = _SLACK * course.step_s(best_cuts(course))
+            for grouping in programme.best_groupings(course, known_s=known_s):
                 members = programme.members_of(course.pieces, grouping.cuts)
                 chosen[family] = list(zip(members, grouping.uncompressed, strict=True))
                 plans.setdefault(_plan_of(chosen, model), chosen[family])
             # `plans` is empty if the programme kept no grouping, since all are slower than the
-            # bound that `_groupings` gave it.
+            # bound.
             chosen[family] = plans[_fastest(plans, model)] if plans else before
         best = _fastest([_plan_of(chosen, model), *_simple_plans(model)], model)
         return replace(best, name=self.name)
@@ -291,35 +283,15 @@ class MergeCompFusion(PredictingPlanner):
         return MergeCompSearch(best, others, model.step_s, model.codecs.fitted_to)
 
 
-def _allows_early(model: StepModel) -> bool:
-    """Tells whether plans for this training may have early buckets."""
-    # Neither training nor `predict` supports early buckets with a codec.
-    return model.times.allows_early and model.codecs.are_none
-
-
-def _groupings(course: programme.Course, *, allows_early: bool) -> list[programme.Grouping]:
-    """Returns the groupings that the programme keeps; with early gathers, of several group sizes.
-
-    Without them, only groupings that are not much slower than that of MergeComp's search.
-    """
-    if not allows_early:
-        known_s = _SLACK * course.step_s(best_cuts(course))
-        return programme.best_groupings(course, known_s=known_s)
-    # A grouping that is slow without early gathers may be the fastest with them. So the programme
-    # gets no bound for the step.
-    most_bytes = [share * course.total[-1] for share in _SHARES]
-    return [grouping for most in most_bytes for grouping in programme.best_groupings(course, most)]
-
-
 def _plan_of(chosen: Sequence[Sequence[_Group]], model: StepModel) -> BucketPlan:
-    """Returns the plan of the groups chosen for each family, with early buckets if allowed."""
+    """Returns the plan of the groups chosen for each family."""
     groups = [group for family in chosen for group in family]
     plan = fusion.fuse_groups("", model.tensors, model.world_size, [group for group, _ in groups])
     # Buckets are in another order than groups. The first tensor of a bucket tells its group.
     left = {index for group, is_left in groups if is_left for index in group}
     first_tensors = [bucket.slices[0].tensor for bucket in plan.buckets]
     uncompressed = (number for number, first in enumerate(first_tensors) if first in left)
-    return _with_early(replace(plan, uncompressed=tuple(uncompressed)), model)
+    return replace(plan, uncompressed=tuple(uncompressed))
 
 
 def _simpler_plans(model: StepModel) -> list[BucketPlan]:
@@ -338,20 +310,13 @@ def _simple_plans(model: StepModel) -> list[BucketPlan]:
     if model.codecs.may_mix:
         plans += [_uncompressed(plan) for plan in plans]
     plans.append(MergeCompHeuristicFusion().best_plan(model))
-    return [_with_early(plan, model) for plan in plans if len(plan.buckets) <= MAX_BUCKETS]
+    return [plan for plan in plans if len(plan.buckets) <= MAX_BUCKETS]
 
 
 def _plan_by(rule: fusion.FusionPlanner, model: StepModel) -> BucketPlan:
     """Returns the plan of `rule`, with whole tensors if the training allows no cuts."""
     plan = rule.plan(model.tensors, model.world_size)
     return plan if model.times.allows_cuts else with_whole_tensors(plan, model.tensors)
-
-
-def _with_early(plan: BucketPlan, model: StepModel) -> BucketPlan:
-    """Returns `plan` with the best early buckets; returns `plan` itself if none are allowed."""
-    if not _allows_early(model):
-        return plan
-    return choose_early(plan, model.tensors, model.times, model.link)
 
 
 def _fastest(plans: Iterable[BucketPlan], model: StepModel) -> BucketPlan:

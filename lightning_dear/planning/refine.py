@@ -1,28 +1,20 @@
-"""Chooses which buckets of a plan are gathered early, in backward, and which are all-reduced.
-
-Early gathers use the time in which the link (a rank's connection to the network) would be idle
-during backward.
+"""Chooses which buckets of a plan are all-reduced.
 
 An all-reduced bucket is stepped whole by every rank and never gathered: all of its communication is
 in backward, in one collective instead of two. That gains time in three cases: the link is idle
-during backward and early gathers are not allowed; starting collectives takes longer than sending
-their bytes; or the backend's all-reduce is cheaper than a reduce-scatter and an all-gather. The
-price is that every rank has the whole optimizer state of the bucket, and steps the whole bucket.
+during backward; starting collectives takes longer than sending their bytes; or the backend's
+all-reduce is cheaper than a reduce-scatter and an all-gather. The price is that every rank has the
+whole optimizer state of the bucket, and steps the whole bucket.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate, groupby
+from itertools import groupby
 
 from lightning_dear.planning.fusion import MIB, fuse_groups, runs_of
 from lightning_dear.planning.measured import LinkCost, ModelTimes
 from lightning_dear.planning.plan import BucketPlan, Specs
 from lightning_dear.planning.predict import StepModel
-from lightning_dear.planning.step import ALL_GATHER
-
-_MIN_EARLY_GAIN = 1e-3
-"""If predicted steps differ by at most this share of the step without early gathers, the choice
-with the fewest early gathers is kept, since early buckets need a second buffer."""
 
 _MIN_WHOLE_GAIN = 1e-2
 """Buckets are all-reduced only if the step gets shorter by this share or more, since they need more
@@ -37,76 +29,10 @@ _DDP_CAPS_BYTES = 1 * MIB, 25 * MIB
 """(DistributedDataParallel's cap of its first bucket, its cap of all other buckets)."""
 
 
-def choose_early(plan: BucketPlan, tensors: Specs, times: ModelTimes, link: LinkCost) -> BucketPlan:
-    """Returns `plan` with `early` set: buckets to gather while the link would be idle in backward.
-
-    First, a list of buckets is made by going through the reduce-scatters of the predicted backward;
-    see `fitting`. Of all beginnings of the list that are tried, the shortest is kept with which the
-    predicted step is at most 0.1 % longer than with the best one. So `early` becomes empty if early
-    gathers gain no more than that, or if `times` do not allow them. Pure.
-
-    Args:
-        plan: Plan over `tensors`; its early buckets are chosen anew.
-        tensors: All tensors of the plan.
-        times: Times of a step without communication.
-        link: Costs of collectives.
-    """
-    plan = replace(plan, early=())
-    model = StepModel(tensors, plan.world_size, times, link)
-    chosen = fitting(plan, model) if times.allows_early else ()
-    tried = ((), *_beginnings(chosen))
-    steps_s = {early: model.step_s(replace(plan, early=early)) for early in tried}
-    enough_s = min(steps_s.values()) + _MIN_EARLY_GAIN * steps_s[()]
-    return replace(plan, early=next(e for e, step_s in steps_s.items() if step_s <= enough_s))
-
-
 def _beginnings(numbers: Sequence[int]) -> list[tuple[int, ...]]:
     """Returns at most `_MAX_TRIALS` beginnings of `numbers`, shortest first; the last is all."""
     size = -(-len(numbers) // _MAX_TRIALS) or 1
     return [tuple(numbers[:count]) for count in (*range(size, len(numbers), size), len(numbers))]
-
-
-def fitting(plan: BucketPlan, model: StepModel) -> tuple[int, ...]:
-    """Returns the buckets whose gathers fit between the reduce-scatters of a plan, in order.
-
-    Whenever the link would be idle before the next reduce-scatter, one bucket is chosen. Candidates
-    are the buckets that are reduced by then and whose gathers, at this time, would not delay the
-    last reduce-scatter (they may delay others). Of these, the bucket that forward reads first is
-    chosen. No bucket is chosen before the link is idle. So if the link is idle for short times
-    throughout backward, early buckets come from all parts of the model. Forward can then compute
-    with them while other buckets are still being gathered.
-
-    The last bucket to be reduced and all-reduced buckets are never chosen. The times computed here
-    only serve to choose: in training, the gather of a chosen bucket is launched as soon as the
-    bucket is reduced and stepped.
-
-    Args:
-        plan: Plan without early buckets.
-        model: Training that is planned for.
-    """
-    gather_s = [model.link.all_gather_s(b.nbytes, plan.world_size) for b in plan.buckets]
-    spans = [span for span in model.predict(plan).spans if span.lane != ALL_GATHER]
-    chosen: list[int] = []
-    reduced: set[int] = set()
-    free_s = launched_s = 0.0
-    # For each reduce-scatter, the latest time at which it may begin without delaying the last one.
-    earlier_s = [span.begin_s - span.end_s for span in spans[-2::-1]]
-    limits_s = list(accumulate(earlier_s, initial=spans[-1].begin_s))[::-1]
-    for span, limit_s in zip(spans, limits_s, strict=True):
-        launched_s = max(launched_s, model.times.ready_of(plan.buckets[span.bucket]))
-        while free_s < launched_s:
-            fits = [number for number in reduced if free_s + gather_s[number] <= limit_s]
-            if not fits:
-                break
-            # Buckets are numbered in the order in which forward first reads them.
-            first = min(fits)
-            chosen.append(first)
-            reduced.remove(first)
-            free_s += gather_s[first]
-        free_s = max(free_s, launched_s) + (span.end_s - span.begin_s)
-        if span.bucket not in plan.all_reduced:
-            reduced.add(span.bucket)
-    return tuple(chosen)
 
 
 def choose_all_reduce(
@@ -122,11 +48,10 @@ def choose_all_reduce(
 
     The set with the fewest elements is kept whose step is at most 1 % longer than with the best
     set. No bucket is all-reduced if no set makes the step 1 % shorter, at world size
-    1, or if `times` do not allow it. If some buckets are all-reduced and `plan` had early
-    buckets, these are chosen anew, if that makes the step shorter still. Pure.
+    1, or if `times` do not allow it. Pure.
 
     Args:
-        plan: Plan over `tensors`; its early buckets stay early unless they are all-reduced.
+        plan: Plan over `tensors`.
         tensors: All tensors of the plan.
         times: Times of a step without communication, in which each rank steps its shards.
         link: Costs of collectives.
@@ -144,7 +69,7 @@ def choose_all_reduce(
         for beginning in _beginnings(_affordable(order, numel, max_share * sum(numel))):
             chosen = tuple(sorted(beginning))
             if chosen not in tried:
-                tried[chosen] = step_s(_with(plan, chosen))
+                tried[chosen] = step_s(replace(plan, all_reduced=chosen))
     enough_s = min(tried.values()) + _MIN_WHOLE_GAIN * tried[()]
     most_s = (1 - _MIN_WHOLE_GAIN) * tried[()]
     good = [
@@ -152,11 +77,8 @@ def choose_all_reduce(
         for chosen, seconds in tried.items()
         if seconds <= enough_s and (not chosen or seconds <= most_s)
     ] or [()]
-    best = _with(plan, min(good, key=lambda chosen: sum(numel[number] for number in chosen)))
-    if not (best.all_reduced and plan.early):
-        return best
-    # With all-reduced buckets other early gathers may be better, or none at all.
-    return min(best, choose_early(best, tensors, times, link), key=step_s)
+    fewest = min(good, key=lambda chosen: sum(numel[number] for number in chosen))
+    return replace(plan, all_reduced=fewest)
 
 
 def _affordable(order: Iterable[int], numel: Sequence[int], budget: float) -> list[int]:
@@ -176,12 +98,6 @@ def _affordable(order: Iterable[int], numel: Sequence[int], budget: float) -> li
             chosen.append(number)
             used += numel[number]
     return chosen
-
-
-def _with(plan: BucketPlan, chosen: tuple[int, ...]) -> BucketPlan:
-    """Returns `plan` with the buckets `chosen` all-reduced, and so not early any more."""
-    early = tuple(number for number in plan.early if number not in chosen)
-    return replace(plan, all_reduced=chosen, early=early)
 
 
 def everything_all_reduced(tensors: Specs, world_size: int, divisor: int = 1) -> BucketPlan:

@@ -256,5 +256,4 @@ def described(plan: BucketPlan) -> str:
         rest += f", {count} {what}" if named else ""
     if len(sizes_mb) == 1:
         return f"1 bucket of {max(sizes_mb):.3g} MiB{rest}"
-    early = f", {len(plan.early)} of them gathered in backward" if plan.early else ""
-    return f"{len(sizes_mb)} buckets of {sizes}{early}{rest}"
+    return f"{len(sizes_mb)} buckets of {sizes}{rest}"

@@ -10,7 +10,7 @@ a message is a collective. Nothing is computed or sent in reality.
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_dear.planning.measured import BucketCost, ModelTimes
 from lightning_dear.planning.plan import BucketPlan
@@ -62,8 +62,6 @@ class Message:
         nbytes: Bytes that a rank sends.
         priority: Of several collectives that may begin, the link carries the one with the lowest
             priority number first. Of equal ones it carries the one that could begin first.
-        after: Key of a collective of the same step that has to end before this one may begin. None
-            means that this one may begin once it is launched and the link is free.
     """
 
     kind: str
@@ -71,7 +69,6 @@ class Message:
     seconds: float
     nbytes: float = 0.0
     priority: int = 0
-    after: tuple[str, int] | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -212,11 +209,9 @@ class LinkQueue:
         self._count = 0
         self._ends_s: dict[_Key, float] = {}
         # `_coming` is ordered by the time at which a collective may begin. Once the time has come,
-        # the collective moves to `_waiting`, which is ordered by priority. `_followers` holds
-        # collectives that may begin only after the collective that is their key here.
+        # the collective moves to `_waiting`, which is ordered by priority.
         self._coming: list[tuple[float, int, int, Message]] = []
         self._waiting: list[tuple[int, float, int, int, Message]] = []
-        self._followers: dict[_Key, list[tuple[float, int, int, Message]]] = {}
 
     def launch(self, step: int, message: Message, ready_s: float) -> None:
         """Adds a collective that the ranks have launched.
@@ -227,13 +222,6 @@ class LinkQueue:
             ready_s: Time of the launch, in seconds since the first step began.
         """
         self._count += 1
-        if message.after is not None:
-            before = (step, message.after)
-            if before not in self._ends_s:
-                entry = (ready_s, self._count, step, message)
-                self._followers.setdefault(before, []).append(entry)
-                return
-            ready_s = max(ready_s, self._ends_s[before])
         heapq.heappush(self._coming, (ready_s, self._count, step, message))
 
     def end_s(self, step: int, key: tuple[str, int]) -> float:
@@ -246,15 +234,11 @@ class LinkQueue:
             key: Key of the collective.
 
         Raises:
-            KeyError: If the collective was not launched, or may begin only after one that was not
-                launched.
+            KeyError: If the collective was not launched.
         """
         while (step, key) not in self._ends_s:
             if not self._waiting and not self._coming:
-                raise KeyError(
-                    f"{key[0]} {key[1]} of step {step} was never launched, or the collective"
-                    " that it comes after was not. Launch both."
-                )
+                raise KeyError(f"{key[0]} {key[1]} of step {step} was never launched. Launch it.")
             self._carry_next()
         return self._ends_s[step, key]
 
@@ -269,10 +253,7 @@ class LinkQueue:
         *_, step, message = heapq.heappop(self._waiting)
         end_s = self._free_s = begin_s + message.seconds
         self.spans.append(Carried(step, *message.key, begin_s, end_s))
-        key = (step, message.key)
-        self._ends_s[key] = end_s
-        for ready_s, count, step, follower in self._followers.pop(key, ()):
-            heapq.heappush(self._coming, (max(ready_s, end_s), count, step, follower))
+        self._ends_s[step, message.key] = end_s
 
 
 class Run:
@@ -392,17 +373,13 @@ class PlannedStep(ABC):
         """Returns the operations of backward.
 
         Each bucket is encoded, and its reduction launched, once its last gradient is there and the
-        buckets before it in reduce order are launched. An early gather is launched together with
-        the reduce-scatter after which it may begin (see `_early_after`).
+        buckets before it in reduce order are launched.
         """
         ready_s, events = 0.0, []
-        followers = self._early_after()
         for number in self.plan.reduce_order:
             ready_s = max(ready_s, self.times.ready_of(self.plan.buckets[number]))
             ops: list[Op] = [*computed(CODEC, self.costs[number].encode_s)]
             ops.append(Launch(self.reduce(number)))
-            for early in followers.get(number, ()):
-                ops.append(Launch(replace(self.gather(early), after=(REDUCE_SCATTER, number))))
             events.append((self.launched_s(ready_s), ops))
         return interleaved(BACKWARD, self.times.backward_s, events)
 
@@ -415,20 +392,6 @@ class PlannedStep(ABC):
             ready_s: Seconds of the backward after which all gradients of the bucket are there.
         """
         return ready_s
-
-    def _early_after(self) -> dict[int, list[int]]:
-        """Returns bucket number -> early buckets whose gathers begin after its reduce-scatter.
-
-        Gathers must be in the order of the plan's `early`. So an early bucket's gather waits for
-        the last reduce-scatter among those of this bucket and of all buckets before it in `early`.
-        """
-        order = {number: place for place, number in enumerate(self.plan.reduce_order)}
-        followers: dict[int, list[int]] = {}
-        last = None
-        for number in self.plan.early:
-            last = number if last is None else max(last, number, key=order.__getitem__)
-            followers.setdefault(last, []).append(number)
-        return followers
 
     def reduced(self) -> list[Op]:
         """Returns the operations that wait for, decode and sum each bucket, in reduce order.
@@ -445,9 +408,8 @@ class PlannedStep(ABC):
     def stepped(self) -> list[Op]:
         """Returns the operations of the optimizer step: step and encode each shard, launch gathers.
 
-        Early buckets are stepped here, too, but their gathers are launched in backward. All-reduced
-        buckets come last, since no other rank waits for them. Every rank steps all of their
-        elements, and they are not gathered.
+        All-reduced buckets come last, since no other rank waits for them. Every rank steps all of
+        their elements, and they are not gathered.
         """
         ops: list[Op] = []
         for number in range(len(self.plan.buckets)):
@@ -455,8 +417,7 @@ class PlannedStep(ABC):
                 continue
             ops += computed(STEP, self._per_byte_s * self.stepped_bytes[number])
             ops += computed(CODEC, self.costs[number].publish_s)
-            if number not in self.plan.early:
-                ops.append(Launch(self.gather(number)))
+            ops.append(Launch(self.gather(number)))
         whole_bytes = sum(self.stepped_bytes[number] for number in self.plan.all_reduced)
         return [*ops, *computed(STEP, self._per_byte_s * whole_bytes * self.plan.world_size)]
 

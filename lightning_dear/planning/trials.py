@@ -156,23 +156,21 @@ def _candidates(
         others: Cap in MiB -> plan, of other caps.
         model: Training that is planned for.
     """
-    tensors, known, step_s = model.tensors, (model.times, model.link), model.step_s
-    programme = MergeCompFusion().best_plan(model)
-    by_cap = {cap_mb: refine.choose_early(plan, tensors, *known) for cap_mb, plan in others.items()}
-    steps_s = {cap_mb: step_s(plan) for cap_mb, plan in by_cap.items()}
+    step_s, programme = model.step_s, MergeCompFusion().best_plan(model)
+    steps_s = {cap_mb: step_s(plan) for cap_mb, plan in others.items()}
     best_s = min(steps_s.values())
     # If caps count as equally good, the largest comes first, since it has the fewest messages.
-    order = sorted(by_cap, key=lambda cap_mb: (_gains_lost(steps_s[cap_mb], best_s), -cap_mb))
+    order = sorted(others, key=lambda cap_mb: (_gains_lost(steps_s[cap_mb], best_s), -cap_mb))
     # Neighbouring caps make almost the same buckets, so that measuring both would tell little.
     apart: list[float] = []
     for cap_mb in order:
         if all(max(cap_mb, cap) >= _MIN_CAP_RATIO * min(cap_mb, cap) for cap in apart):
             apart.append(cap_mb)
-    chosen = [programme, *(by_cap[cap_mb] for cap_mb in apart[:2])]
-    single = SingleFusion().plan(tensors, model.world_size)
+    chosen = [programme, *(others[cap_mb] for cap_mb in apart[:2])]
+    single = SingleFusion().plan(model.tensors, model.world_size)
     if step_s(single) <= _MAX_SINGLE_RATIO * min(map(step_s, [fixed, *chosen])):
         chosen.append(single)
-    return chosen + [by_cap[cap_mb] for cap_mb in apart[2:]]
+    return chosen + [others[cap_mb] for cap_mb in apart[2:]]
 
 
 def _gains_lost(step_s: float, best_s: float) -> int:

@@ -130,7 +130,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         # Until the first run a watch of one rank, which does nothing.
         self._failures = failure_watch.FailureWatch(FailureBoard(), timeout or NO_TIMEOUT)
         self._stop: StopRequest | None = None
-        self._is_sync_blocked = False
+        self._is_sync_blocked = self._is_stepping = False
         # Optimizers of the `last_backward` block, or an empty list for all. None outside of it.
         self._last_of: list[Optimizer] | None = None
         self._take_options(given)
@@ -221,10 +221,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             # Otherwise the wrapper's own `zero_grad`, torch's, would not call the pipeline's.
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
         connections.connect_precision(self.precision_plugin, self._pipeline)
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        assert self.lightning_module is not None
-        readers = gradient_readers((*callbacks, self.lightning_module))
-        self._pipeline.refuse_early(refusals.why_not_early(trainer, self.optimizers, readers))
 
     def _check_optimizers(self) -> None:
         """Raises if the trainer has other optimizers than at the beginning of the fit.
@@ -292,7 +288,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         with self._pipeline.backward(synchronize=synchronize, optimizers=self._last_of or None):
             loss = super().backward(*args, **kwargs)
         # True if the module's `optimizer_step` calls the closure itself, before the optimizer.
-        is_between = synchronize and is_automatic and not self._pipeline.is_stepping
+        is_between = synchronize and is_automatic and not self._is_stepping
         if is_between and self._shows_gradients:
             refusals.warn_about_readers({"optimizer_step": [type(self.lightning_module).__name__]})
             self._expose_gradients(None)
@@ -301,8 +297,11 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         self._check_optimizers()
-        with nullcontext() if self._pipeline is None else self._pipeline.stepping_early():
+        self._is_stepping = True
+        try:
             return super().optimizer_step(*args, **kwargs)
+        finally:
+            self._is_stepping = False
 
     @contextmanager
     @override

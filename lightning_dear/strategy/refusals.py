@@ -9,13 +9,11 @@ from numbers import Real
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.plugins import precision as fabric_precision
 from lightning.pytorch.plugins import precision as trainer_precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import device
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -283,34 +281,6 @@ def check_module_states(module: Module) -> None:
                     f"Ranks hold different models: rank 0 has {left}, rank {rank} has {right}."
                     " Build the same model on every rank."
                 )
-
-
-_STEP_HOOKS = ("optimizer_step", "optimizer_zero_grad", "backward")
-
-
-def why_not_early(
-    trainer: pl.Trainer, optimizers: Sequence[Optimizer], readers: Mapping[str, Sequence[str]]
-) -> str | None:
-    """Says why no bucket may be stepped before backward has ended. Local.
-
-    None means that what the trainer does is no reason. `Pipeline` may have other reasons.
-
-    Args:
-        trainer: The trainer.
-        optimizers: All optimizers of the fit.
-        readers: Hook -> classes that override it and may see gradients, from `gradient_readers`.
-    """
-    module = trainer.lightning_module
-    overridden = [hook for hook in _STEP_HOOKS if is_overridden(hook, module)]
-    overridden += [f"{name}.{hook}" for hook, names in readers.items() for name in names]
-    reasons = {
-        "optimisation is manual": not module.automatic_optimization,
-        "there are several optimizers": len(optimizers) > 1,
-        "gradients are clipped": bool(trainer.gradient_clip_val),
-        "losses are scaled": getattr(trainer.precision_plugin, "scaler", None) is not None,
-        f"{', '.join(overridden)} may use the gradients": bool(overridden),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def warn_about_readers(readers: Mapping[str, Sequence[str]]) -> None:

@@ -169,9 +169,9 @@ class Tuning:
             tensors: Tensors of the recorded step.
 
         Returns:
-            The plan, without early or all-reduced buckets if this training refuses these. None
-            means that the planner makes a plan: no plan was found before, it does not fit, or the
-            world size is 1.
+            The plan, without all-reduced buckets if this training refuses these. None means that
+            the planner makes a plan: no plan was found before, it does not fit, or the world size
+            is 1.
         """
         self.plan = None
         found, world_size = self.found, self._collectives.world.size
@@ -207,7 +207,6 @@ class Tuning:
         everyones = self._collectives.all_gather_object(combined_times(own, median))
         return replace(
             combined_times(everyones, max),
-            allows_early=self._pipeline.training.early_refusal is None,
             allows_all_reduce=self._pipeline.training.all_reduce_refusal is None,
             allows_cuts=not self._pipeline.options.is_of_gradients,
         )
@@ -230,9 +229,7 @@ class Tuning:
         return max(self._collectives.all_gather_object(own))
 
     def _allowed(self, plan: BucketPlan) -> BucketPlan:
-        """Returns `plan` without the early or all-reduced buckets that this training refuses."""
-        if self._pipeline.training.early_refusal is not None:
-            plan = replace(plan, early=())
+        """Returns `plan` without the all-reduced buckets that this training refuses."""
         if self._pipeline.training.all_reduce_refusal is not None:
             plan = replace(plan, all_reduced=())
         return plan

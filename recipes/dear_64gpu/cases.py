@@ -69,10 +69,8 @@ def cases_of(cfg: DictConfig) -> Iterator[Case]:
     pairs = [(name, *model) for name in networks for model in _models(cfg)]
     for name, profile, workload in progress(pairs, "simulating"):
         network = networks[name]
-        # With NCCL our engine gathers no bucket before backward has ended.
-        times = replace(workload.times, allows_early=not network.has_reduce_scatter)
         buffers_s, caps_mb = _buffers_s(profile, network), tuple(map(float, cfg.caps_mb))
-        case = Case(name, network, replace(workload, times=times), buffers_s, caps_mb, {})
+        case = Case(name, network, workload, buffers_s, caps_mb, {})
         steps_s = {way: case.step_s(build) for way, build in builders.items()}
         if "ddp" in steps_s:
             steps_s[WITH_BUFFERS] = steps_s["ddp"] + buffers_s

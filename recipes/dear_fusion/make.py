@@ -1,7 +1,6 @@
 """Fusions under DeAR's schedule: none, fixed caps, a tuned cap, MG-WFBP's rule, and exact."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -96,9 +95,6 @@ def _rows(cluster: str, workload: Workload, steps: Mapping[str, SimulatedStep]) 
 
 
 def _step(planner: FusionPlanner, workload: Workload, network: Network) -> SimulatedStep:
-    # With NCCL our engine gathers no bucket before backward has ended.
-    times = replace(workload.times, allows_early=not network.has_reduce_scatter)
-    workload = replace(workload, times=times)
     build = searched(planner) if isinstance(planner, SearchingPlanner) else planned(planner.plan)
     return simulate(build(workload, network))
 
