@@ -1,7 +1,5 @@
 """Waits for parameters, and gathers gradients, before hooks of the user that may read them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -44,7 +42,7 @@ def _completing(hook: str, *, for_readers: bool = False) -> Callable[..., None]:
             `_NON_READERS`, has overridden this hook. If False, the hook always waits.
     """
 
-    def complete(guard: CompletionGuard, trainer: Any, module: LightningModule, *_: Any) -> None:
+    def complete(guard: "CompletionGuard", trainer: Any, module: LightningModule, *_: Any) -> None:
         if not for_readers:
             guard.complete(hook)
         elif reader := guard.reader_of(hook, trainer.callbacks, module):

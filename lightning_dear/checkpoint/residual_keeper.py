@@ -4,8 +4,6 @@ A residual is what a compressor has left out of its messages so far. It is sent 
 (error feedback).
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, product
@@ -84,7 +82,7 @@ class ResidualKeeper:
             self._held = self.taken()
         self._coded = self._parameters = ()
 
-    def inherit(self, others: Iterable[ResidualKeeper]) -> None:
+    def inherit(self, others: "Iterable[ResidualKeeper]") -> None:
         """Takes over copies of the residuals of earlier trainings, before the first plan.
 
         Collective. Blocks. Of a parameter whose residuals several keepers have, this keeper's own

@@ -20,8 +20,6 @@ A resumed run uses the saved seed and not its own. State of earlier versions has
 resumes from such state draws random numbers without a seed, as that version did.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -81,7 +79,7 @@ class Residuals:
         """Returns a parameter's tensor of a kind. None means that it has none."""
         return self.kept.get(kind, {}).get(parameter)
 
-    def of(self, belongs: Callable[[Tensor], bool]) -> Residuals:
+    def of(self, belongs: Callable[[Tensor], bool]) -> "Residuals":
         """Returns the residuals of the parameters for which `belongs` returns True.
 
         The result has the same counts and seed. Tensors are shared, not copied.
@@ -93,7 +91,7 @@ class Residuals:
         kept = {kind: left for kind, all_own in self.kept.items() if (left := own(all_own))}
         return replace(self, kept=kept, rates=own(self.rates), counts=dict(self.counts))
 
-    def joined(self, other: Residuals) -> Residuals:
+    def joined(self, other: "Residuals") -> "Residuals":
         """Returns the union of these residuals and `other`'s. Tensors are shared, not copied.
 
         Where both have an entry, the entry of `self` is used.

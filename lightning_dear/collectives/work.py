@@ -1,13 +1,12 @@
 """Class `Work`, a launched collective, and class `Collectives`, which launches collectives."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -41,7 +40,7 @@ and what owners select (Ok-Topk)."""
 
 
 @contextmanager
-def uncounted(collectives: Collectives) -> Iterator[None]:
+def uncounted(collectives: "Collectives") -> Iterator[None]:
     """Within this context the ledger counts no bytes: measuring and saving belong to no step."""
     ledger, collectives.ledger = collectives.ledger, Counter()
     try:
@@ -51,7 +50,7 @@ def uncounted(collectives: Collectives) -> Iterator[None]:
 
 
 @contextmanager
-def as_metadata(collectives: Collectives) -> Iterator[None]:
+def as_metadata(collectives: "Collectives") -> Iterator[None]:
     """Within this context bytes count as "metadata": they say how many values travel, and which."""
     ledger = collectives.ledger
     with uncounted(collectives):
@@ -77,10 +76,11 @@ class Work:
     ) -> None:
         self._arrive = arrive
         self._finishes = [] if finish is None else [finish]
+        self._arrival: Future[None] | None = None
         self.is_done = False
 
     @classmethod
-    def done(cls) -> Work:
+    def done(cls) -> "Work":
         """Returns a work with nothing to wait for."""
         work = cls(_nothing)
         work.is_done = True
@@ -105,16 +105,33 @@ class Work:
         # Drops the references to the memory that was sent and received.
         self._arrive, self._finishes = _nothing, []
 
-    def then(self, finish: Callable[[], object] | None = None) -> Work:
+    def then(self, finish: Callable[[], object] | None = None) -> "Work":
         """Appends local work, which `wait` runs last; None is no work. Returns this, not done."""
         self._finishes += [] if finish is None else [finish]
         self.is_done = False
         return self
 
-    def inside(self, call: Callable[[Callable[[], None]], None]) -> Work:
+    def inside(self, call: Callable[[Callable[[], None]], None]) -> "Work":
         """Lets `wait` call `call(arrive)` instead of `arrive()`, and returns this work."""
         self._arrive = partial(call, self._arrive)
         return self
+
+    def await_in(self, submit: Callable[[Callable[[], None]], Future[None]]) -> None:
+        """Lets another thread wait for the data; from now on `wait` waits for that thread.
+
+        Args:
+            submit: Queues a call for the thread, as `Background.submit` does.
+        """
+        self._arrival = submit(self._arrive)
+        self._arrive = self._arrival.result
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the data is known to be here, so that `wait` does not block the host.
+
+        False may also mean that it is not known, as before `await_in` is called.
+        """
+        return self.is_done or (self._arrival is not None and self._arrival.done())
 
 
 def _nothing() -> None:
@@ -132,7 +149,7 @@ WorkObserver = Callable[[str, str, Callable[[], None]], Callable[[], None]]
 """(lane, name, arrive) -> wrapped arrive: lets a timeline note when a collective's data arrived."""
 
 
-alive: WeakSet[Collectives] = WeakSet()
+alive: "WeakSet[Collectives]" = WeakSet()
 """All collectives that may hold groups. Weak, so that trainings that are over can be deleted."""
 
 reusable_groups: dict[timedelta | None, tuple[Any, list[Any]]] = {}

@@ -9,8 +9,6 @@ Everything, the bridge included, lives in namespaces of its own: the machine's n
 alone, and deleting the namespaces deletes all of it.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -130,7 +128,7 @@ class EmulatedCluster:
         self.hosts: tuple[EmulatedHost, ...] = ()
         self._namespaces: list[str] = []
 
-    def __enter__(self) -> EmulatedCluster:
+    def __enter__(self) -> "EmulatedCluster":
         """Create the namespaces, links and rate limits. Takes about 0.1 s for each host.
 
         Raises:

@@ -1,7 +1,5 @@
 """A plan at work (its buffers, exchange, round and gatherer), and the recording it is made from."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -153,13 +151,14 @@ class ActivePlan:
             unscale(shards.optimizer)
 
     def release(self) -> Sequence[Parameter]:
-        """Removes forward pre-hooks and gates. Local.
+        """Removes forward pre-hooks and gates, and ends the round's thread. Local.
 
         Returns:
             The parameters that are still views of `flat`. The user has replaced the `data` of the
             others.
         """
         self.gatherer.detach()
+        self.round.release()
         return [one.parameter for one in self.flat.placements if not one.was_replaced()]
 
 
@@ -191,7 +190,7 @@ class Recording:
     @classmethod
     def agreed(
         cls, trained: TrainedParameters, collectives: Collectives, options: ExchangeOptions
-    ) -> Recording:
+    ) -> "Recording":
         """Makes a recording with rank 0's order of reads and gradients, and rank 0's seed.
 
         Collective, blocks. Other ranks' orders are not used, except for `ungated`.

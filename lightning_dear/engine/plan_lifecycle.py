@@ -1,7 +1,5 @@
 """The plans of one optimizer: from the recorded step to the first one, and from one to the next."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -352,7 +350,7 @@ class PlanLifecycle:
         self.plan = None
         self._start_recording()
 
-    def inherit(self, others: Sequence[PlanLifecycle]) -> None:
+    def inherit(self, others: "Sequence[PlanLifecycle]") -> None:
         """Takes over optimizer state and residuals of trainings that have ended.
 
         Collective, blocks. To be called before the first step. State that the user has loaded since

@@ -1,7 +1,5 @@
 """The step of one optimizer, from the first backward to the next forward."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -414,7 +412,7 @@ class OptimizerPipeline:
         state = sharded_state(self.stepper, self._training.collectives)
         return self.plans.residuals.add_to_sharded(state)
 
-    def inherit(self, others: Sequence[OptimizerPipeline]) -> None:
+    def inherit(self, others: "Sequence[OptimizerPipeline]") -> None:
         """Takes over the state that ended trainings of this optimizer hold. Collective, blocks."""
         own = [other for other in others if other.optimizer is self.optimizer]
         for other in own:

@@ -1,7 +1,5 @@
 """What all optimizers of one module share: `Training`, and the broadcast of module buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -56,7 +54,7 @@ class Training:
     options: ExchangeOptions
     instruments: Instruments
     tree: ModuleTree
-    broadcast: BufferBroadcast | None = None
+    broadcast: "BufferBroadcast | None" = None
     all_reduce_refusal: str | None = None
     has_compiled_region: bool = False
     is_in_forward: bool = False

@@ -1,7 +1,5 @@
 """Wraps a module in `fabric.setup`, as "ddp" does with DistributedDataParallel."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import warnings
@@ -29,7 +27,7 @@ from lightning_dear.planning import FusionPlanner, SearchingPlanner
 _PART = "_lightning_dear_part"
 """Name of the attribute in which an optimizer that was set up has its `OptimizerPipeline`."""
 
-_training: WeakSet[DearModule] = WeakSet()
+_training: "WeakSet[DearModule]" = WeakSet()
 """Modules of this process that were set up with an optimizer and still exist."""
 
 

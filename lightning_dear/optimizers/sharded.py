@@ -5,8 +5,6 @@ place from the end of the closure to the end of the optimizer's own step, bucket
 the block of `on_shards`.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections import defaultdict
@@ -128,7 +126,7 @@ class SpreadState:
     entries: Mapping[Parameter, dict[str, Any]]
     chunks: list[tuple[Tensor, list[Chunk]]]
 
-    def take(self, key: str, of: Set[Parameter]) -> SpreadState:
+    def take(self, key: str, of: Set[Parameter]) -> "SpreadState":
         """Removes the state under `key` of the parameters `of`, and returns it. Mutates `self`."""
         entries = [(one, its) for one, its in self.entries.items() if one in of and key in its]
         own = {one: {key: its.pop(key)} for one, its in entries}

@@ -6,8 +6,6 @@ and state must be exactly equal. The trial proves nothing for other shapes, for 
 options that are set later.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -335,7 +333,7 @@ class _Trial:
             own = row[one.where][: one.tensor.numel()].view(one.tensor.shape)
             one.tensor.grad = own.to(one.tensor.device, copy=True)
 
-    def first_difference(self, whole: _Trial) -> torch.Size | None:
+    def first_difference(self, whole: "_Trial") -> torch.Size | None:
         """Returns the shape of the first tensor whose values or state differ from `whole`'s.
 
         None means that all are exactly equal; nan counts as equal to nan. State that is no tensor

@@ -4,8 +4,6 @@ P is the number of ranks. The link is a rank's connection to the network. A time
 depends linearly on a size is alpha + beta x size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -99,7 +97,7 @@ class LinkCost:
 
     alpha_s: float
     beta_s: float
-    all_reduce: LinkCost | None = None
+    all_reduce: "LinkCost | None" = None
 
     def reduce_scatter_s(self, nbytes: float, world_size: int) -> float:
         """Returns the seconds to reduce-scatter `nbytes`: alpha + beta x nbytes x (P-1)/P.

@@ -1,7 +1,5 @@
 """Plans: which elements of which tensor lie in which bucket, and the orders of the buckets."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections import Counter
@@ -215,7 +213,7 @@ class BucketPlan:
         numel = sum(self.buckets[number].numel for number in self.all_reduced)
         return numel / max(sum(bucket.numel for bucket in self.buckets), 1)
 
-    def has_buckets_of(self, other: BucketPlan) -> bool:
+    def has_buckets_of(self, other: "BucketPlan") -> bool:
         """Tells whether the two plans are equal except for their names."""
         return self == replace(other, name=self.name)
 
@@ -240,7 +238,7 @@ class BucketPlan:
         }
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any], tensors: Specs, world_size: int) -> BucketPlan:
+    def from_dict(cls, data: dict[str, Any], tensors: Specs, world_size: int) -> "BucketPlan":
         """Returns the plan that `to_dict` has written, with the indices of the present `tensors`.
 
         Saved tensors are matched to `tensors` by name, since a tensor's index may have changed.

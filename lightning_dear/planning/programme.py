@@ -35,8 +35,6 @@ several groups that are rounded up separately. Only the optimizer step is counte
 which it does not touch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -383,7 +381,7 @@ class _Ways:
     rows: Rows
     origins: Rows
 
-    def taken(self, numbers: Rows) -> _Ways:
+    def taken(self, numbers: Rows) -> "_Ways":
         """Returns the ways in the rows `numbers`, in this order."""
         return _Ways(self.rows[numbers], self.origins[numbers])
 

@@ -1,7 +1,5 @@
 """A model as a simulation needs it: tensors, when each is read and ready, costs of compressing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -53,7 +51,7 @@ class Workload:
         return sum(tensor.numel * tensor.itemsize for tensor in self.tensors)
 
     @property
-    def uncompressed(self) -> Workload:
+    def uncompressed(self) -> "Workload":
         """The same workload without a compressor."""
         return replace(self, codecs=NO_CODEC, whole_codecs=None, compressor="none")
 

@@ -11,8 +11,6 @@ with forward. `StopRequest` replaces both: any rank's wish to stop travels with 
 each round of reduce-scatters (`Signal`).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -186,7 +184,7 @@ class StopRequest:
         heard: The wish for which all ranks stop. 0 means that this rank has received none.
     """
 
-    def __init__(self, trainer: Any, board: FailureBoard, before: StopRequest | None) -> None:
+    def __init__(self, trainer: Any, board: FailureBoard, before: "StopRequest | None") -> None:
         self.trainer, self._board = trainer, board
         self.heard = 0
         if before is not None and not before.heard:

@@ -73,11 +73,11 @@ def checked_options(create: Callable[..., None], given: Mapping[str, Any]) -> di
         takes = get_args(hint) or (hint,)
         # Compressors and planners are looked up by name later, which refuses unknown names.
         if option in given and not {str, Any} & {*takes}:
-            _check_value(option, given[option], takes, create.__annotations__[option])
+            _check_value(option, given[option], takes)
     return {name: given[name] for name in own if name in given and name != "self"}
 
 
-def _check_value(option: str, value: Any, takes: Sequence[Any], words: str) -> None:
+def _check_value(option: str, value: Any, takes: Sequence[Any]) -> None:
     names = [one for part in takes for one in get_args(part) or (part,) if isinstance(one, str)]
     kinds = [Real if one is float else get_origin(one) or one for one in takes]
     if isinstance(value, bool):
@@ -93,7 +93,9 @@ def _check_value(option: str, value: Any, takes: Sequence[Any], words: str) -> N
         valid = ", ".join(names) + (", or None" if NoneType in takes else "")
         meant = is_meant(str(value), names)
         raise ValueError(f"Unknown {option} {value!r}; valid names: {valid}.{meant}")
-    raise TypeError(f"{option} must be {words.replace(' |', ' or')}, got {value!r}.")
+    words = [str(one).replace("torch.", "") if get_args(one) else one.__name__ for one in takes]
+    said = " or ".join(words).replace("NoneType", "None")
+    raise TypeError(f"{option} must be {said}, got {value!r}.")
 
 
 def _guess(option: str, own: Iterable[str]) -> str:

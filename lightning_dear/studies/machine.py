@@ -3,8 +3,6 @@
 A value that `/proc` does not have is nan.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import math
@@ -38,7 +36,7 @@ class Counters(NamedTuple):
     total_s: float
     sent_bytes: float
 
-    def since(self, before: Counters) -> Counters:
+    def since(self, before: "Counters") -> "Counters":
         """Return the differences between these counters and earlier ones."""
         return Counters(*(now - then for now, then in zip(self, before, strict=True)))
 

@@ -4,8 +4,6 @@ Exposed communication is the time in which computation waited for a collective. 
 span; see `_LANES` in `timeline.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -41,11 +39,11 @@ class Instruments:
         self._is_asked = clock.is_free
         self._last = self._current = self._new_statistics()
 
-    def _new_statistics(self) -> StepStatistics | None:
+    def _new_statistics(self) -> "StepStatistics | None":
         return StepStatistics(self.clock) if self._is_asked else None
 
     @property
-    def statistics(self) -> StepStatistics | None:
+    def statistics(self) -> "StepStatistics | None":
         """Returns the statistics of the last finished optimizer step.
 
         On a CUDA device, waits are timed only in steps that begin after the first read of this

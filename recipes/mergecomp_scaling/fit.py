@@ -3,8 +3,6 @@
 Compressors' host times are fitted to ResNet-50 only. Of other models only FP32's figures are used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,7 +98,7 @@ class Host(NamedTuple):
     per_byte_s: float
 
     @classmethod
-    def of(cls, workload: Workload, pair: Pair) -> Host:
+    def of(cls, workload: Workload, pair: Pair) -> "Host":
         """Return the host that gives a model these scaling factors; the inverse of `scaling`."""
         layerwise_s, scheduled_s = (alone_s(workload) / one for one in pair)
         return cls(
@@ -130,7 +128,7 @@ class Server:
     workloads: Mapping[str, Workload]
 
     @classmethod
-    def of(cls, cfg: DictConfig, figures: Figures) -> Server:
+    def of(cls, cfg: DictConfig, figures: Figures) -> "Server":
         """Fit a server to published figures.
 
         Raises:

@@ -1,7 +1,5 @@
 """Ok-Topk's headline: 3.29x to 12.95x for BERT on 256 GPUs (Li and Hoefler, arXiv 2201.07598)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,7 +49,7 @@ class Case:
     workloads: Mapping[str, Workload]
 
     @classmethod
-    def of(cls, cfg: DictConfig) -> Case:
+    def of(cls, cfg: DictConfig) -> "Case":
         """Return the case of a config.
 
         Raises:

@@ -78,14 +78,6 @@ def test_dear_has_its_best_cap_and_others_their_defaults(cases) -> None:
     assert cycles == sorted(cycles, reverse=True)
 
 
-def test_nothing_is_gathered_in_backward_where_nccl_sends(cases) -> None:
-    assert not any(case.workload.times.allows_early for own in cases.values() for case in own)
-    (gloo,) = cases_of(
-        FEW[0], "cluster=emulated", "cluster.num_hosts=4", "world_size=null"
-    ).values()
-    assert gloo[0].workload.times.allows_early
-
-
 def test_ddps_buffers_are_those_of_batch_norms(cases) -> None:
     """ResNet-50 has 53 of them, of 26,560 channels."""
     case = cases["ethernet_10g"][0]

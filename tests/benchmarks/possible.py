@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.possible bert_base 0.5 1 1.33 2 4
 
-Whole tensors, caps from 1 to 32 MiB, early gathers where they help; the optimizer's step takes no
-time. For each of the given ratios of communication to forward and backward, at two ranks, it prints
-the step over max(forward + backward, bytes / rate). Pure: the same on every machine.
+Whole tensors, caps from 1 to 32 MiB; the optimizer's step takes no time. For each of the given
+ratios of communication to forward and backward, at two ranks, it prints the step over
+max(forward + backward, bytes / rate). Pure: the same on every machine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 
 from lightning_dear.planning import LinkCost, ThresholdFusion
 from lightning_dear.planning.predict import predict
-from lightning_dear.planning.refine import choose_early
 from lightning_dear.workloads.replay import load_profile
 from lightning_dear.workloads.replay.profile import planned
 from tests.planning.models import bounds_s
@@ -34,8 +33,7 @@ def possible_over_bound(name: str, ratio: float) -> float:
         plan = ThresholdFusion(bucket_cap_mb=cap_mb, first_bucket_cap_mb=1).plan(
             tensors, WORLD_SIZE
         )
-        early = choose_early(plan, tensors, times, link)
-        steps.append(predict(early, tensors, times, link).step_s)
+        steps.append(predict(plan, tensors, times, link).step_s)
     # It is the same for all caps.
     return min(steps) / bounds_s(plan, times, link)[0]
 

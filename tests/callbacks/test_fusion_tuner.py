@@ -134,7 +134,7 @@ def test_a_plan_is_found_with_a_compressor(planner: Any, compressor: Any) -> Non
     assert said[0].startswith(f"{planner.name}: ")
     if dist.get_rank() == 0:
         (model, *_), times, codecs = found, found[0].times, found[0].codecs
-        assert (model.world_size, times.allows_early, times.allows_all_reduce) == (2, False, False)
+        assert (model.world_size, times.allows_all_reduce) == (2, False)
         assert times.allows_cuts is (compressor == "int8")
         assert times.backward_s > 0
         assert codecs.may_mix

@@ -1,10 +1,11 @@
-"""Plans with all-reduced buckets, beside sharded and early ones: the same bits, norms and state."""
+"""Plans with all-reduced buckets, beside sharded ones: the same bits, norms and state."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.planning import BucketPlan, FusionPlanner, TensorSpec
 from tests.checkpoint.test_distributed_checkpoint import assert_equal as assert_same
 from tests.distributed.harness import distributed, run_ranks
-from tests.engine import test_early_steps, test_replan
+from tests.engine import test_replan
 from tests.engine.test_gradients import assert_close, assert_equal
 from tests.engine.test_parity import assert_equal as assert_equal_traces
 from tests.training.delays import Delays
@@ -37,18 +38,15 @@ LATE = Delays(before_all_gather_s=0.01, after_reduce_scatter_s=0.005)
 
 
 class Mixed:
-    """Small buckets, of which every third is sharded, early, or all-reduced; or all are that."""
+    """Small buckets, of which every third is all-reduced, or all are."""
 
-    def __init__(self, *, has_all: bool = False, has_early: bool = True) -> None:
-        self.has_all, self.has_early = has_all, has_early
+    def __init__(self, *, has_all: bool = False) -> None:
+        self.has_all = has_all
 
     def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
         plan = SMALL_BUCKETS.plan(tensors, world_size)
-        order = plan.reduce_order
-        if self.has_all:
-            return replace(plan, all_reduced=tuple(sorted(order)))
-        early = tuple(order[:-1][1::3]) if self.has_early else ()
-        return replace(plan, early=early, all_reduced=tuple(sorted(order[::3])))
+        chosen = plan.reduce_order[:: 1 if self.has_all else 3]
+        return replace(plan, all_reduced=tuple(sorted(chosen)))
 
 
 ALL, MIXED = Mixed(has_all=True), Mixed()
@@ -87,16 +85,15 @@ def test_three_ranks_stay_alike_and_are_as_ddp_but_for_rounding() -> None:
 
 
 @distributed(world_sizes=(2,))
-def test_beside_buckets_that_are_stepped_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_early_steps, "EarlyFusion", Mixed)
-    run = test_early_steps.Run("adamw")
-    for step in range(5):
-        run.step(step)
-    assert sum(run.num_early) > 0
-    assert run.part.plan.early
-    assert run.part.plan.all_reduced
-    run.pipeline.detach()
-    assert_equal(weights(run.model), train_dear("deep_mlp", "adamw", 5)[0][-1])
+def test_a_backward_so_slow_that_reductions_arrive_in_it() -> None:
+    model = build("deep_mlp")
+    pipeline = new_pipeline(model, optimizer_for("adamw", model), MIXED)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: time.sleep(0.01))
+    train_steps(pipeline, model, range(5), "deep_mlp")
+    assert 0 < len(pipeline.parts[0].plan.all_reduced) < len(pipeline.parts[0].plan.buckets)
+    pipeline.detach()
+    assert_equal(weights(model), train_dear("deep_mlp", "adamw", 5)[0][-1])
 
 
 @distributed(world_sizes=(2, 3))

@@ -35,7 +35,7 @@ class _Exchange:
 def test_a_few_at_first_and_one_more_with_each_launch() -> None:
     count, exchange = 10, _Exchange()
     buckets: Any = [
-        SimpleNamespace(number=n, role={1: Role.REPLICATED, 3: Role.EARLY}.get(n, Role.SHARDED))
+        SimpleNamespace(number=n, role=Role.REPLICATED if n == 1 else Role.SHARDED)
         for n in range(count)
     ]
     gatherer = ParameterGatherer(
@@ -46,12 +46,8 @@ def test_a_few_at_first_and_one_more_with_each_launch() -> None:
         lambda reason: nullcontext(),
         lambda number: None,
     )
-    gatherer.expect(early=True)
-    gatherer.launch(3)
-    assert exchange.calls == [("expect", 3), ("launch", 3)]
-    exchange.calls.clear()
-    others = [number for number in range(count) if number not in (1, 3)]
-    gatherer.expect(early=False)
+    others = [number for number in range(count) if number != 1]
+    gatherer.expect()
     assert exchange.calls == [("expect", number) for number in others[:_NUM_EXPECTED_AHEAD]]
     for number in others:
         gatherer.launch(number)

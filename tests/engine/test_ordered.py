@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
@@ -221,26 +220,6 @@ def test_nothing_is_lost_of_a_late_gradient_that_is_encoded(options: ExchangeOpt
     assert run.error() < 1e-5
     _check_alike(weights(run.model))
     run.pipeline.collectives.check_order()
-
-
-@distributed(world_sizes=(2,))
-def test_early_gathers_are_refused() -> None:
-    model, optimizers = _new_training(Case())
-    pipeline = Pipeline(model, optimizers, new_ordered(), SMALL_BUCKETS)
-    reason = "with this backend all ranks must launch collectives in one order"
-    assert pipeline.training.early_refusal == reason
-    with pipeline.forward():
-        loss = Case().loss(model, 0, dist.get_rank())
-    with pipeline.backward():
-        loss.backward()
-    optimizers[0].step()
-    (part,) = pipeline.parts
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        part.replan(replace(part.plan, early=part.plan.reduce_order[:1]))
-    assert part.plan.early == ()
-    assert len([one for one in seen if reason in str(one.message)]) == (dist.get_rank() == 0)
-    pipeline.detach()
 
 
 @distributed(world_sizes=(2,))

@@ -43,6 +43,16 @@ def test_reads_between_steps_see_the_new_values(reader: str, world_size: int) ->
     pipeline.detach()
 
 
+@distributed(world_sizes=(2,))
+def test_a_first_read_within_a_transform_sees_the_new_values() -> None:
+    model = build("mlp")
+    pipeline = new_pipeline(model, optimizer_for("sgd", model), delays=LATE)
+    train_steps(pipeline, model, [0])
+    total = torch.func.grad(lambda x: x * sum(p.sum() for p in model.parameters()))(torch.ones(()))
+    assert torch.equal(total, sum(one.sum() for one in weights(model)))
+    pipeline.detach()
+
+
 @distributed(world_sizes=(1, 2))
 def test_evaluation_forwards_read_new_values_and_update_nothing(world_size: int) -> None:
     expected = train_reference("mlp", "sgd", 4, world_size)[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -245,27 +244,3 @@ def test_state_saved_between_unfreezing_and_the_next_step_is_of_the_right_parame
     after = pipeline.parts[0].optimizer_state_dict()["state"]
     assert sorted(after) == list(range(2, len(parameters)))
     _assert_same(after, before)
-
-
-@distributed(world_sizes=(1, 2))
-def test_early_gathers_that_are_refused_are_told_of_and_left_out() -> None:
-    model = build("mlp")
-    pipeline = new_pipeline(model, optimizer_for("sgd", model), NoFusion())
-    train_steps(pipeline, model, [0])
-    part = pipeline.parts[0]
-    early = replace(part.plan, early=part.plan.reduce_order[:1])
-    part.replan(early)
-    expected = build("mlp")
-    reference = new_pipeline(expected, optimizer_for("sgd", expected), NoFusion())
-    train_steps(reference, expected, [0])
-    for step in (1, 2):
-        train_steps(pipeline, model, [step])
-        train_steps(reference, expected, [step])
-    _assert_same(weights(model), weights(expected))
-    pipeline.refuse_early("gradients are clipped" if dist.get_rank() == 0 else None)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        part.replan(early)
-    texts = [str(one.message) for one in seen if "gradients are clipped" in str(one.message)]
-    assert len(texts) == (dist.get_rank() == 0)
-    assert part.plan.early == ()

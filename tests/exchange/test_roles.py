@@ -28,7 +28,7 @@ OPTIONS = {
     "powersgd": ExchangeOptions("gradients", compressor=PowerSGD()),
     "oktopk": ExchangeOptions("gradients", compressor=OkTopk()),
 }
-PLANS = {"plain": {}, "early": {"early": (0,)}, "all_reduced": {"all_reduced": (0,)}}
+PLANS = {"plain": {}, "all_reduced": {"all_reduced": (0,)}}
 DTYPES = (torch.float32, torch.float64, *LOW_PRECISION)
 
 
@@ -61,7 +61,6 @@ def is_view(part: Tensor, whole: Tensor) -> bool:
 
 EXPECTED = {
     ("parameters", "plain"): (Role.SHARDED, Role.SHARDED_MASTERS),
-    ("parameters", "early"): (Role.EARLY, Role.EARLY_MASTERS),
     ("parameters", "all_reduced"): (Role.REPLICATED, Role.REPLICATED_MASTERS),
     ("int8", "plain"): (Role.LAGGING, Role.LAGGING_MASTERS),
     ("gradients", "plain"): (Role.SHARDED, None),
@@ -92,12 +91,11 @@ def test_buffers_hold_what_the_table_says(what: str, plan: str, dtype: torch.dty
     padded = bucket.parameters.numel()
     assert bucket.shard.numel() == padded // (1 if is_whole else WORLD_SIZE)
     assert bucket.is_stepped_whole is role.is_whole is is_whole
-    is_copy = is_narrow or role.name.startswith(("EARLY", "LAGGING"))
+    is_copy = is_narrow or role.name.startswith("LAGGING")
     assert is_view(bucket.shard, bucket.parameters) is not is_copy
     assert bucket.shard.dtype == (torch.float32 if is_narrow else dtype)
     assert bucket.mean.dtype == bucket.shard.dtype
     assert is_view(bucket.mean, bucket.gradients) is not is_narrow
-    assert is_view(bucket.landing, bucket.parameters) is not role.name.startswith("EARLY")
     assert bool(bucket.published.numel()) is role.name.startswith("LAGGING")
     assert role.has_master is (is_narrow or role.name.startswith("LAGGING"))
     assert torch.equal(bucket.shard, bucket.replica.to(bucket.shard.dtype))

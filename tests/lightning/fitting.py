@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,7 @@ from lightning_dear.collectives.shards import shard_of
 from lightning_dear.collectives.two_hops import TwoHopCollectives
 from lightning_dear.collectives.work import Work
 from lightning_dear.optimizers import sharded
-from lightning_dear.planning import BucketPlan, TensorSpec, ThresholdFusion
+from lightning_dear.planning import ThresholdFusion
 from tests.distributed.rank import RANKS_A_HOST
 from tests.lightning.nets import Net, copies, data
 
@@ -36,18 +36,9 @@ TIMEOUT = timedelta(seconds=40)
 sharded.MAX_RUN_NUMEL = 1 << 11
 
 
-class EarlyFusion(ThresholdFusion):
-    """At two ranks, all buckets that can may be gathered while backward still runs."""
-
-    @override
-    def plan(self, tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
-        plan = super().plan(tensors, world_size)
-        return replace(plan, early=plan.reduce_order[:-1]) if world_size == 2 else plan
-
-
 def dear(**options: Any) -> DearStrategy:
     """Ours, with several buckets even for the small models and tensors split between them."""
-    options.setdefault("fusion", EarlyFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005))
+    options.setdefault("fusion", ThresholdFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005))
     return DearStrategy(timeout=TIMEOUT, **options)
 
 

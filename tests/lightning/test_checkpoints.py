@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch import Tensor
 
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import (
@@ -118,19 +119,30 @@ def test_a_checkpoint_is_whole_on_rank_0_and_what_one_asks_for_is_so_on_all(tmp_
 
 
 class _Stop(Callback):
-    """Raises behind a step, on every rank."""
+    """Raises behind a step, or half-way through the next backward, on every rank."""
+
+    def __init__(self, *, is_in_backward: bool) -> None:
+        self.is_in_backward = is_in_backward
+
+    def on_before_backward(self, trainer: Any, net: Any, loss: Tensor) -> None:
+        if self.is_in_backward and trainer.global_step == 3:
+            net.net.layers[2].weight.register_hook(self._stop)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 3:
-            raise RuntimeError("stopped here")
+        if not self.is_in_backward and trainer.global_step == 3:
+            self._stop()
+
+    def _stop(self, *_: Any) -> None:
+        raise RuntimeError("stopped here")
 
 
+@pytest.mark.parametrize("is_in_backward", [False, True])
 @distributed(world_sizes=[2])
-def test_a_checkpoint_saved_by_an_exception(tmp_path: Path) -> None:
+def test_a_checkpoint_saved_by_an_exception(tmp_path: Path, is_in_backward: bool) -> None:
     """All ranks stop after step 3: what is saved holds step 3, and resumes to the same bits."""
     uninterrupted = WeightRecorder()
     fit(dear(), Net(), uninterrupted)
-    callbacks = [_Stop(), OnExceptionCheckpoint(tmp_path)]
+    callbacks = [_Stop(is_in_backward=is_in_backward), OnExceptionCheckpoint(tmp_path)]
     with pytest.raises(RuntimeError, match="stopped here"):
         fit(dear(), Net(), *callbacks, enable_checkpointing=True)
     saved = torch.load(tmp_path / "on_exception.ckpt")

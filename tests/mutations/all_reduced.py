@@ -49,8 +49,8 @@ ALL_REDUCED = [
     Mutation(
         "leaving out all-reduces that are refused",
         "PlanLifecycle._without_refused",
-        'buckets", self._training.all_reduce_refusal),',
-        'buckets", None),',
+        "        refusal = self._training.all_reduce_refusal\n",
+        "        refusal = None\n",
         (f"{LIFE}::test_where_they_are_refused_people_are_told",),
     ),
     Mutation(

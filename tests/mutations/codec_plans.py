@@ -74,8 +74,8 @@ CODEC_PLANS = [
     Mutation(
         "planning uncompressed buckets",
         "planning.predicting:_plan_of",
-        "    return _with_early(replace(plan, uncompressed=tuple(uncompressed)), model)\n",
-        "    return _with_early(plan, model)\n",
+        "    return replace(plan, uncompressed=tuple(uncompressed))\n",
+        "    return plan\n",
         (f"{PROGRAMME}::test_what_is_cheap_to_send_and_dear_to_encode_stays_uncompressed",),
     ),
     Mutation(

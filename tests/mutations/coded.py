@@ -244,8 +244,8 @@ CODED = [
     Mutation(
         "knowing what was published, for writes from outside",
         "Bucket",
-        "            self.published.copy_(self.replica)\n\n    def land",
-        "            pass\n\n    def land",
+        "            self.published.copy_(self.replica)\n\n    def adopt",
+        "            pass\n\n    def adopt",
         (f"{LAGGING}::test_replicas_are_close_behind",),
     ),
     Mutation(

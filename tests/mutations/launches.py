@@ -21,7 +21,7 @@ LAUNCHES = [
     ),
     Mutation(
         "the order of launches where messages are matched by order",
-        "LaunchLog._count",
+        "LaunchLog.add",
         "self._orders[owner] * _FACTOR + kind.hash",
         "self._orders[owner] + kind.hash",
         ("tests/streams/test_launch_digest.py",),
@@ -32,20 +32,6 @@ LAUNCHES = [
         "own, buffer, tag=tag)",
         "own, buffer)",
         ("tests/streams/test_launch_digest.py",),
-    ),
-    Mutation(
-        "gathers that count with the next sums",
-        "LaunchLog.add",
-        "elif launch.group:",
-        "elif False:",
-        (f"{LOG}::test_a_gather_counts_when_its_bucket_is_reduced_in_the_next_step",),
-    ),
-    Mutation(
-        "gathers that count once a step",
-        "BucketRound._launch",
-        "if not self.has_means:",
-        "if True:",
-        ("tests/engine/test_early_steps.py",),
     ),
     Mutation(
         "a coalesced wait without a time limit",

@@ -285,8 +285,8 @@ FLUSHES = [
     Mutation(
         "taking over writes to 16-bit parameters",
         "FlatBuffers.adopt_writes",
-        "                bucket.adopt_writes()\n",
-        "                pass\n",
+        "            bucket.adopt_writes()\n",
+        "            pass\n",
         (f"{MASTERS}::test_writes_from_outside_reach_the_masters",),
     ),
     Mutation(
@@ -313,8 +313,8 @@ FLUSHES = [
     Mutation(
         "taking over loaded state",
         "OptimizerPipeline._prepare_step",
-        "        self.plans.take_over(but=self.stepper.stepped_early)\n",
-        "        active.adopt_writes(but=self.stepper.stepped_early)\n",
+        "        self.plans.take_over()\n",
+        "        active.flat.adopt_writes()\n",
         (f"{STATE}::test_resuming_gives_the_bits_of_the_uninterrupted_run",),
     ),
     Mutation(

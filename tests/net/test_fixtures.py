@@ -44,6 +44,14 @@ def assert_equal(ours: Any, theirs: Any, what: str, exactly: bool = True) -> Non
         assert ours == theirs, what
 
 
+def without_early(value: Any) -> Any:
+    """`value` without the empty lists of early buckets that plans had then."""
+    if isinstance(value, dict):
+        kept = {key: one for key, one in value.items() if key not in ("early", "'early'") or one}
+        return {key: without_early(one) for key, one in kept.items()}
+    return value
+
+
 def is_same(expected: dict[str, Any]) -> bool:
     """Whether this machine computes the bits that the fixture's did."""
     return bool(machine() == expected["machine"])
@@ -60,16 +68,16 @@ def test_a_fixture_goes_on_as_it_did(tmp_path: Path, kind: str, form: str) -> No
     assert_equal(found["weights"], expected["weights"], "weights", exactly=is_same(expected))
     if is_same(expected):
         assert found["ended"] == expected["ended"]
-    assert found["plan"] == expected["plan"]
+    assert found["plan"] == without_early(expected["plan"])
     assert not found["searched"]
-    assert structure(saved(again)) == expected["again"]
+    assert structure(saved(again)) == without_early(expected["again"])
     if kind == "tuned":
         (plan,) = (
             state["plan"]
             for state in saved(FIXTURES / f"{kind}.{form}")["callbacks"].values()
             if "plan" in state
         )
-        assert found["plan"] == plan
+        assert found["plan"] == without_early(plan)
 
 
 @pytest.mark.parametrize(("kind", "form"), [pair for pair in PAIRS if pair[0] != "tuned"])

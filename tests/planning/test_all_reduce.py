@@ -15,7 +15,6 @@ from lightning_dear.planning import (
     NoFusion,
     TensorSpec,
     choose_all_reduce,
-    choose_early,
     predict,
 )
 from lightning_dear.planning.measured import combined_times
@@ -27,7 +26,6 @@ from tests.planning.test_predict import LINK, planned
 
 # Backward leaves the link idle, forward has no time for the gathers.
 TENSORS, TIMES = chain([4, 1, 1, 1], forward_s=[1, 1, 1, 1], backward_s=[9, 9, 9, 1])
-LATE_TIMES = replace(TIMES, allows_early=False)
 PLAN = NoFusion().plan(TENSORS, WORLD_SIZE)
 
 
@@ -35,7 +33,6 @@ def test_a_step_by_hand() -> None:
     tensors, times = chain([2, 3, 1], forward_s=[1, 4, 2], backward_s=[2, 4, 2])
     plan = replace(NoFusion().plan(tensors, WORLD_SIZE), all_reduced=(1,))
     assert plan.gather_order == (0, 2)
-    assert replace(plan, early=(2,)).gather_order == (2, 0)
     predicted = predict(plan, tensors, replace(times, step_s=6), LINK)
     spans = [(span.lane, span.bucket, span.begin_s, span.end_s) for span in predicted.spans]
     assert spans == [
@@ -65,30 +62,30 @@ def test_an_all_reduce_costs_what_was_measured_of_it() -> None:
 
 
 def test_gathers_move_to_where_backward_leaves_the_link_idle() -> None:
-    found = choose_all_reduce(PLAN, TENSORS, LATE_TIMES, LINK, 3 / 7)
+    found = choose_all_reduce(PLAN, TENSORS, TIMES, LINK, 3 / 7)
     # Gathers end 5, 7, 9 and 11 s after the step, and are due after 0, 1, 2 and 3; without two of
     # them the last one is in time but for what forward waits for the first.
     assert found.all_reduced == (1, 2)
     assert replace(found, all_reduced=()) == PLAN
-    before, after = (predict(one, TENSORS, LATE_TIMES, LINK) for one in (PLAN, found))
+    before, after = (predict(one, TENSORS, TIMES, LINK) for one in (PLAN, found))
     assert after.step_s == before.step_s - 8 + 5
 
 
 def test_the_share_is_kept_to() -> None:
     for share, most in ((0, 0), (0.1, 0), (1 / 7, 1), (2 / 7, 2), (6 / 7, 3), (1, 4)):
-        found = choose_all_reduce(PLAN, TENSORS, LATE_TIMES, LINK, share)
+        found = choose_all_reduce(PLAN, TENSORS, TIMES, LINK, share)
         assert len(found.all_reduced) <= most, share
         assert bool(found.all_reduced) == bool(most), share
 
 
 def test_where_it_gains_nothing_or_is_not_allowed_nothing_is_all_reduced() -> None:
-    slow = replace(LATE_TIMES, step_s=1e3)
+    slow = replace(TIMES, step_s=1e3)
     assert choose_all_reduce(PLAN, TENSORS, slow, LINK, 1).all_reduced == ()
-    forbidden = replace(LATE_TIMES, allows_all_reduce=False)
+    forbidden = replace(TIMES, allows_all_reduce=False)
     assert choose_all_reduce(PLAN, TENSORS, forbidden, LINK, 1).all_reduced == ()
-    assert not combined_times([LATE_TIMES, forbidden], max).allows_all_reduce
+    assert not combined_times([TIMES, forbidden], max).allows_all_reduce
     alone = replace(PLAN, world_size=1)
-    assert choose_all_reduce(alone, TENSORS, LATE_TIMES, LINK, 1).all_reduced == ()
+    assert choose_all_reduce(alone, TENSORS, TIMES, LINK, 1).all_reduced == ()
 
 
 def test_a_cheap_start_makes_small_buckets_all_reduced() -> None:
@@ -99,24 +96,20 @@ def test_a_cheap_start_makes_small_buckets_all_reduced() -> None:
     assert choose_all_reduce(plan, tensors, times, cheap, 0.1).all_reduced == (0,)
 
 
-def test_an_early_bucket_that_is_better_all_reduced_is_not_early_any_more() -> None:
+def test_all_buckets_are_all_reduced_where_that_starts_without_delay() -> None:
     cheap = replace(LINK, alpha_s=50, all_reduce=LinkCost(0.0, LINK.beta_s))
-    plan = replace(PLAN, early=PLAN.reduce_order[:1])
-    found = choose_all_reduce(plan, TENSORS, TIMES, cheap, 1)
+    found = choose_all_reduce(PLAN, TENSORS, TIMES, cheap, 1)
     assert found.all_reduced == (0, 1, 2, 3)
-    assert found.early == ()
 
 
 @settings(max_examples=60)
-@given(planned(), links, st.sampled_from([0.1, 0.5, 1.0]), st.booleans(), st.booleans())
+@given(planned(), links, st.sampled_from([0.1, 0.5, 1.0]), st.booleans())
 def test_what_is_chosen_is_a_plan_and_never_predicted_to_be_slower(
-    planned: tuple, link: LinkCost, share: float, has_early: bool, is_cheap: bool
+    planned: tuple, link: LinkCost, share: float, is_cheap: bool
 ) -> None:
     plan, tensors, times = planned
     if is_cheap:
         link = replace(link, all_reduce=LinkCost(link.alpha_s, link.beta_s / 2))
-    if has_early:
-        plan = choose_early(plan, tensors, times, link)
     found = choose_all_reduce(plan, tensors, times, link, share)
     check_plan(found, tensors)
     predicted = predict(found, tensors, times, link)
@@ -166,9 +159,3 @@ def test_descriptions() -> None:
 def test_numbers_that_name_no_bucket_are_refused(numbers: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="once and in order"):
         check_plan(replace(PLAN, all_reduced=numbers), TENSORS)
-
-
-def test_a_bucket_is_early_or_all_reduced() -> None:
-    early = PLAN.reduce_order[:1]
-    with pytest.raises(ValueError, match="both early and all_reduced"):
-        check_plan(replace(PLAN, early=early, all_reduced=early), TENSORS)

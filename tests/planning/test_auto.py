@@ -90,7 +90,7 @@ def test_the_fixed_plan_and_the_programmes_are_among_the_distinct_candidates() -
     plans = _search().plans
     assert plans[0] == FIXED
     assert plans[1] == MergeCompFusion().best_plan(StepModel(TENSORS, WORLD_SIZE, TIMES, LINKS[1]))
-    distinct = {(plan.buckets, plan.early, plan.all_reduced) for plan in plans}
+    distinct = {(plan.buckets, plan.all_reduced) for plan in plans}
     assert len(distinct) == len(plans) == 5
 
 
@@ -127,14 +127,13 @@ def test_reasons_in_one_line() -> None:
     assert "\n" not in search.reason
 
 
-# As with clipping. Each half takes longer than forward and less than backward.
-LATE_TIMES = replace(TIMES, allows_early=False)
+# Each half takes longer than forward and less than backward.
 BETWEEN = LinkCost(1e-4, 0.3 / NBYTES)
 
 
 def test_what_should_be_faster_all_reduced_is_measured_beside_the_same_without() -> None:
     for share in (0.1, 0.3):
-        search = _search(BETWEEN, LATE_TIMES, all_reduced_share=share)
+        search = _search(BETWEEN, all_reduced_share=share)
         (reducing,) = (plan for plan in search.plans if plan.all_reduced)
         assert any(
             replace(without, all_reduced=reducing.all_reduced) == reducing
@@ -144,7 +143,7 @@ def test_what_should_be_faster_all_reduced_is_measured_beside_the_same_without()
         numel = sum(reducing.buckets[number].numel for number in reducing.all_reduced)
         assert 0 < numel <= share * sum(one.numel for one in TENSORS)
         while (plan := search.next()) is not None:
-            search.tell(plan, predict(plan, TENSORS, LATE_TIMES, BETWEEN).step_s)
+            search.tell(plan, predict(plan, TENSORS, TIMES, BETWEEN).step_s)
         assert search.best == reducing
         count = len(reducing.all_reduced)
         assert f"{count} of them all-reduced" in search.reason

@@ -1,4 +1,4 @@
-"""A plan's predicted step: by hand, within its bounds, and with early gathers."""
+"""A plan's predicted step: by hand, and within its bounds."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ from lightning_dear.planning import (
     NoFusion,
     SingleFusion,
     TensorSpec,
-    choose_early,
     predict,
 )
 from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.planning.measured import NO_CODEC, Train, combined_times, fitted
-from lightning_dear.planning.predict import StepModel
-from lightning_dear.planning.refine import fitting
 from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, bounds_s, chain, chains, codecs, links
 
 Model = tuple[list[TensorSpec], ModelTimes]
@@ -129,96 +126,20 @@ def test_free_codecs_change_nothing_and_others_keep_the_bounds(
     assert predict(plan, tensors, times, link, NO_CODEC) == plain
 
 
-def test_an_early_gather_fills_a_gap_of_backward() -> None:
-    tensors, times = chain([1, 1, 1], forward_s=[1, 1, 1], backward_s=[1, 9, 1])
-    plan = NoFusion().plan(tensors, WORLD_SIZE)
-    early = choose_early(plan, tensors, times, LINK)
-    assert early.early == (2,)
-    spans = predict(early, tensors, times, LINK).spans
-    assert [(span.lane, span.bucket, span.begin_s) for span in spans[:3]] == [
-        ("reduce_scatter", 2, 1),
-        ("all_gather", 2, 3),
-        ("reduce_scatter", 1, 10),
-    ]
-    assert predict(early, tensors, times, LINK).step_s == 14 + 2 + 2 + 2
-    assert predict(plan, tensors, times, LINK).step_s == 14 + 2 + 2 + 2 + 1
-
-
-def test_an_early_gather_may_move_reduce_scatters_but_not_the_last_one() -> None:
-    tensors, times = chain([1, 1, 1], forward_s=[1, 1, 0], backward_s=[6, 1, 1])
-    plan = NoFusion().plan(tensors, WORLD_SIZE)
-    assert choose_early(plan, tensors, times, LINK).early == (1,)
-    hurried = replace(times, ready_s={**times.ready_s, 0: 5.0})
-    assert choose_early(plan, tensors, hurried, LINK).early == ()
-    # The second reduce-scatter was launched before the gather, which was before the third.
-    spans = predict(replace(plan, early=(2,)), tensors, hurried, LINK).spans
-    assert [(span.lane, span.bucket, span.begin_s) for span in spans[:4]] == [
-        ("reduce_scatter", 2, 1),
-        ("reduce_scatter", 1, 3),
-        ("all_gather", 2, 5),
-        ("reduce_scatter", 0, 7),
-    ]
-
-
-def test_a_gather_that_would_delay_the_last_reduce_scatter_does_not_fit() -> None:
-    # The link is idle from 5 to 6 and from 8 to 9; gathers take 4, 2 and 2 seconds.
-    tensors, times = chain([1, 1, 3], forward_s=[0, 0, 0], backward_s=[3, 5, 1])
-    plan = NoFusion().plan(tensors, WORLD_SIZE)
-    assert fitting(plan, StepModel(tensors, WORLD_SIZE, times, LINK)) == ()
-    # With the third gradient at 11 the first gap has room: the second reduce-scatter may wait.
-    later = replace(times, backward_s=11.0, ready_s={**times.ready_s, 0: 11.0})
-    assert fitting(plan, StepModel(tensors, WORLD_SIZE, later, LINK))[:1] == (2,)
-
-
-def test_early_gathers_are_spread_over_the_model() -> None:
-    # Backward leaves the link one second of three all along; forward takes one where a gather
-    # takes two.
-    tensors, times = chain([1] * 8, forward_s=[1] * 8, backward_s=[3] * 8)
-    plan = NoFusion().plan(tensors, WORLD_SIZE)
-    assert choose_early(plan, tensors, times, LINK).early == (7, 5, 3)
-
-    def step_s(*early: int) -> float:
-        return predict(replace(plan, early=early), tensors, times, LINK).step_s
-
-    assert [step_s(), step_s(7, 6, 5), step_s(7, 5, 3)] == [43, 40, 38]
-
-
-def test_early_gathers_are_left_out_where_they_are_not_allowed() -> None:
-    tensors, times = chain([1, 1, 1], forward_s=[1, 1, 1], backward_s=[1, 9, 1])
-    plan = NoFusion().plan(tensors, WORLD_SIZE)
-    forbidden = replace(times, allows_early=False)
-    assert choose_early(plan, tensors, times, LINK).early
-    assert choose_early(plan, tensors, forbidden, LINK).early == ()
-    assert not combined_times([times, forbidden], max).allows_early
-
-
-def test_early_gathers_that_gain_nothing_are_left_out() -> None:
-    # All gathers but the first end long before forward reads.
-    tensors, times = chain([1, 1, 1], forward_s=[9, 9, 9], backward_s=[1, 9, 9])
-    plan = NoFusion().plan(tensors, WORLD_SIZE)
-    assert choose_early(plan, tensors, times, LINK).early == ()
-
-
 @settings(max_examples=40)
 @given(planned(), links)
 def test_no_step_is_shorter_than_its_bounds(planned: tuple, link: LinkCost) -> None:
     plan, tensors, times = planned
     predicted = predict(plan, tensors, times, link)
-    bound_s, dear_bound_s = bounds_s(plan, times, link)
-    assert predicted.step_s >= dear_bound_s - 1e-9
-    early = predict(choose_early(plan, tensors, times, link), tensors, times, link)
-    assert bound_s - 1e-9 <= early.step_s <= predicted.step_s
+    assert predicted.step_s >= bounds_s(plan, times, link)[1] - 1e-9
 
 
 @settings(max_examples=40)
-@given(planned(), links, st.randoms())
+@given(planned(), links)
 def test_the_link_carries_one_exchange_at_a_time_and_gathers_what_was_reduced(
-    planned: tuple, link: LinkCost, random: object
+    planned: tuple, link: LinkCost
 ) -> None:
     plan, tensors, times = planned
-    early = [*plan.reduce_order[:-1]]
-    random.shuffle(early)  # type: ignore[attr-defined]
-    plan = replace(plan, early=tuple(early))
     predicted = predict(plan, tensors, times, link)
     assert all(
         one.end_s <= other.begin_s
@@ -232,6 +153,8 @@ def test_the_link_carries_one_exchange_at_a_time_and_gathers_what_was_reduced(
         assert begins["all_gather", number] >= ends["reduce_scatter", number]
     reduced = [span.bucket for span in predicted.spans if span.lane == "reduce_scatter"]
     assert tuple(reduced) == plan.reduce_order
+    gathered = [span.bucket for span in predicted.spans if span.lane == "all_gather"]
+    assert tuple(gathered) == plan.gather_order
 
 
 @settings(max_examples=40)
@@ -242,7 +165,6 @@ def test_one_bucket_overlaps_nothing(model: Model, link: LinkCost) -> None:
     nbytes = sum(one.numel for one in tensors) * ITEMSIZE
     expected_s = times.forward_s + times.backward_s + link.all_reduce_s(nbytes, WORLD_SIZE)
     assert predict(plan, tensors, times, link).step_s == pytest.approx(expected_s)
-    assert choose_early(plan, tensors, times, link).early == ()
 
 
 @settings(max_examples=40)

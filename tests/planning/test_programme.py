@@ -22,7 +22,6 @@ from lightning_dear.planning import (
     SingleFusion,
     TensorSpec,
     ThresholdFusion,
-    choose_early,
     predict,
     predicting,
 )
@@ -41,7 +40,6 @@ from tests.planning.models import (
     ITEMSIZE,
     UNIT,
     WORLD_SIZE,
-    bounds_s,
     chain,
     chains,
     codecs,
@@ -102,7 +100,6 @@ def test_exact_with_a_codec(
         _pieces(tensors, times), ITEMSIZE, StepModel((), world_size, times, link, codecs)
     )
     assert best_groupings(course)[0].step_s == pytest.approx(best_s, rel=1e-9)
-    assert not plan.early
     assert codecs.may_mix or not plan.uncompressed
 
 
@@ -258,18 +255,6 @@ def test_where_no_way_is_short_enough_simple_plans_remain(monkeypatch: pytest.Mo
     )
     steps_s = [predict(one, tensors, times, link, costs).step_s for one in (plan, heuristic)]
     assert steps_s[0] <= steps_s[1]
-
-
-def test_buckets_suit_early_gathers_too() -> None:
-    # Backward leaves the link idle half of the time, and gathers take longer than forward.
-    tensors, times = chain([1] * 16, forward_s=[0.5] * 16, backward_s=[2.0] * 16)
-    link = LinkCost(alpha_s=0.01, beta_s=2 / (UNIT * ITEMSIZE))
-    plan = MergeCompFusion().best_plan(StepModel(tensors, WORLD_SIZE, times, link))
-    assert plan.early
-    without = choose_early(NoFusion().plan(tensors, WORLD_SIZE), tensors, times, link)
-    predicted = predict(plan, tensors, times, link)
-    assert predicted.step_s <= predict(without, tensors, times, link).step_s
-    assert predicted.step_s < 1.1 * bounds_s(plan, times, link)[0]
 
 
 def test_families_stay_apart_and_tensors_without_gradient_are_left_out() -> None:

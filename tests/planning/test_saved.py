@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,9 @@ def test_a_plan_comes_back_equal_whatever_the_tensors_are_numbered(
     tensors: list[TensorSpec], planner: FusionPlanner, world_size: int, random: Any
 ) -> None:
     plan = planner.plan(tensors, world_size)
-    early, others = plan.reduce_order[:-1][:2], plan.reduce_order[:-1][2:]
     uncompressed = tuple(sorted(plan.reduce_order[::2]))
-    all_reduced = tuple(sorted(others[::2]))
-    plan = replace(plan, early=early, all_reduced=all_reduced, uncompressed=uncompressed)
+    all_reduced = tuple(sorted(plan.reduce_order[1::2]))
+    plan = replace(plan, all_reduced=all_reduced, uncompressed=uncompressed)
     data = json.loads(json.dumps(plan.to_dict(tensors)))
     assert BucketPlan.from_dict(data, tensors, world_size) == plan
     order = list(range(len(tensors)))
@@ -57,6 +57,19 @@ def test_plans_of_before_have_no_such_buckets(kind: str) -> None:
     assert BucketPlan.from_dict(data, TENSORS, 2) == PLAN
 
 
+def test_gathers_during_backward_are_told_of_and_left_out() -> None:
+    data = PLAN.to_dict(TENSORS)
+    assert "early" not in data
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert BucketPlan.from_dict({**data, "early": []}, TENSORS, 2) == PLAN
+    early = list(PLAN.reduce_order[:2])
+    with pytest.warns(UserWarning, match="gathers 2 buckets during backward.*too little") as told:
+        plan = BucketPlan.from_dict({**data, "early": early}, TENSORS, 2)
+    assert len(told) == 1
+    assert plan == PLAN
+
+
 def test_a_file_is_read_when_the_plan_is_asked_for(tmp_path: Path) -> None:
     planner = FixedPlan(tmp_path / "plan.json")
     with pytest.raises(FileNotFoundError):
@@ -75,7 +88,7 @@ def _broken(**changes: Any) -> dict[str, Any]:
     [
         ([], "no plan of format version 1"),
         (_broken(version=2), "no plan of format version 1"),
-        ({"version": 1}, "lacks buckets, early, name"),
+        ({"version": 1}, "lacks buckets, name"),
         (_broken(world_size=4), "made for 4 ranks, and there are 2"),
         (_broken(tensors=[[0, "else", 300, 4]]), "only for a model with a parameter else"),
         (_broken(tensors=[[0, "layer0", 300, 4]]), "lacks layer1 of this model"),
@@ -85,8 +98,6 @@ def _broken(**changes: Any) -> dict[str, Any]:
         (_broken(buckets=[[[0, 128, 300], [0, 0, 128]]]), "tensor 0 once, in order"),
         (_broken(buckets=[[[0, 0, 100]], [[0, 100, 300]]]), "tensor 0 once, in order, unbroken"),
         (_broken(reduce_order=[0]), "reduce_order must name every bucket once"),
-        (_broken(early=[PLAN.reduce_order[-1]]), "not be reduced last"),
-        (_broken(early=[PLAN.reduce_order[0]] * 2), "must differ"),
         (_broken(all_reduced=[99]), "all_reduced must be bucket numbers"),
         (_broken(uncompressed=[99]), "uncompressed must be bucket numbers"),
         (_broken(uncompressed=[1, 0]), "uncompressed must be .* once and in order"),

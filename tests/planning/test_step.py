@@ -1,4 +1,4 @@
-"""The link: first come first served, by priority, one after another, and never both at once."""
+"""The link: first come first served, by priority, and one message at a time."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from lightning_dear.planning.step import (
 )
 
 
-def message(number: int, seconds: float, priority: int = 0, after: int | None = None) -> Message:
-    before = None if after is None else ("m", after)
-    return Message("m", number, seconds, priority=priority, after=before)
+def message(number: int, seconds: float, priority: int = 0) -> Message:
+    return Message("m", number, seconds, priority=priority)
 
 
 def carried(queue: LinkQueue) -> list[tuple[int, float, float]]:
@@ -49,23 +48,6 @@ def test_what_is_urgent_overtakes_what_waits_but_not_what_has_begun() -> None:
     queue.launch(0, message(1, 1.0, priority=4), 0.0)
     queue.launch(0, message(2, 1.0, priority=0), 1.0)
     assert carried(queue) == [(1, 0, 1), (2, 1, 2), (0, 2, 5)]
-
-
-def test_a_follower_begins_after_its_message_and_no_earlier_than_launched() -> None:
-    queue = LinkQueue()
-    queue.launch(0, message(0, 2.0), 0.0)
-    queue.launch(0, message(1, 1.0, after=0), 0.0)
-    queue.launch(0, message(2, 1.0), 1.0)
-    queue.launch(0, message(3, 1.0, after=2), 10.0)
-    assert carried(queue) == [(0, 0, 2), (2, 2, 3), (1, 3, 4), (3, 10, 11)]
-
-
-def test_a_follower_of_what_has_ended_may_begin_at_once() -> None:
-    queue = LinkQueue()
-    queue.launch(0, message(0, 2.0), 0.0)
-    assert queue.end_s(0, ("m", 0)) == 2
-    queue.launch(0, message(1, 1.0, after=0), 1.0)
-    assert queue.end_s(0, ("m", 1)) == 3
 
 
 def test_the_timeline_is_made_no_further_than_asked() -> None:

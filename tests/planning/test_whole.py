@@ -67,7 +67,7 @@ def test_what_was_uncompressed_stays_so() -> None:
     assert with_whole_tensors(whole, tensors) == whole
 
 
-def test_a_plan_that_cuts_nothing_stays_but_for_early_gathers() -> None:
+def test_a_plan_that_cuts_nothing_stays_but_for_all_reduced_buckets() -> None:
     tensors = _tensors([100, 3000])
-    plan = replace(NoFusion().plan(tensors, 2), early=(1,))
-    assert with_whole_tensors(plan, tensors) == replace(plan, early=())
+    plan = replace(NoFusion().plan(tensors, 2), all_reduced=(1,))
+    assert with_whole_tensors(plan, tensors) == replace(plan, all_reduced=())

@@ -14,7 +14,6 @@ from lightning_dear.planning import (
     LinkCost,
     ModelTimes,
     TensorSpec,
-    choose_early,
     predict,
 )
 from lightning_dear.planning.fusion import fuse_groups
@@ -66,7 +65,6 @@ def test_dense_steps_are_those_that_are_predicted(model, link, data) -> None:
     numbers = range(len(plan.buckets))
     whole = data.draw(st.lists(st.sampled_from(numbers), unique=True))
     plan = replace(plan, all_reduced=tuple(sorted(whole)))
-    plan = choose_early(plan, tensors, times, link)
     expected = predict(plan, tensors, times, link)
     step = simulated(plan, tensors, times, link)
     assert step.step_s == pytest.approx(expected.step_s, abs=TOLERANCE_S)

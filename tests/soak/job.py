@@ -148,7 +148,7 @@ def _trainer(draw: random.Random) -> dict[str, Any]:
 
 def _strategy(draw: random.Random, needs_whole: bool) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "fusion": draw.choice(("small", "early", "threshold", "none", "single", "mgwfbp", "auto")),
+        "fusion": draw.choice(("small", "threshold", "none", "single", "mgwfbp", "auto")),
         "broadcast_buffers": draw.random() < 0.8,
     }
     if draw.random() < 0.35:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_dear.planning import ThresholdFusion
 from tests.distributed.harness import RanksFailed, run_ranks
-from tests.lightning.fitting import EarlyFusion, ddp, dear, digest, fit
+from tests.lightning.fitting import ddp, dear, digest, fit
 from tests.soak.job import Job, job_of
 from tests.soak.net import SoakNet, net_of
 from tests.training.models import distance
@@ -38,9 +38,9 @@ def options_of(job: Job) -> dict[str, Any]:
     """Of the strategy, with planners made."""
     options = dict(job.strategy)
     fusion = options.pop("fusion")
-    small = {"bucket_cap_mb": 0.02, "first_bucket_cap_mb": 0.005}
-    kinds = {"early": EarlyFusion, "small": ThresholdFusion}
-    return {**options, "fusion": kinds[fusion](**small) if fusion in kinds else fusion}
+    if fusion == "small":
+        fusion = ThresholdFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005)
+    return {**options, "fusion": fusion}
 
 
 def train(job: Job, is_ours: bool, ranks: int) -> tuple[SoakNet, str]:

@@ -39,7 +39,6 @@ class _Strategy(DearFabricStrategy):
     def train(self, module: nn.Module, optimizer: Optimizer) -> DearModule:
         """As `setup_module_and_optimizers`."""
         pipeline = self._new_pipeline(module, [optimizer], self._rank.collectives())
-        pipeline.refuse_early("as Fabric does")
         return self._remember(DearModule(module, pipeline))
 
 

@@ -116,7 +116,7 @@ class _Pipeline:
         self.collectives = _Collectives(world_size)
         self.parts = [_Part()]
         self.num_measured = 0
-        self.training = SimpleNamespace(early_refusal=None, all_reduce_refusal=None)
+        self.training = SimpleNamespace(all_reduce_refusal=None)
         self.options = ExchangeOptions()
 
     def complete_parameters(self, reason: str) -> None:
@@ -461,26 +461,6 @@ def test_a_plan_for_other_ranks_is_searched_for_anew() -> None:
     assert _train(tuner, pipeline, 100) == 4
     assert "for 3 ranks, and there are 2" in said[0]
     assert tuner.plan.name == "mergecomp"
-
-
-def test_early_gathers_are_planned_only_where_they_are_allowed() -> None:
-    tuner, pipeline, _ = _tuning(MergeCompFusion())
-    _train(tuner, pipeline, 100)
-    assert tuner.plan.early
-    again, pipeline, said = _tuning(AutoFusion(), found=tuner.found)
-    pipeline.training.early_refusal = "clipping"
-    _train(again, pipeline, 100)
-    assert again.plan == replace(tuner.plan, early=())
-    other, pipeline, said = _tuning(AutoFusion())
-    pipeline.training.early_refusal = "clipping"
-    _train(other, pipeline, 100)
-    assert "gathered in backward" not in said[0]
-    assert not any(plan.early for plan in pipeline.parts[0].used)
-    planner = _Two()
-    last, pipeline, _ = _tuning(planner)
-    pipeline.training.early_refusal = "clipping"
-    _train(last, pipeline, 100)
-    assert not planner.times.allows_early
 
 
 def test_all_reduces_are_planned_only_where_they_are_allowed() -> None:

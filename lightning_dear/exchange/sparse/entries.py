@@ -1,7 +1,5 @@
 """Entries of a bucket (values with their places), as they are sent, and what was not sent."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -39,19 +37,19 @@ class Entries:
         parts += [self.places.numpy().astype(np.int32), self.numbers.numpy().view(np.int32)]
         return torch.from_numpy(np.concatenate(parts))
 
-    def at(self, kept: Tensor) -> Entries:
+    def at(self, kept: Tensor) -> "Entries":
         """Returns the entries with the indices `kept`, [n] int64, ascending."""
         return Entries(self.places.index_select(0, kept), self.numbers.index_select(0, kept))
 
-    def largest(self, most: int) -> Entries:
+    def largest(self, most: int) -> "Entries":
         """Returns at most `most` entries: those of largest magnitude, of equal ones the first."""
         return self if len(self.places) <= most else self.at(largest(self.numbers, most))
 
-    def times(self, scale: Tensor | None) -> Entries:
+    def times(self, scale: Tensor | None) -> "Entries":
         """Returns the entries with all values multiplied by `scale`. None means 1."""
         return self if scale is None else Entries(self.places, self.numbers * scale)
 
-    def cut(self, regions: Sequence[int]) -> list[Entries]:
+    def cut(self, regions: Sequence[int]) -> "list[Entries]":
         """Returns the entries of each region, as views. `places` must be ascending.
 
         Region r begins at `regions[r]` and ends before `regions[r + 1]`.

@@ -5,8 +5,6 @@ owners keep follows from the reports of the step before, except in exact steps: 
 for each other, to agree on the k largest of all sums. TopkDSA has equal regions and keeps all sums.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -126,11 +124,13 @@ class Shares:
     quotas: tuple[int, ...]
 
     @classmethod
-    def unknown(cls, num_owners: int) -> Shares:
+    def unknown(cls, num_owners: int) -> "Shares":
         """Returns the shares before the first step: nothing is known."""
         return cls(0.0, (0,) * num_owners)
 
-    def after(self, reports: Sequence[OwnerReport], k: int, cap: int, *, is_exact: bool) -> Shares:
+    def after(
+        self, reports: Sequence[OwnerReport], k: int, cap: int, *, is_exact: bool
+    ) -> "Shares":
         """Returns the shares for the next step, from the owners' reports on this one.
 
         After an exact step the threshold is the smallest sum that was kept. In other steps each

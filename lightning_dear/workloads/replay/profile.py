@@ -1,7 +1,5 @@
 """Profiles, stored as JSON: shapes of a model's parameters, and seconds of its layers."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -99,7 +97,7 @@ class ModelProfile:
         """Seconds of one backward."""
         return math.fsum(layer.backward_s for layer in self.layers)
 
-    def scaled(self, scale: float) -> ModelProfile:
+    def scaled(self, scale: float) -> "ModelProfile":
         """Return a profile with the same layers and seconds, and 1/`scale` of the elements.
 
         Tensors become 1-D. No tensor shrinks below `MIN_NUMEL` elements. Larger tensors shrink more
@@ -124,7 +122,7 @@ class ModelProfile:
         layers = (replace(one, shapes=tuple(map(scaled, one.shapes))) for one in self.layers)
         return replace(self, layers=tuple(layers))
 
-    def with_compute(self, compute_s: float) -> ModelProfile:
+    def with_compute(self, compute_s: float) -> "ModelProfile":
         """Return a profile with the same layers, whose times are scaled by one factor.
 
         Args:
