@@ -125,12 +125,8 @@ class PlanLifecycle:
         training, collectives = self._training, self._training.collectives
         self.recording = Recording.agreed(self.trained, collectives, training.options)
         tensors = self.recording.tensors
-        with warnings.catch_warnings():
-            if training.world.rank > 0:
-                # All ranks read the same plan.
-                warnings.simplefilter("ignore")
-            found = None if self.find_plan is None else self.find_plan(tensors)
-            plan = training.fusion.plan(tensors, training.world.size) if found is None else found
+        found = None if self.find_plan is None else self.find_plan(tensors)
+        plan = training.fusion.plan(tensors, training.world.size) if found is None else found
         self.recording.check(plan, collectives)
         return self._activate(plan)
 

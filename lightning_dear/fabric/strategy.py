@@ -1,5 +1,7 @@
 """`DearFabricStrategy`: calls the engine's pipelines, one for each `fabric.setup`, from Fabric."""
 
+from __future__ import annotations
+
 import atexit
 import inspect
 import weakref

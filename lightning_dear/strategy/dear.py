@@ -3,6 +3,8 @@
 The methods stand in the order of a fit. `engine/pipeline.py` describes what the pipeline does.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
