@@ -40,7 +40,7 @@ from lightning_dear.engine.hooks import before_every_step
 from lightning_dear.engine.module_tree import ModuleTree, ignored_names
 from lightning_dear.engine.read_order import has_compiled_region
 from lightning_dear.engine.step import OptimizerPipeline
-from lightning_dear.engine.step_state import SendTime, StepState
+from lightning_dear.engine.step_state import StepState
 from lightning_dear.engine.trained_parameters import check_layout, warn_of_others
 from lightning_dear.engine.training import BufferBroadcast, Training
 from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
@@ -235,7 +235,7 @@ class Pipeline:
         """
         if not self.collectives.matches_by_tag:
             for part in self.parts:
-                part.sending = SendTime.BEFORE_STEP
+                part.is_held_back = True
 
     def of(self, optimizer: Optimizer) -> OptimizerPipeline:
         """The `OptimizerPipeline` of `optimizer`.

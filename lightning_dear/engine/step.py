@@ -17,7 +17,7 @@ from lightning_dear.engine.active_plan import ActivePlan, audit
 from lightning_dear.engine.hooks import StepHooks, warn_of_hooks
 from lightning_dear.engine.mean_gradient import MeanGradient
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle
-from lightning_dear.engine.step_state import Backward, SendTime, StepProgress, StepState
+from lightning_dear.engine.step_state import Backward, StepProgress, StepState
 from lightning_dear.engine.step_timer import StepTimer
 from lightning_dear.engine.trained_parameters import check_momentum
 from lightning_dear.engine.training import Training
@@ -28,7 +28,7 @@ from lightning_dear.planning import BucketPlan, TensorSpec
 _WERE_CHANGED = (StepState.CHANGED, StepState.EXPOSED)
 _NOTHING_IS_SENT = (StepState.EMPTY, StepState.ACCUMULATING)
 # Constants, since to read a member of an Enum takes longer than the comparison.
-_LOCAL, _NONE, _BEFORE_STEP = Backward.LOCAL, Backward.NONE, SendTime.BEFORE_STEP
+_LOCAL, _NONE = Backward.LOCAL, Backward.NONE
 
 
 class OptimizerPipeline:
@@ -50,17 +50,17 @@ class OptimizerPipeline:
         stepper: The optimizer's state and pieces on this rank.
         timer: Times of the step that `measure_next_step` asked for, on this rank.
         num_steps: Optimizer steps so far, without steps that a GradScaler skipped.
-        sending: When buckets are launched; to be assigned to.
+        is_held_back: Whether buckets are launched right before the step, and not in backward; to be
+            assigned to.
         warns_of_hooks: Whether the next step warns of other code's step hooks; to be assigned to.
     """
 
     def __init__(self, training: Training, optimizer: Optimizer, number: int) -> None:
         self.optimizer = optimizer
         self._training, self._instruments = training, training.instruments
-        self.warns_of_hooks = False
+        self.warns_of_hooks = self.is_held_back = False
         self.timer = StepTimer(training.module, self._instruments.clock)
         self.num_steps = 0
-        self.sending = SendTime.IN_BACKWARD
         self.progress = StepProgress(partial(getattr, training, "uses_buckets"))
         self._backward = Backward.NONE
         self._hooks = self._hook_into(optimizer)
@@ -209,7 +209,7 @@ class OptimizerPipeline:
 
     def _collect(self, active: ActivePlan, index: int) -> None:
         active.collector.on_gradient(index)
-        if self.sending is not _BEFORE_STEP:
+        if not self.is_held_back:
             active.round.launch_full()
 
     # --- the step -------------------------------------------------------------------------------

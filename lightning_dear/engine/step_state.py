@@ -56,13 +56,6 @@ class Backward(Enum):
     LAST = "the last backward of a step: its gradients are sent while it runs, or before the step"
 
 
-class SendTime(Enum):
-    """When the buckets of a step are launched."""
-
-    BEFORE_STEP = "all buckets right before the step"
-    IN_BACKWARD = "in backward, in reduce order, each once it and all before it are full"
-
-
 _MEANS_ARE_THERE = (StepState.REDUCED, StepState.CHANGED, StepState.EXPOSED)
 
 

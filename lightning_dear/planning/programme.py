@@ -386,9 +386,7 @@ class _Ways:
         return _Ways(self.rows[numbers], self.origins[numbers])
 
 
-def best_groupings(
-    course: Course, max_bytes: float = float("inf"), known_s: float = float("inf")
-) -> list[Grouping]:
+def best_groupings(course: Course, known_s: float = float("inf")) -> list[Grouping]:
     """Returns the groupings of all pieces that the programme keeps, fastest first. Pure.
 
     A grouping is left out if another one is no worse in any figure. Takes O(N^2) times the number
@@ -399,14 +397,13 @@ def best_groupings(
 
     Args:
         course: Pieces to group, and their costs.
-        max_bytes: Most bytes of a group with more than one piece.
         known_s: Seconds of a step with some known grouping. Ways that can only lead to longer steps
             are left out, so that the result may be empty.
     """
     keeps_all = len(course.pieces) <= NUM_EXACT
     kept = [_Ways(course.start, np.zeros((1, 4), dtype=int))]
     for end in range(1, len(course.pieces) + 1):
-        ways = _extended(course, kept, end, max_bytes)
+        ways = _extended(course, kept, end)
         least_s = course.least_s(ways.rows, end)
         # The bound is a little more than `known_s`, so that rounding does not drop the known
         # grouping itself.
@@ -418,21 +415,17 @@ def best_groupings(
     return [_traced(kept, number, float(steps_s[number])) for number in np.argsort(steps_s)]
 
 
-def _extended(course: Course, kept: list[_Ways], end: int, max_bytes: float) -> _Ways:
+def _extended(course: Course, kept: list[_Ways], end: int) -> _Ways:
     """Returns all ways to group `end` pieces that extend a kept way by one group.
 
     Args:
         course: Pieces to group, and their costs.
         kept: kept[i] holds the ways kept for the first i pieces, for all i < end.
         end: Number of pieces to group.
-        max_bytes: Most bytes of a group with more than one piece.
     """
     longer: list[tuple[Rows, Rows]] = []
     first_use_s = float("inf")
     for begin in range(end - 1, -1, -1):
-        # The limit does not apply to a single piece, since it cannot be cut.
-        if course.total[end] - course.total[begin] > max_bytes and begin < end - 1:
-            break
         first_use_s = min(first_use_s, course.pieces[begin].first_use_s)
         ways = kept[begin]
         for kind in range(len(course.costs)):

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dear.compression import Int8, OkTopk, PowerSGD
-from lightning_dear.engine.step_state import SendTime
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion
 from tests.distributed.harness import distributed
@@ -69,7 +68,7 @@ def _train(options: ExchangeOptions, group: Any, *, sends_in_backward: bool) -> 
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     pipeline = new_pipeline(net, optimizer, NoFusion(), options=options)
     if not sends_in_backward:
-        pipeline.parts[0].sending = SendTime.BEFORE_STEP
+        pipeline.parts[0].is_held_back = True
     for step, num_uses in enumerate(USES_ON_RANK_1):
         generator = torch.Generator().manual_seed(10 * step + rank)
         with pipeline.forward():

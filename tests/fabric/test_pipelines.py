@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dear.collectives.gloo import PairwiseCollectives
-from lightning_dear.engine.step_state import SendTime
 from tests.distributed.harness import distributed
 from tests.fabric.running import dear, new_fabric
 from tests.lightning.fitting import assert_ranks_agree, poison_until_waited
@@ -108,13 +107,13 @@ def test_two_models_hold_their_gradients_back_where_collectives_must_keep_one_or
     strategy: Any = fabric.strategy
     kept = []
     with mock.patch.object(PairwiseCollectives, "matches_by_tag", False):  # as on NCCL
-        for expected in ([SendTime.IN_BACKWARD], [SendTime.BEFORE_STEP] * 2):
+        for expected in ([False], [True] * 2):
             raw = build("mlp")
             kept.append(fabric.setup(raw, optimizer_for("sgd", raw)))
             # Set up again it is still the same training.
             kept[-1] = fabric.setup(raw, optimizer_for("sgd", raw))
             parts = [strategy.pipeline_of(one[1]).parts[0] for one in kept]
-            assert [part.sending for part in parts] == expected
+            assert [part.is_held_back for part in parts] == expected
 
 
 class _Holding(nn.Module):

@@ -344,7 +344,7 @@ FLUSHES = [
     Mutation(
         "sending before the step where order counts",
         "Pipeline.hold_back",
-        "                part.sending = SendTime.BEFORE_STEP\n",
+        "                part.is_held_back = True\n",
         "                pass\n",
         (f"{GRADIENTS}::test_two_optimizers_send_in_one_order_where_collectives_must_keep_it",),
     ),

@@ -266,15 +266,6 @@ def test_families_stay_apart_and_tensors_without_gradient_are_left_out() -> None
     assert held == [[0, 2, 4], [1, 3, 5], [6]]
 
 
-def test_groups_over_a_size_hold_one_piece() -> None:
-    tensors, times = chain([1, 1, 5, 1, 1], [0] * 5, [0] * 5)
-    course = course_of(
-        _pieces(tensors, times), ITEMSIZE, StepModel((), WORLD_SIZE, times, LinkCost(1.0, 0.0))
-    )
-    found = best_groupings(course, max_bytes=2 * UNIT * ITEMSIZE)
-    assert min(len(one.cuts) for one in found) == 3
-
-
 @settings(max_examples=40)
 @given(unaligned_chains(max_size=30), st.integers(1, 12))
 def test_small_neighbours_are_joined_until_few_enough_are_left(model: Model, most: int) -> None:
