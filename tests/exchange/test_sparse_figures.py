@@ -94,7 +94,7 @@ def test_what_compresses_nothing_says_so() -> None:
 def test_places_have_32_bits() -> None:
     spec = BucketSpec("float32", (Slice(0, 0, 2**31, 0),), 2**31, 4)
     none = torch.empty(0)
-    bucket = Bucket(0, spec, Role.SCATTERED, *[none] * 8)
+    bucket = Bucket(0, spec, Role.SCATTERED, *[none] * 7)
     collectives, flat = new_collectives(torch.device("cpu")), FlatBuffers([bucket], [])
     with pytest.raises(ValueError, match="2,147,483,648.*Fuse less"):
         check_buckets(OkTopk(), Traffic(collectives, 0, flat, is_of_gradients=True))

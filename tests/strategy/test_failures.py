@@ -256,14 +256,14 @@ def test_nobody_is_named_where_nobody_can_know(boards: list[FailureBoard]) -> No
 
 def test_ranks_that_wait_for_each_other_in_vain_are_told_so(boards: list[FailureBoard]) -> None:
     for board, last in zip(boards, ("norm", "weights", "weights"), strict=True):
-        board.launches = lambda last=last: [("sum", 3, -1, False), (last, 1, -1, False)]
+        board.launches = lambda last=last: [("sum", 3, -1), (last, 1, -1)]
     sentences = [blamed(board, LATE) for board in boards]
     assert sentences[-1].startswith(
         "Ranks may have launched different messages: rank 0 norm, and rank 1 weights. Call"
     )
 
 
-@given(st.lists(st.tuples(st.text(), st.integers(), st.booleans())))
+@given(st.lists(st.tuples(st.text(), st.integers(), st.integers())))
 def test_launches_come_out_of_a_line_as_they_were(launches: Any) -> None:
     text = pack(launches)
     assert unpack(text) == launches
