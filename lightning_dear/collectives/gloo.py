@@ -248,8 +248,9 @@ class PairwiseCollectives(Collectives):
                 arrive = self.arriving(lane, name, launch())
             return arrive
 
-        key = lane, optimizer
-        thread = self._threads.setdefault(key, Background(f"dear {lane}, passed on, {optimizer}"))
+        if (thread := self._threads.get((lane, optimizer))) is None:
+            thread = Background(f"dear {lane}, passed on, {optimizer}")
+            self._threads[lane, optimizer] = thread
         return thread.submit(forward)
 
     @override

@@ -63,7 +63,9 @@ def _times(fields: Mapping[str, Any]) -> ModelTimes:
         for key, value in fields.items()
         if isinstance(value, Mapping)
     }
-    return ModelTimes(**{**fields, **by_index})
+    # Earlier versions also wrote whether buckets might be gathered in backward.
+    known = {key: value for key, value in fields.items() if key != "allows_early"}
+    return ModelTimes(**{**known, **by_index})
 
 
 def _codec(fields: Mapping[str, Any]) -> CodecCost:

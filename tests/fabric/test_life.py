@@ -105,6 +105,12 @@ def test_calling_the_plain_module_is_refused() -> None:
         optimizer.step()
 
 
+def _collect_on(fabric: Fabric, rank: int) -> None:
+    if fabric.global_rank == rank:
+        with pytest.warns(UserWarning, match="deleted between backward and step"):
+            gc.collect()
+
+
 @distributed([2])
 def test_a_model_deleted_in_mid_step_launches_nothing() -> None:
     fabric = new_fabric(dear())
@@ -122,16 +128,12 @@ def test_a_model_deleted_in_mid_step_launches_nothing() -> None:
     cycle: list[Any] = [*pruned]
     cycle.append(cycle)
     del pruned, cycle
-    if fabric.global_rank == 0:
-        with pytest.warns(UserWarning, match="deleted between backward and step"):
-            gc.collect()
+    _collect_on(fabric, 0)
     # The first model's groups are those of the deleted one. The third model gets new ones.
     _train(fabric, *first, range(2, 5))
     third = set_up()
     _train(fabric, *third, range(2))
-    if fabric.global_rank == 1:
-        with pytest.warns(UserWarning, match="deleted between backward and step"):
-            gc.collect()
+    _collect_on(fabric, 1)
     _train(fabric, *third, range(2, 5))
     fourth = set_up()
     _train(fabric, *fourth, range(5))

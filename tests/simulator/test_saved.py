@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_dear.paths import recipes_dir
 from lightning_dear.simulator import Workload
 from lightning_dear.simulator.saved import load_workload, save_workload
 from tests.planning.models import chain, chains, codecs
@@ -54,3 +55,10 @@ def test_one_of_another_version_says_so(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2}))
     with pytest.raises(ValueError, match=re.escape("its version is 2, not 3")):
         load_workload(path)
+
+
+def test_files_of_earlier_versions_are_read() -> None:
+    """They say `allows_early`, which there is no more."""
+    recorded = sorted((recipes_dir() / "speed" / "hosts").rglob("model.json"))
+    assert any('"allows_early"' in path.read_text() for path in recorded)
+    assert all(load_workload(path).times.forward_s > 0 for path in recorded)
