@@ -248,10 +248,10 @@ class PairwiseCollectives(Collectives):
                 arrive = self.arriving(lane, name, launch())
             return arrive
 
-        if (thread := self._threads.get((lane, optimizer))) is None:
-            thread = Background(f"dear {lane}, passed on, {optimizer}")
-            self._threads[lane, optimizer] = thread
-        return thread.submit(forward)
+        key = lane, optimizer
+        if key not in self._threads:
+            self._threads[key] = Background(f"dear {lane}, passed on, {optimizer}")
+        return self._threads[key].submit(forward)
 
     @override
     def expect_reduce_scatter(self, received: Tensor, tag: int) -> None:
