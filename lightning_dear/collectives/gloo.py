@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
@@ -83,6 +84,8 @@ class PairwiseCollectives(Collectives):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._expected: dict[tuple[str, int], tuple[int, Waits]] = {}
+        # Tag of flags -> memory of the posted receives, a row for each, and their waits.
+        self._heard: dict[int, tuple[Tensor, Waits]] = {}
 
     @cached_property
     def _threads(self) -> dict[tuple[str, int], Background]:
@@ -173,23 +176,28 @@ class PairwiseCollectives(Collectives):
         return self.new_work("all_gather", f"bucket {tag}", waits)
 
     @override
-    def launch_max(self, flags: Tensor) -> Work:
+    def launch_max(self, flags: Tensor, tag: int = -1) -> Work:
         lane, rank, size = "reduce_scatter", self.world.rank, self.world.size
         rounds, known = rounds_of(size), flags.clone()
-        rows = [[((rank - hop) % size, torch.empty_like(flags)) for hop in one] for one in rounds]
-        outgoing = [[((rank + hop) % size, known) for hop in one] for one in rounds]
+        self.expect_max(len(flags), tag)
+        heard, receives = self._heard.pop(tag)
+        if heard.shape[1] != len(flags):
+            raise RuntimeError(f"{len(flags)} flags, not {heard.shape[1]}. Pass what was expected.")
+        ends = accumulate(map(len, rounds))
+        parts = [slice(end - len(hops), end) for hops, end in zip(rounds, ends, strict=True)]
 
-        def go_on(number: int) -> Waits:
+        def launch(number: int) -> Waits:
             # The sends of the round before, which read `known`, have been waited for.
-            take_largest([row for _, row in rows[number - 1]], known)
-            return [*receives[number - 1], *self._sends(lane, outgoing[number], _FLAGS_TAG)]
+            if number:
+                take_largest([*heard[parts[number - 1]]], known)
+            outgoing = [((rank + hop) % size, known) for hop in rounds[number]]
+            return [*receives[parts[number]], *self._sends(lane, outgoing, _FLAGS_TAG + tag)]
 
-        first = self._exchange(lane, flags, rows[0], outgoing[0], _FLAGS_TAG)
-        receives = [self._receive(lane, later, _FLAGS_TAG) for later in rows[1:]]
-        later = [partial(go_on, number) for number in range(1, len(rounds))]
-        self.ledger["other"] += flags.nbytes * sum(map(len, rounds))
-        finish = partial(take_largest, [known, *(row for _, row in rows[-1])], flags)
-        return self._in_rounds(lane, "used parameters", first, later).then(finish)
+        self.log.add(Logged(lane, 0, flags.dtype, len(flags), _FLAGS_TAG + tag, has_tag=True))
+        self.ledger["other"] += flags.nbytes * len(receives)
+        later = [partial(launch, number) for number in range(1, len(rounds))]
+        finish = partial(take_largest, [known, *heard[parts[-1]]], flags)
+        return self._in_rounds(lane, "used parameters", launch(0), later).then(finish)
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
@@ -264,6 +272,16 @@ class PairwiseCollectives(Collectives):
     @override
     def expect_messages(self, lane: str, incoming: Tensor, tag: int) -> None:
         self._expect(lane, incoming, self._rows(incoming), tag)
+
+    @override
+    def expect_max(self, num_flags: int, tag: int) -> None:
+        if tag not in self._heard:
+            rank, size = self.world.rank, self.world.size
+            sources = [(rank - hop) % size for hops in rounds_of(size) for hop in hops]
+            heard = torch.empty(len(sources), num_flags, dtype=torch.uint8)
+            rows = [*zip(sources, heard, strict=True)]
+            receives = self._receive("reduce_scatter", rows, _FLAGS_TAG + tag)
+            self._heard[tag] = heard, receives
 
     def _reduce_rows(self, received: Tensor) -> RankRows:
         """Cuts the scratch of a reduce-scatter into rows, one shard for each other rank."""

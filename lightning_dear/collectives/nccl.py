@@ -119,7 +119,7 @@ class NativeCollectives(Collectives):
         return self.new_work("all_gather", f"bucket {tag}", waits)
 
     @override
-    def launch_max(self, flags: Tensor) -> Work:
+    def launch_max(self, flags: Tensor, tag: int = -1) -> Work:
         waits = self.start("all_reduce", self.reduce_group, flags, dist.ReduceOp.MAX)
         self.ledger["other"] += 2 * self.ring_bytes(flags)
         return self.new_work("other", "used parameters", waits)

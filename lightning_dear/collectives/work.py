@@ -354,8 +354,22 @@ class Collectives(ABC):
         return Work.done()
 
     @abstractmethod
-    def launch_max(self, flags: Tensor) -> Work:
-        """Combines uint8 `flags` over ranks by maximum, in place, on the reduce-scatter group."""
+    def launch_max(self, flags: Tensor, tag: int = -1) -> Work:
+        """Combines uint8 `flags` over ranks by maximum, in place, on the reduce-scatter group.
+
+        Args:
+            flags: [n] uint8; overwritten.
+            tag: Tag of the first bucket of the round that the flags end. Two messages of flags with
+                one tag must be launched in the same order on all ranks. -1 means that they end no
+                round.
+        """
+
+    def expect_max(self, num_flags: int, tag: int) -> None:
+        """Posts the receives of the next `num_flags` flags with `tag`; see `expect_reduce_scatter`.
+
+        Flags are sent last in a round. Without this, they would wait for a message that says that
+        the receive is posted, which queues behind all gradients on the way to the sender.
+        """
 
     @abstractmethod
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:

@@ -8,7 +8,7 @@ world size. A training step runs rounds over all buckets, which `GradientCollect
 a few bytes of each rank that travel with the flags (class `Note`).
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -141,6 +141,8 @@ class BucketRound:
         self._notes, self._waiting = notes or Notes(()), waiting
         self.weight = Weight(1.0, exchange.collectives.world.size)
         self.written_on: set[Any] = set()
+        # Flags of two rounds of one exchange, with other buckets, may travel at the same time.
+        self._tag = exchange.first_tag + min(order, default=0)
         self._waiter = Background("dear-arrivals")
         self.begin_step()
 
@@ -191,13 +193,16 @@ class BucketRound:
     # --- launching ------------------------------------------------------------------------------
 
     def expect(self) -> None:
-        """On gloo, posts the receives of all buckets that are not launched yet. Does not block.
+        """On gloo, posts the receives of flags, and of buckets not launched yet. Does not block.
 
-        Other ranks' messages then arrive without delay. All these buckets must be launched later.
+        Other ranks' messages then arrive without delay. All these buckets must be launched later,
+        and `finish` be called.
         """
         for number in self._order:
             if number not in self.launched:
                 self._exchange.expect_reduce(self._buckets[number])
+        num_flags = len(self._placements) + len(self._voted) + self._notes.num_bytes + 1
+        self._collectives.expect_max(num_flags, self._tag)
 
     def watch(self, numbers: Collection[int]) -> None:
         """Lets a thread wait for these buckets, once they are launched.
@@ -308,10 +313,10 @@ class BucketRound:
             raise RuntimeError(f"Buckets {left} were not launched. Call launch_all before finish.")
         if len(says) != len(self._placements):
             raise ValueError(f"{len(says)} flags for {len(self._placements)} parameters. Pass all.")
-        absent = self._absent_votes(says)
+        absent = {index: says[index] == UNUSED for index in self._voted}
         with self._waiting("gradients"):
             flags, found = self._flags([*says, *absent.values()])
-            for work in (*self.launched.values(), self._collectives.launch_max(flags)):
+            for work in (*self.launched.values(), self._collectives.launch_max(flags, self._tag)):
                 work.wait()
         agreed = self._hear(says, absent, flags, found)
         self._add_earlier(is_empty=not any(agreed))
@@ -334,23 +339,17 @@ class BucketRound:
                 earlier = self._earlier.pop(number, None)
                 self._exchange.add_earlier(bucket, earlier, is_empty=is_empty)
 
-    def _absent_votes(self, says: Sequence[int]) -> dict[int, int]:
-        """Returns: index of a parameter that ranks vote on -> whether this rank has no gradient.
+    @cached_property
+    def _voted(self) -> Sequence[int]:
+        """Indices of the parameters that ranks vote on; none if the compressor does not vote.
 
         Ranks vote if the compressor takes the majority of their signs. A rank without a gradient
         cannot abstain: zeros in its bucket would be votes, too. So `_refuse_votes` refuses the step
-        if only some ranks have a gradient. Empty if the compressor does not vote.
-
-        Args:
-            says: This rank's flag for each parameter.
+        if only some ranks have a gradient.
         """
-        if not (voting := self._exchange.voting):
-            return {}
-        return {
-            index: says[index] == UNUSED
-            for index, placement in enumerate(self._placements)
-            if not voting.isdisjoint(placement.buckets)
-        }
+        voting = self._exchange.voting
+        placed = enumerate(self._placements)
+        return [index for index, one in placed if not voting.isdisjoint(one.buckets)]
 
     def _flags(self, says: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Makes the message of flags: `says`, bytes of notes, and whether inf or nan was found.
@@ -376,7 +375,7 @@ class BucketRound:
         return flags, flags[end]
 
     def _hear(
-        self, says: Sequence[int], absent: dict[int, int], flags: Tensor, found: Tensor
+        self, says: Sequence[int], absent: Mapping[int, int], flags: Tensor, found: Tensor
     ) -> Sequence[int]:
         """Passes the maxima in `flags` on to notes and exchange; see also `_refuse_votes`.
 

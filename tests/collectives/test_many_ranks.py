@@ -38,6 +38,7 @@ class _Network:
         self._num_received = Counter[tuple[int, int, int]]()
         self._clock = threading.local()
         self.num_sent = Counter[int]()
+        self.num_without_receive = 0
         self.latest = 0
 
     def send(self, message: Tensor, way: tuple[int, int, int]) -> None:
@@ -45,6 +46,7 @@ class _Network:
         with self._changed:
             # Read when it is received: until then a send may read its memory.
             self._sent.setdefault(way, []).append((message, arrives))
+            self.num_without_receive += len(self._sent[way]) > self._num_received[way]
             self.num_sent[way[0]] += 1
             self.latest = max(self.latest, arrives)
             self._changed.notify_all()
@@ -131,6 +133,36 @@ def test_no_rank_sends_to_all(size: int) -> None:
     assert max(network.num_sent.values()) <= 2 * ceil(log2(size)) + 2
     # Buffers and flags travel at the same time.
     assert network.latest <= ceil(log2(size)) - 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 12])
+def test_receives_of_expected_flags_are_posted_before_they_are_sent(size: int) -> None:
+    together = threading.Barrier(size)
+
+    def body(collectives: PairwiseCollectives) -> None:
+        for step in range(3):
+            numbers = [0, 1] if collectives.world.rank % 2 else [1, 0]
+            for number in [*numbers, *numbers]:
+                collectives.expect_max(50, number)
+            together.wait(TIMEOUT_S)
+            flags = {number: _flags_of(collectives.world.rank, number + step) for number in numbers}
+            works = [collectives.launch_max(flags[number], number) for number in numbers]
+            for work in works:
+                work.wait()
+            for number in numbers:
+                of_ranks = [_flags_of(one, number + step) for one in range(size)]
+                assert torch.equal(flags[number], torch.stack(of_ranks).amax(0))
+
+    assert _on_ranks(size, body).num_without_receive == 0
+
+
+def test_other_flags_than_were_expected_are_refused() -> None:
+    def body(collectives: PairwiseCollectives) -> None:
+        collectives.expect_max(3, 0)
+        with pytest.raises(RuntimeError, match="2 flags, not 3"):
+            collectives.launch_max(torch.zeros(2, dtype=torch.uint8), 0)
+
+    _on_ranks(2, body)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +20,9 @@ from torch.nn import Parameter
 from lightning_dear.bucket import FlatBuffers, allocate
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.work import Collectives
-from lightning_dear.compression import Fp32
+from lightning_dear.compression import Fp32, Signum
 from lightning_dear.engine.bucket_round import LATE, UNUSED, USED, BucketRound, Weight
-from lightning_dear.engine.notes import Notes
+from lightning_dear.engine.notes import Notes, Signal
 from lightning_dear.exchange import Traffic, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.planning import NoFusion, TensorSpec
@@ -108,6 +109,25 @@ def test_some_buckets_are_reduced_and_others_are_left_alone(options: Any) -> Non
         torch.testing.assert_close(rounds.mean(number).double(), expected, rtol=1e-5, atol=1e-6)
     assert all((rounds.flat.buckets[number].gradients == 7.0).all() for number in others)
     rounds.round.end_step()
+
+
+@pytest.mark.parametrize("voting", [False, True])
+@distributed(world_sizes=(1, 3))
+def test_all_receives_are_posted_by_expect(voting: bool) -> None:
+    signal = Signal()
+    options = ExchangeOptions("gradients", compressor=Signum()) if voting else ExchangeOptions()
+    rounds = Rounds((1, 2), options, Notes((signal,)))
+    signal.ask = lambda: 1 + rounds.collectives.world.rank
+    for _ in range(2):
+        with mock.patch.object(dist, "irecv", wraps=dist.irecv) as posted:
+            rounds.round.expect()
+            num_posted = posted.call_count
+            rounds.fill(rounds.numbers)
+            rounds.round.launch_full()
+            assert not rounds.round.finish(says(rounds.numbers))
+            assert posted.call_count == num_posted == 3 * (rounds.collectives.world.size - 1)
+        assert signal.heard == rounds.collectives.world.size
+        rounds.round.end_step()
 
 
 @distributed(world_sizes=(2, 3))

@@ -18,6 +18,20 @@ ROUNDS = [
         (f"{ROUND}::test_a_rank_without_a_batch_counts_nothing_whatever_its_buckets_hold",),
     ),
     Mutation(
+        "posting the receives of flags",
+        "BucketRound.expect",
+        "        self._collectives.expect_max(num_flags, self._tag)\n",
+        "",
+        (f"{ROUND}::test_all_receives_are_posted_by_expect",),
+    ),
+    Mutation(
+        "flags of votes and notes",
+        "BucketRound.expect",
+        " + len(self._voted) + self._notes.num_bytes + 1",
+        " + 1",
+        (f"{ROUND}::test_all_receives_are_posted_by_expect",),
+    ),
+    Mutation(
         "a gate that is used again holds what its module holds now",
         "ModuleGate.close",
         "                dict.update(spare, present)\n",

@@ -46,8 +46,8 @@ class _NoReduceScatterWait(NativeCollectives):
 
 class _NoReduceWait(_NoReduceScatterWait):
     @override
-    def launch_max(self, flags: Tensor) -> Work:
-        return _unawaited(super().launch_max(flags))
+    def launch_max(self, flags: Tensor, tag: int = -1) -> Work:
+        return _unawaited(super().launch_max(flags, tag))
 
 
 class _CopiesAfterLaunch(NativeCollectives):
@@ -92,8 +92,8 @@ class _BroadcastsLate(NativeCollectives):
         return Work(lambda: self._launched[index].wait())
 
     @override
-    def launch_max(self, flags: Tensor) -> Work:
-        work = super().launch_max(flags)
+    def launch_max(self, flags: Tensor, tag: int = -1) -> Work:
+        work = super().launch_max(flags, tag)
         held = self.__dict__.pop("_held", {})
         self._launched = {index: launch() for index, launch in held.items()}
         return work
