@@ -12,13 +12,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.collectives.background import Background
-from lightning_dear.collectives.launch_log import Logged
+from lightning_dear.collectives.launch_log import TAGS_OF_ONE_OPTIMIZER, Logged
 from lightning_dear.collectives.shards import shard_of, sum_in_source_order, take_largest
 from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Work
 
 # Above the tags of all buckets.
 _FLAGS_TAG = 1 << 29
 _BUFFERS_TAG = 1 << 30
+
+# Added to the tags of buckets that are gathered in a ring. A receive that was posted for the other
+# way, and then not used, gets no message of a ring.
+_RING_TAGS = 1 << 20
 
 _MOST_DIRECT = 8
 """Largest number of ranks at which flags and module buffers go straight to all ranks."""
@@ -68,7 +72,8 @@ class PairwiseCollectives(Collectives):
     All messages of a bucket are sent at once. Sending to one peer at a time, in step with the other
     ranks, comes nearer to the link's rate for a single bucket (`tests/benchmarks/exchanges.py`). In
     training with four ranks on 1 Gb/s it was slower, because a rank that comes late then holds up
-    the messages of all others.
+    the messages of all others. Only all-gathers of `in_rings` are sent so, see `RingTrial`. In a
+    ring no two messages meet, while flows of several ranks into one host share its link unevenly.
 
     Flags and module buffers go straight to all other ranks up to `_MOST_DIRECT` ranks. With more
     ranks a thread passes them on, round by round (`rounds_of`), so that no rank sends to all.
@@ -166,14 +171,53 @@ class PairwiseCollectives(Collectives):
         self.ledger[lane] += nbytes_of(outgoing) - note_bytes
         return self.new_work(lane, f"bucket {tag}", waits)
 
+    @property
+    @override
+    def can_use_rings(self) -> bool:
+        hosts = self.world.hosts
+        return self.hops == 1 and len(hosts) > 2 and len({*hosts}) == len(hosts)
+
     @override
     def launch_all_gather(self, buffer: Tensor, tag: int) -> Work:
+        rows, tag_sent = self._gathered_rows(buffer, tag)
+        self.ledger["all_gather"] += self.ring_bytes(buffer)
+        if tag_sent != tag:
+            return self._gather_in_ring(buffer, rows, tag)
         own = shard_of(buffer, self.world.rank, self.world.size)
-        rows = self._rows(buffer.tensor_split(self.world.size))
         outgoing = [(peer, own) for peer in self._peers()]
         waits = self._exchange("all_gather", buffer, rows, outgoing, tag)
-        self.ledger["all_gather"] += nbytes_of(outgoing)
         return self.new_work("all_gather", f"bucket {tag}", waits)
+
+    def _gathered_rows(self, buffer: Tensor, tag: int) -> tuple[RankRows, int]:
+        """Returns the rows of an all-gather with their sources, and the tag of its messages.
+
+        In a ring all shards come from the rank before this one: first that rank's own, then those
+        that it was sent.
+        """
+        rank, size, shards = self.world.rank, self.world.size, buffer.tensor_split(self.world.size)
+        if tag // TAGS_OF_ONE_OPTIMIZER not in self.in_rings:
+            return self._rows(shards), tag
+        before = (rank - 1) % size
+        return [(before, shards[(rank - hop) % size]) for hop in range(1, size)], tag + _RING_TAGS
+
+    def _gather_in_ring(self, buffer: Tensor, rows: RankRows, tag: int) -> Work:
+        """Sends this rank's shard to the next rank, and has a thread pass on all but the last row.
+
+        Does not block.
+        """
+        lane, name, peer = "all_gather", f"bucket {tag}", self._peers()[0]
+        shards = [shard_of(buffer, self.world.rank, self.world.size), *(row for _, row in rows)]
+        receives = self._receives(lane, buffer, rows, tag + _RING_TAGS)
+        self.log.add(Logged(lane, 1, buffer.dtype, buffer.numel(), tag, has_tag=True))
+
+        def send(number: int) -> Waits:
+            sends = self._sends(lane, [(peer, shards[number])], tag + _RING_TAGS)
+            return [receives[number], *sends]
+
+        later = [partial(send, number) for number in range(1, len(rows))]
+        names = [f"{name}, in a ring"] * len(rows)
+        sent = self._pass_on(lane, names, send(0), later, tag // TAGS_OF_ONE_OPTIMIZER)
+        return Work(self.observed(lane, name, lambda: sent.result()()))
 
     @override
     def launch_max(self, flags: Tensor, tag: int = -1) -> Work:
@@ -267,7 +311,7 @@ class PairwiseCollectives(Collectives):
 
     @override
     def expect_all_gather(self, buffer: Tensor, tag: int) -> None:
-        self._expect("all_gather", buffer, self._rows(buffer.tensor_split(self.world.size)), tag)
+        self._expect("all_gather", buffer, *self._gathered_rows(buffer, tag))
 
     @override
     def expect_messages(self, lane: str, incoming: Tensor, tag: int) -> None:

@@ -193,6 +193,8 @@ class Collectives(ABC):
         matches_by_tag: Whether messages are matched by tag (gloo). If not, they are matched by
             order, and all ranks must launch in one order over all groups.
         has_variable_lengths: Whether a message may be shorter than the memory that receives it.
+        in_rings: Numbers of the optimizers whose buckets are all-gathered in a ring (gloo), the
+            same on all ranks; to be changed only between the all-gathers of two steps.
         log: What this rank has launched, to be compared between ranks.
         sums_in_fp32: Whether NCCL's reduce-scatters, too, sum 16-bit elements in fp32; to be
             assigned to before the first plan.
@@ -216,6 +218,7 @@ class Collectives(ABC):
 
     def __post_init__(self) -> None:
         self.ledger = Counter[str]()
+        self.in_rings = set[int]()
         self.log = LaunchLog(matches_by_tag=self.matches_by_tag)
         self.observer: WorkObserver | None = None
         self.showing: Callable[[str, str], AbstractContextManager[None]] | None = None
@@ -379,6 +382,11 @@ class Collectives(ABC):
     def flags_device(self) -> torch.device:
         """Device on which flags lie while ranks combine them."""
         return torch.device("cpu")
+
+    @property
+    def can_use_rings(self) -> bool:
+        """Whether `in_rings` may hold optimizers: gloo, and three or more hosts of one rank."""
+        return False
 
     @property
     def favors_all_reduce(self) -> bool:

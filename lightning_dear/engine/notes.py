@@ -5,10 +5,13 @@ the first finds options of optimizers that differ between ranks. An option is an
 parameter group: a learning rate, Adam's betas, weight decay. The second finds other launches.
 """
 
+import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import is_
+from statistics import fmean, median
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +21,7 @@ from typing_extensions import override
 
 from lightning_dear.collectives.launch_log import Report, difference, hash_of
 from lightning_dear.collectives.work import Collectives
+from lightning_dear.telemetry.statistics import Instruments
 
 
 class Note(Protocol):
@@ -239,6 +243,81 @@ class LaunchDigest(Digest):
                 else "The last 64 do not show which ones."
             )
         )
+
+
+# --- how shards are gathered ---------------------------------------------------------------------
+
+_WINDOW = 8
+"""Number of steps with a ring that are compared with as many steps without one."""
+
+_FIRST_REST = 32
+"""Number of windows until a ring is tried again. It doubles with each trial that fails."""
+
+
+class RingTrial:
+    """Note of one byte: finds out whether an optimizer's all-gathers are faster in a ring.
+
+    On slow links a ring is faster if each host has one rank. Beside much computing, or if messages
+    are long on their way, it is slower. So it is tried, where every rank waits for at least half of
+    its steps. The ring stays in use if every rank's mean step becomes shorter, and for as long as
+    every rank waits for half of its steps. It changes no value that arrives.
+
+    Each rank sends 1 if it wants no ring, and 0 otherwise. The maximum in every `_WINDOW`th round
+    decides, so that all ranks change in the same step.
+
+    Args:
+        instruments: Tell how long this rank waits in a step.
+        collectives: Returns the present collectives. Mutated: `in_rings`.
+        number: Optimizer number.
+    """
+
+    def __init__(
+        self, instruments: Instruments, collectives: Callable[[], Collectives], number: int
+    ) -> None:
+        self._instruments, self._collectives, self._number = instruments, collectives, number
+        self._began_s = time.monotonic()
+        # Seconds of each step of this window, and how many of them this rank has waited.
+        self._steps: list[tuple[float, float]] = []
+        # Largest mean step, in seconds, with which the ring stays in use.
+        self._limit_s = math.inf
+        self._rest, self._next_rest = 0, _FIRST_REST
+
+    @property
+    def num_bytes(self) -> int:
+        """1 if a ring can be used, and 0 if not: waits of CUDA devices would have to be timed."""
+        return int(self._collectives().can_use_rings and self._instruments.clock.is_free)
+
+    def _mean_step_s(self) -> float:
+        """Returns the mean step of this window, without steps that something else has held up."""
+        steps_s = [step_s for step_s, _ in self._steps]
+        limit_s = 1.5 * median(steps_s)
+        return fmean(step_s for step_s in steps_s if step_s <= limit_s)
+
+    def say(self, device: torch.device) -> Tensor:
+        """Returns 1 if this rank wants no ring, or 0; see `Note`."""
+        statistics, now_s = self._instruments.statistics, time.monotonic()
+        waited_s = 0.0 if statistics is None else statistics.exposed_s
+        self._steps.append((now_s - self._began_s, waited_s))
+        self._began_s = now_s
+        step_s = self._mean_step_s()
+        is_refused = median(one for _, one in self._steps) < step_s / 2 or step_s > self._limit_s
+        return torch.full((1,), is_refused, dtype=torch.uint8, device=device)
+
+    def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
+        """Begins or ends the use of a ring, at the end of a window; see `Note`."""
+        if len(self._steps) < _WINDOW:
+            return
+        in_rings, step_s = self._collectives().in_rings, self._mean_step_s()
+        is_refused = any(maxima)
+        is_in_ring, self._limit_s = self._number in in_rings, math.inf
+        self._steps.clear()
+        self._rest = max(self._rest - 1, 0)
+        if is_in_ring and is_refused:
+            in_rings.remove(self._number)
+            self._rest, self._next_rest = self._next_rest, 2 * self._next_rest
+        elif not is_in_ring and not is_refused and not self._rest:
+            in_rings.add(self._number)
+            self._limit_s = step_s
 
 
 # --- learning rates and other options of optimizers ---------------------------------------------

@@ -18,7 +18,7 @@ from lightning_dear.engine.active_plan import ActivePlan, Recording
 from lightning_dear.engine.bucket_round import BucketRound
 from lightning_dear.engine.gradient_collector import GradientCollector
 from lightning_dear.engine.hooks import OnGradient
-from lightning_dear.engine.notes import LaunchDigest, Notes, SharedOptions
+from lightning_dear.engine.notes import LaunchDigest, Notes, RingTrial, SharedOptions
 from lightning_dear.engine.parameter_gatherer import ParameterGatherer
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.engine.training import Training
@@ -82,7 +82,8 @@ class PlanLifecycle:
         present = partial(getattr, training, "collectives")
         self.residuals = ResidualKeeper(stepper.optimizer, present, training.options)
         shared = SharedOptions(present, stepper.optimizer, number)
-        self._notes = Notes((shared, LaunchDigest(present, number), training.signal))
+        ring = RingTrial(training.instruments, present, number)
+        self._notes = Notes((shared, LaunchDigest(present, number), training.signal, ring))
         self.loss_scale: LossScale = lambda: None
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
         self.number, self._stepper = number, stepper

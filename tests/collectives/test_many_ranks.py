@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_dear.collectives import gloo
 from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.collectives.launch_log import TAGS_OF_ONE_OPTIMIZER
 from lightning_dear.collectives.work import Work
 from lightning_dear.collectives.world import World
 from tests.distributed.strict import Strict
@@ -34,7 +35,7 @@ class _Network:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         # (sender, receiver, tag) -> its messages with the delays after which they arrive.
-        self._sent: dict[tuple[int, int, int], list[tuple[Tensor, int]]] = {}
+        self.messages: dict[tuple[int, int, int], list[tuple[Tensor, int]]] = {}
         self._num_received = Counter[tuple[int, int, int]]()
         self._clock = threading.local()
         self.num_sent = Counter[int]()
@@ -45,8 +46,8 @@ class _Network:
         arrives = getattr(self._clock, "now", 0) + 1
         with self._changed:
             # Read when it is received: until then a send may read its memory.
-            self._sent.setdefault(way, []).append((message, arrives))
-            self.num_without_receive += len(self._sent[way]) > self._num_received[way]
+            self.messages.setdefault(way, []).append((message, arrives))
+            self.num_without_receive += len(self.messages[way]) > self._num_received[way]
             self.num_sent[way[0]] += 1
             self.latest = max(self.latest, arrives)
             self._changed.notify_all()
@@ -59,10 +60,10 @@ class _Network:
         def wait() -> None:
             with self._changed:
                 is_there = self._changed.wait_for(
-                    lambda: len(self._sent.get(way, ())) > number, TIMEOUT_S
+                    lambda: len(self.messages.get(way, ())) > number, TIMEOUT_S
                 )
                 assert is_there, f"nothing from {way[0]}"
-                message, arrives = self._sent[way][number]
+                message, arrives = self.messages[way][number]
             row.copy_(message)
             self._clock.now = max(getattr(self._clock, "now", 0), arrives)
 
@@ -170,6 +171,38 @@ def test_few_ranks_send_straight_to_all(size: int) -> None:
     network = _on_ranks(size, _steps(size, 1))
     assert network.num_sent == {0: 2 * (size - 1), **dict.fromkeys(range(1, size), size - 1)}
     assert network.latest == 1
+
+
+@pytest.mark.parametrize("expected", ["not", "in a ring", "the other way"])
+@pytest.mark.parametrize("size", [3, 4, 7])
+def test_in_a_ring_each_rank_sends_only_to_the_next(size: int, expected: str) -> None:
+    numbers = (0, 1, TAGS_OF_ONE_OPTIMIZER)
+
+    def body(collectives: PairwiseCollectives) -> None:
+        rank = collectives.world.rank
+        collectives.in_rings.update({0} if expected == "in a ring" else ())
+        buffers = {number: torch.full((size, 2), -1.0) for number in numbers}
+        for number, buffer in buffers.items():
+            buffer[rank] = 100 * number + rank
+        for number in () if expected == "not" else numbers:
+            collectives.expect_all_gather(buffers[number].view(-1), number)
+        collectives.in_rings.add(0)
+        works = [collectives.launch_all_gather(buffers[n].view(-1), n) for n in numbers]
+        for work in works:
+            work.wait()
+        for number, buffer in buffers.items():
+            column = 100.0 * number + torch.arange(size)
+            assert torch.equal(buffer, column[:, None].expand(-1, 2))
+        assert collectives.ledger["all_gather"] == 3 * (size - 1) * buffer[0].nbytes
+
+    network = _on_ranks(size, body)
+    assert network.num_sent == dict.fromkeys(range(size), 3 * (size - 1))
+    for rank in range(size):
+        to = Counter[int]()
+        for (sender, receiver, _), messages in network.messages.items():
+            to[receiver] += len(messages) * (sender == rank)
+        others = {other: 1 for other in range(size) if other != rank}
+        assert to == {rank: 0, **others, (rank + 1) % size: 1 + 2 * (size - 1)}
 
 
 def test_what_was_not_passed_on_in_time_is_told() -> None:

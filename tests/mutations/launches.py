@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 LOG = "tests/collectives/test_launch_log.py"
+RING = "tests/collectives/test_many_ranks.py::test_in_a_ring_each_rank_sends_only_to_the_next"
+TRIAL = "tests/engine/test_ring_trial.py"
 MANY = "tests/collectives/test_many_ranks.py"
 BOARD = "tests/strategy/test_failures.py"
 
@@ -116,5 +118,54 @@ LAUNCHES = [
         "        self.launched = None\n",
         "",
         ("tests/engine/test_delays.py::test_buffers_that_the_user_writes_stay",),
+    ),
+    Mutation(
+        "shards of a ring in the order in which they come",
+        "PairwiseCollectives._gathered_rows",
+        "(before, shards[(rank - hop) % size])",
+        "(before, shards[(rank + hop) % size])",
+        (RING,),
+    ),
+    Mutation(
+        "other tags in a ring",
+        "PairwiseCollectives._gathered_rows",
+        "tag + _RING_TAGS",
+        "tag",
+        (RING,),
+    ),
+    Mutation(
+        "a ring only for hosts of one rank",
+        "PairwiseCollectives.can_use_rings",
+        " and len({*hosts}) == len(hosts)",
+        "",
+        (TRIAL,),
+    ),
+    Mutation(
+        "a ring only where all ranks wait",
+        "RingTrial.say",
+        "median(one for _, one in self._steps) < step_s / 2 or ",
+        "",
+        (TRIAL,),
+    ),
+    Mutation(
+        "no ring that is slower",
+        "RingTrial.say",
+        " or step_s > self._limit_s",
+        "",
+        (TRIAL,),
+    ),
+    Mutation(
+        "validation counts in no trial",
+        "RingTrial._mean_step_s",
+        " if step_s <= limit_s",
+        "",
+        (TRIAL,),
+    ),
+    Mutation(
+        "trying a ring ever less often",
+        "RingTrial.hear",
+        "2 * self._next_rest",
+        "self._next_rest",
+        (TRIAL,),
     ),
 ]
