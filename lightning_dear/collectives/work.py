@@ -193,8 +193,8 @@ class Collectives(ABC):
         matches_by_tag: Whether messages are matched by tag (gloo). If not, they are matched by
             order, and all ranks must launch in one order over all groups.
         has_variable_lengths: Whether a message may be shorter than the memory that receives it.
-        in_rings: Numbers of the optimizers whose buckets are all-gathered in a ring (gloo), the
-            same on all ranks; to be changed only between the all-gathers of two steps.
+        in_rings: Numbers of the optimizers whose all-gathers go in a ring (gloo), the same on all
+            ranks; to be changed between the all-gathers of two steps.
         log: What this rank has launched, to be compared between ranks.
         sums_in_fp32: Whether NCCL's reduce-scatters, too, sum 16-bit elements in fp32; to be
             assigned to before the first plan.
@@ -362,17 +362,11 @@ class Collectives(ABC):
 
         Args:
             flags: [n] uint8; overwritten.
-            tag: Tag of the first bucket of the round that the flags end. Two messages of flags with
-                one tag must be launched in the same order on all ranks. -1 means that they end no
-                round.
+            tag: Smallest tag of the round's buckets. -1 means that the flags are of no round.
         """
 
     def expect_max(self, num_flags: int, tag: int) -> None:
-        """Posts the receives of the next `num_flags` flags with `tag`; see `expect_reduce_scatter`.
-
-        Flags are sent last in a round. Without this, they would wait for a message that says that
-        the receive is posted, which queues behind all gradients on the way to the sender.
-        """
+        """Posts the receives of the next `num_flags` flags; see `expect_reduce_scatter`."""
 
     @abstractmethod
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
