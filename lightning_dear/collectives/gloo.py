@@ -182,7 +182,7 @@ class PairwiseCollectives(Collectives):
         rows, tag_sent = self._gathered_rows(buffer, tag)
         self.ledger["all_gather"] += self.ring_bytes(buffer)
         if tag_sent != tag:
-            return self._gather_in_ring(buffer, rows, tag)
+            return self._gather_in_ring(buffer, rows, tag, tag_sent)
         own = shard_of(buffer, self.world.rank, self.world.size)
         outgoing = [(peer, own) for peer in self._peers()]
         waits = self._exchange("all_gather", buffer, rows, outgoing, tag)
@@ -200,19 +200,18 @@ class PairwiseCollectives(Collectives):
         before = (rank - 1) % size
         return [(before, shards[(rank - hop) % size]) for hop in range(1, size)], tag + _RING_TAGS
 
-    def _gather_in_ring(self, buffer: Tensor, rows: RankRows, tag: int) -> Work:
+    def _gather_in_ring(self, buffer: Tensor, rows: RankRows, tag: int, tag_sent: int) -> Work:
         """Sends this rank's shard to the next rank, and has a thread pass on all but the last row.
 
         Does not block.
         """
         lane, name, peer = "all_gather", f"bucket {tag}", self._peers()[0]
         shards = [shard_of(buffer, self.world.rank, self.world.size), *(row for _, row in rows)]
-        receives = self._receives(lane, buffer, rows, tag + _RING_TAGS)
+        receives = self._receives(lane, buffer, rows, tag_sent)
         self.log.add(Logged(lane, 1, buffer.dtype, buffer.numel(), tag, has_tag=True))
 
         def send(number: int) -> Waits:
-            sends = self._sends(lane, [(peer, shards[number])], tag + _RING_TAGS)
-            return [receives[number], *sends]
+            return [receives[number], *self._sends(lane, [(peer, shards[number])], tag_sent)]
 
         later = [partial(send, number) for number in range(1, len(rows))]
         names = [f"{name}, in a ring"] * len(rows)
@@ -224,9 +223,10 @@ class PairwiseCollectives(Collectives):
         lane, rank, size = "reduce_scatter", self.world.rank, self.world.size
         rounds, known = rounds_of(size), flags.clone()
         self.expect_max(len(flags), tag)
-        heard, receives = self._heard.pop(tag)
+        heard, receives = self._heard[tag]
         if heard.shape[1] != len(flags):
             raise RuntimeError(f"{len(flags)} flags, not {heard.shape[1]}. Pass what was expected.")
+        del self._heard[tag]
         ends = accumulate(map(len, rounds))
         parts = [slice(end - len(hops), end) for hops, end in zip(rounds, ends, strict=True)]
 

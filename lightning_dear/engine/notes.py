@@ -251,7 +251,7 @@ _WINDOW = 8
 """Number of steps with a ring that are compared with as many steps without one."""
 
 _FIRST_REST = 32
-"""Number of windows until a ring is tried again. It doubles with each trial that fails."""
+"""Number of windows until a ring is tried again. It doubles whenever the use of a ring ends."""
 
 
 class RingTrial:
@@ -259,8 +259,8 @@ class RingTrial:
 
     On slow links a ring is faster if each host has one rank. Beside much computing, or if messages
     are long on their way, it is slower. So it is tried, where every rank waits for at least half of
-    its steps. The ring stays in use if every rank's mean step becomes shorter, and for as long as
-    every rank waits for half of its steps. It changes no value that arrives.
+    its steps. The ring stays in use if no rank's mean step becomes longer, and for as long as every
+    rank waits for half of its steps. It changes no value that arrives.
 
     Each rank sends 1 if it wants no ring, and 0 otherwise. The maximum in every `_WINDOW`th round
     decides, so that all ranks change in the same step.
@@ -308,7 +308,7 @@ class RingTrial:
         if len(self._steps) < _WINDOW:
             return
         in_rings, step_s = self._collectives().in_rings, self._mean_step_s()
-        is_refused = any(maxima)
+        is_refused = bool(maxima[0])
         is_in_ring, self._limit_s = self._number in in_rings, math.inf
         self._steps.clear()
         self._rest = max(self._rest - 1, 0)
