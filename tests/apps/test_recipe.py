@@ -36,9 +36,12 @@ def read_claims(path: Path) -> list[Claim]:
 
 
 def as_markdown(claims: Sequence[Claim]) -> str:
-    """Claims as the table that a recipe's page shows."""
-    titles = [field.name.replace("_", " ") for field in fields(Claim)]
-    return tabulate([list(asdict(one).values()) for one in claims], titles, tablefmt="github")
+    """Claims as a recipe's page shows them: without columns that say the same in all rows."""
+    rows = [asdict(one) for one in claims]
+    names = [one.name for one in fields(Claim)]
+    shown = [name for name in names if len(rows) == 1 or len({row[name] for row in rows}) > 1]
+    titles = [name.replace("_", " ") for name in shown]
+    return tabulate([[row[name] for name in shown] for row in rows], titles, tablefmt="github")
 
 
 def composed(name: str, *overrides: str) -> DictConfig:
