@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.lightning.matrix.table import DIFFERENT, FEATURES, REFUSED, UNCAUGHT
-from tests.lightning.matrix.write_support import PAGE, page
+from tests.lightning.matrix.write_support import BETWEEN_NAMES, PAGE, page
 
 HEADINGS = {"feature", "what", "---"}
 
@@ -15,7 +15,8 @@ def test_the_page_is_what_the_rows_make() -> None:
 
 
 def test_every_row_is_named_and_every_name_is_a_row() -> None:
-    named = re.findall(r"^\| (.*?) \|", PAGE.read_text(), re.MULTILINE)
+    cells = re.findall(r"^\| (.*?) \|", PAGE.read_text(), re.MULTILINE)
+    named = [name for cell in cells for name in cell.split(BETWEEN_NAMES)]
     rows = [*FEATURES, *REFUSED, *(one.name for one in (*DIFFERENT, *UNCAUGHT))]
     assert sorted(name for name in named if name not in HEADINGS) == sorted(rows)
 

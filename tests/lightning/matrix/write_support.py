@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.lightning.matrix.rows import SUM_ORDER, THREE_RANKS, Apart, Different, Feature, Uncaught
 from tests.lightning.matrix.table import DIFFERENT, FEATURES, REFUSED, UNCAUGHT
 
+BETWEEN_NAMES = "; "
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "support.md"
 HEAD = f"""\
 # What works under `strategy="dear"`
@@ -51,18 +52,31 @@ def page() -> str:
     parts = [HEAD]
     for title, features in _sections(FEATURES.values()):
         rows = [(one.name, _remark(one)) for one in features]
-        parts.append(f"### {title}\n\n" + _table(("feature", "remark"), rows))
+        parts.append(f"### {title}\n\n" + _table(("feature", "remark"), _merged(rows)))
     parts.append("### Why bits differ\n")
     parts.append("".join(f"{n}. {reason}\n" for n, reason in enumerate(_reasons(), start=1)))
     parts.append(REFUSED_HEAD)
     for title, refused in _sections(REFUSED.values()):
         cells = [(one.name, one.why, one.instead) for one in refused]
-        parts.append(f"### {title}\n\n" + _table(("what", "why", "instead"), cells))
+        parts.append(f"### {title}\n\n" + _table(("what", "why", "instead"), _merged(cells)))
     parts.append("## Different from DDP\n\n" + _notes(DIFFERENT))
     parts.append("More of it: [how it works](how_it_works.md#what-is-different-from-ddp).\n")
     parts.append("## Cannot be caught\n\n" + _notes(UNCAUGHT))
     parts.append(FOOT)
     return "\n".join(parts)
+
+
+def _merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """One row for all rows that say the same; those that say nothing stay apart."""
+    merged: list[tuple[list[str], list[str]]] = []
+    for name, *cells in rows:
+        same = (names for names, said in merged if any(cells) and said == cells)
+        found = next(same, None)
+        if found is None:
+            merged.append(([name], cells))
+        else:
+            found.append(name)
+    return [(BETWEEN_NAMES.join(names), *cells) for names, cells in merged]
 
 
 def _sections(rows: Iterable[Feature]) -> Iterator[tuple[str, Iterable[Feature]]]:
