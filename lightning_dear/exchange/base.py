@@ -8,9 +8,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +35,7 @@ class GradientsNotFinite(RuntimeError):
     """
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """The buckets that an exchange moves, and the means to move them.
 
     Attributes:
@@ -284,8 +282,7 @@ class Exchange:
         """Forgets gradients reduced since the last step, and their residuals: no step was made."""
 
 
-@dataclass(frozen=True)
-class Sending:
+class Sending(NamedTuple):
     """A bucket that has been encoded, or all buckets, ready to be sent.
 
     Attributes:

@@ -1,8 +1,8 @@
 """A sparse bucket: what this rank selects of it, sends of it, and keeps of it between steps."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ LaunchWithTag = Callable[[int], Work]
 """Launches a message: (tag of the bucket's messages) -> work."""
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """Sizes of a bucket's sparse steps, which follow from compressor, length and world size.
 
     All are 0 under a compressor that is no sparse all-reduce, such as `Fp32` in a dense step.

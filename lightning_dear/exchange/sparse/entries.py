@@ -1,8 +1,7 @@
 """Entries of a bucket (values with their places), as they are sent, and what was not sent."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +13,7 @@ from lightning_dear.compression.error_feedback import Memory
 from lightning_dear.compression.selectors import largest
 
 
-@dataclass(frozen=True)
-class Entries:
+class Entries(NamedTuple):
     """Some entries of a bucket: the values in some places.
 
     Attributes:

@@ -8,8 +8,8 @@ for each other, to agree on the k largest of all sums. TopkDSA has equal regions
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,8 +95,7 @@ REPORT_WORDS = 2
 them, since each message begins with it."""
 
 
-@dataclass(frozen=True)
-class OwnerReport:
+class OwnerReport(NamedTuple):
     """What one owner tells all ranks about the sums that it has kept in a step.
 
     Attributes:
@@ -110,8 +109,7 @@ class OwnerReport:
     smallest: float
 
 
-@dataclass(frozen=True)
-class Shares:
+class Shares(NamedTuple):
     """How the owners of one bucket select sums in the next step. Equal on all ranks.
 
     Attributes:
