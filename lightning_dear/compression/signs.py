@@ -210,8 +210,7 @@ class Signum(SignSGD):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum of signum must be in [0, 1), got {self.momentum!r}.")
+        self._check_value("momentum", "in [0, 1)", is_valid=0 <= self.momentum < 1)
 
     @property
     @override

@@ -135,8 +135,7 @@ class DGC(TopK):
         if self.error_feedback is False:
             raise ValueError("dgc needs error feedback: use topk with error_feedback=False.")
         super().__post_init__()
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum of dgc must be in [0, 1), got {self.momentum}.")
+        self._check_value("momentum", "in [0, 1)", is_valid=0 <= self.momentum < 1)
 
     @property
     @override

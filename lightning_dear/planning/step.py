@@ -342,8 +342,8 @@ class PlannedStep(ABC):
         Before its first read, each bucket that is gathered is waited for and decoded. If every rank
         steps whole buckets, it is then stepped.
         """
-        gathered = [n for n in range(len(self.plan.buckets)) if n not in self.plan.all_reduced]
-        uses = sorted((self.times.first_use_of(self.plan.buckets[n]), n) for n in gathered)
+        buckets, gathered = self.plan.buckets, self.plan.gather_order
+        uses = sorted((self.times.first_use_of(buckets[number]), number) for number in gathered)
         events = [(at_s, self.before_use(number)) for at_s, number in uses]
         return interleaved(FORWARD, self.times.forward_s, events)
 
@@ -371,8 +371,8 @@ class PlannedStep(ABC):
         ready_s, events = 0.0, []
         for number in self.plan.reduce_order:
             ready_s = max(ready_s, self.times.ready_of(self.plan.buckets[number]))
-            ops: list[Op] = [*computed(CODEC, self.costs[number].encode_s)]
-            ops.append(Launch(self.reduce(number)))
+            encoded = computed(CODEC, self.costs[number].encode_s)
+            ops = [*encoded, Launch(self.reduce(number))]
             events.append((self.launched_s(ready_s), ops))
         return interleaved(BACKWARD, self.times.backward_s, events)
 
@@ -405,9 +405,7 @@ class PlannedStep(ABC):
         their elements, and they are not gathered.
         """
         ops: list[Op] = []
-        for number in range(len(self.plan.buckets)):
-            if number in self.plan.all_reduced:
-                continue
+        for number in self.plan.gather_order:
             ops += computed(STEP, self._per_byte_s * self.stepped_bytes[number])
             ops += computed(CODEC, self.costs[number].publish_s)
             ops.append(Launch(self.gather(number)))

@@ -217,8 +217,7 @@ def _told(own: Sequence[tuple[int, int]], collectives: Collectives, first_tag: i
     """
     counts = torch.zeros((collectives.world.size, len(own), 2), dtype=torch.int32)
     counts[collectives.world.rank] = torch.tensor(own)
-    tag = SELECTION_TAGS + first_tag
-    collectives.launch_all_gather(counts.view(-1), tag).wait()
+    collectives.launch_all_gather(counts.view(-1), SELECTION_TAGS + first_tag).wait()
     return counts.transpose(0, 1)
 
 
@@ -244,8 +243,7 @@ def largest_of_all(
     with as_metadata(collectives):
 
         def add_up(histograms: Tensor) -> None:
-            tag = SELECTION_TAGS + first_tag
-            collectives.launch_all_reduce(histograms.view(-1), tag).wait()
+            collectives.launch_all_reduce(histograms.view(-1), SELECTION_TAGS + first_tag).wait()
 
         # Caps may leave fewer than k sums. Then the threshold is the smallest sum, and not 0.
         thresholds = kth_largest(sizes, ks, add_up)
