@@ -185,9 +185,8 @@ class TwoHopCollectives(PairwiseCollectives):
 
     def _incoming(self, incoming: Tensor) -> RankRows:
         """Pairs the ranks of other hosts with this rank's place with their hosts' rows."""
-        return [
-            (source, incoming[source // self.world.ranks_a_host]) for source in self._across(-1)
-        ]
+        size = self.world.ranks_a_host
+        return [(source, incoming[source // size]) for source in self._across(-1)]
 
     def _gathered(self, buffer: Tensor) -> tuple[RankRows, RankRows]:
         """Cuts `buffer` into rows: one shard per other host, N for each rank of this host."""
@@ -336,9 +335,8 @@ class NativeTwoHopCollectives(NativeCollectives):
         waits = self._two_hops(lane, tag, self._start_within(REDUCE_SCATTER, buffer, tag), second)
         of_hosts[self.world.host] = shard_of(buffer, self.world.rank, self.world.size)
         self._count(lane, buffer, own[0])
-        return self.new_work(
-            lane, f"bucket {tag}", waits, partial(sum_in_source_order, of_hosts, out)
-        )
+        finish = partial(sum_in_source_order, of_hosts, out)
+        return self.new_work(lane, f"bucket {tag}", waits, finish)
 
     @override
     def launch_sums_of_host(

@@ -106,9 +106,8 @@ class StepHooks:
         self._begin = optimizer.register_step_pre_hook(partial(_unless_nested, behind))
         self._handles = first, self._begin, last
         unused = all_optimizers.register_optimizer_step_post_hook(end)
-        self._lists: list[Any] = [
-            private_names.HOOKS_OF_HANDLE.of(one)() for one in (*self._handles, unused)
-        ]
+        handles = *self._handles, unused
+        self._lists: list[Any] = [private_names.HOOKS_OF_HANDLE.of(one)() for one in handles]
         unused.remove()
         for place, hook in (0, first), (2, last):
             self._lists[place].move_to_end(hook.id, last=False)

@@ -233,15 +233,11 @@ class LaunchDigest(Digest):
             own = collectives.log.report(self._number)
         reports = collectives.all_gather_object(own)
         first = difference(reports, matches_by_tag=collectives.matches_by_tag)
+        told = f"The first difference: {first}." if first else "The last 64 do not show which ones."
         raise RuntimeError(
             "Ranks have launched different messages. Call backward, step, and what exchanges"
             " (clipping, grad_norm(), whole_gradients(), optimizer_state()) equally often and in"
-            " the same order on all ranks. "
-            + (
-                f"The first difference: {first}."
-                if first
-                else "The last 64 do not show which ones."
-            )
+            f" the same order on all ranks. {told}"
         )
 
 

@@ -97,9 +97,8 @@ class CodedExchange(CompressedExchange):
         coded.own_gradients(bucket.gradients)
 
         def encode(sums: Tensor) -> None:
-            made.append(
-                self._as_device_work("encode", bucket, self._encode_rows, coded, scale, sums)
-            )
+            sending = self._as_device_work("encode", bucket, self._encode_rows, coded, scale, sums)
+            made.append(sending)
 
         def decode() -> None:
             if made[0].decode is not None:

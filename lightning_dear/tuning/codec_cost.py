@@ -262,9 +262,8 @@ def launch_seconds(pipeline: Pipeline) -> tuple[float, float]:
     device = pipeline.parts[0].parameters[0].device
     if device.type != "cpu":
         return 0.0, 0.0
-    rows, incoming = (
-        torch.zeros((collectives.world.size, _ROW_BYTES), dtype=torch.uint8) for _ in range(2)
-    )
+    shape = collectives.world.size, _ROW_BYTES
+    rows, incoming = (torch.zeros(shape, dtype=torch.uint8) for _ in range(2))
 
     def started_s(
         expect: Callable[[Tensor, int], None], launch: Callable[..., Work], *buffers: Tensor

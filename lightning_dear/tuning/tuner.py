@@ -129,9 +129,8 @@ class Tuning:
         if self._collectives.world.rank == 0:
             # Only rank 0 searches: on another kind of host a search may compute other bits, and so
             # decide otherwise.
-            self._search = self._planner.search(
-                self._tensors, self._collectives.world.size, times, *costs
-            )
+            world_size = self._collectives.world.size
+            self._search = self._planner.search(self._tensors, world_size, times, *costs)
         while (plan := self._next_plan()) is not None:
             self._use(plan)
             step_s = yield from self._measure_steps()

@@ -92,10 +92,8 @@ def added(own: Entries, other: Entries) -> Entries:
     places, at = torch.unique(both, return_inverse=True)
     # No place comes twice from one rank, and the values of `own` come first, so that the order of
     # the sum is fixed.
-    sums = own.numbers.new_zeros(len(places)).index_add_(
-        0, at, torch.cat([own.numbers, other.numbers])
-    )
-    return Entries(places, sums)
+    numbers = torch.cat([own.numbers, other.numbers])
+    return Entries(places, numbers.new_zeros(len(places)).index_add_(0, at, numbers))
 
 
 # --- unsent values --------------------------------------------------------------------------------
