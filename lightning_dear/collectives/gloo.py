@@ -324,8 +324,7 @@ class PairwiseCollectives(Collectives):
             sources = [(rank - hop) % size for hops in rounds_of(size) for hop in hops]
             heard = torch.empty(len(sources), num_flags, dtype=torch.uint8)
             rows = [*zip(sources, heard, strict=True)]
-            receives = self._receive("reduce_scatter", rows, _FLAGS_TAG + tag)
-            self._heard[tag] = heard, receives
+            self._heard[tag] = heard, self._receive("reduce_scatter", rows, _FLAGS_TAG + tag)
 
     def _reduce_rows(self, received: Tensor) -> RankRows:
         """Cuts the scratch of a reduce-scatter into rows, one shard for each other rank."""
@@ -374,8 +373,7 @@ class PairwiseCollectives(Collectives):
     ) -> Waits:
         """Does what `_exchange` does, without noting it in the log."""
         # Receives first: a send takes 1.7 times as long if its receive is not posted yet.
-        receives = self._receives(lane, buffer, rows, tag)
-        return [*receives, *self._sends(lane, outgoing, tag)]
+        return [*self._receives(lane, buffer, rows, tag), *self._sends(lane, outgoing, tag)]
 
     def _receives(self, lane: str, buffer: Tensor, rows: RankRows, tag: int) -> Waits:
         """Returns the waits of the posted receives. Posts them into `rows` if there are none."""

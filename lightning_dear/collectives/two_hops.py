@@ -165,8 +165,7 @@ class TwoHopCollectives(PairwiseCollectives):
     @override
     def expect_sums_of_host(self, received: Tensor, incoming: Tensor, tag: int) -> None:
         self._expect("reduce_scatter", received, self._received(received)[0], tag)
-        across = self._incoming(incoming)
-        self._expect("reduce_scatter", incoming, across, tag + _SECOND_HOP)
+        self._expect("reduce_scatter", incoming, self._incoming(incoming), tag + _SECOND_HOP)
 
     @override
     def expect_all_gather(self, buffer: Tensor, tag: int) -> None:
@@ -221,8 +220,7 @@ class TwoHopCollectives(PairwiseCollectives):
         def second() -> Waits:
             return [*receives, *self._sends(lane, pass_on(), tag + _SECOND_HOP)]
 
-        optimizer = tag // TAGS_OF_ONE_OPTIMIZER
-        sent = self._pass_on(lane, [names[0], last], first, [second], optimizer)
+        sent = self._pass_on(lane, [names[0], last], first, [second], tag // TAGS_OF_ONE_OPTIMIZER)
         if self.observer is not None:
             # The wait that the observer returns is not used: the observer has one thread for first
             # hops of both halves, so that it would also wait for those of the other half.

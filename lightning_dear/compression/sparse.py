@@ -228,8 +228,7 @@ class RandomK(FewOfMany, Codec):
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
         k = self.entries(rows.shape[1])
-        places = _draw(rows, k, generator)
-        rows.zero_().index_copy_(1, places, field(wire, torch.float32, 0, k))
+        rows.zero_().index_copy_(1, _draw(rows, k, generator), field(wire, torch.float32, 0, k))
 
 
 def _draw(rows: Tensor, k: int, generator: Generator | None) -> Tensor:

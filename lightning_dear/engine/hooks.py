@@ -143,8 +143,7 @@ def before_every_step(method: Callable[[Optimizer], None]) -> RemovableHandle:
     Calls end when the returned handle's `remove` is called, or when the method's object is freed.
     """
     # A weak reference, since torch keeps a hook and what it refers to until the hook is removed.
-    on_step = partial(_call, WeakMethod(method))
-    return all_optimizers.register_optimizer_step_pre_hook(on_step)
+    return all_optimizers.register_optimizer_step_pre_hook(partial(_call, WeakMethod(method)))
 
 
 def _unless_nested(hook: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

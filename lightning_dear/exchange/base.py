@@ -152,8 +152,7 @@ class Exchange:
     def _gather(self, bucket: Bucket) -> Work:
         if bucket.role.is_all_reduced:
             return Work.done()
-        tag = self.tag_of(bucket)
-        return self.collectives.launch_all_gather(self._gathered(bucket), tag)
+        return self.collectives.launch_all_gather(self._gathered(bucket), self.tag_of(bucket))
 
     def _gathered(self, bucket: Bucket) -> Tensor:
         """Returns the buffer of the all-gather: every rank's shard is written into it, in place."""

@@ -253,8 +253,7 @@ class Course:
         launched_s = self._ready_s[end - 1] + after[:, ENCODED]
         after[:, FREE] = np.maximum(rows[:, FREE], launched_s) + reduce_s
         after[:, SUMMED] = np.maximum(rows[:, SUMMED], after[:, FREE]) + sum_s
-        read_s = after[:, DECODED] - first_use_s
-        after[:, LATE] = np.maximum(rows[:, LATE], read_s) + gather_s
+        after[:, LATE] = np.maximum(rows[:, LATE], after[:, DECODED] - first_use_s) + gather_s
         after[:, CLOCK] = np.maximum(rows[:, CLOCK], after[:, LATE]) + publish_s
         return after
 

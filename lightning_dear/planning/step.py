@@ -371,8 +371,7 @@ class PlannedStep(ABC):
         ready_s, events = 0.0, []
         for number in self.plan.reduce_order:
             ready_s = max(ready_s, self.times.ready_of(self.plan.buckets[number]))
-            encoded = computed(CODEC, self.costs[number].encode_s)
-            ops = [*encoded, Launch(self.reduce(number))]
+            ops = [*computed(CODEC, self.costs[number].encode_s), Launch(self.reduce(number))]
             events.append((self.launched_s(ready_s), ops))
         return interleaved(BACKWARD, self.times.backward_s, events)
 

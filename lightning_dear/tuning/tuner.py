@@ -229,9 +229,8 @@ class Tuning:
 
     def _allowed(self, plan: BucketPlan) -> BucketPlan:
         """Returns `plan` without the all-reduced buckets that this training refuses."""
-        if self._pipeline.training.all_reduce_refusal is not None:
-            plan = replace(plan, all_reduced=())
-        return plan
+        is_refused = self._pipeline.training.all_reduce_refusal is not None
+        return replace(plan, all_reduced=()) if is_refused else plan
 
     def _use(self, plan: BucketPlan) -> BucketPlan:
         """Trains with `plan` from now on, without buckets that are refused; returns this plan.

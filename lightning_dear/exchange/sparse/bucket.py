@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_dear.bucket import Bucket, shard_slice
 from lightning_dear.collectives.work import Work
-from lightning_dear.compression import Compressor, Fp32, SparseAllReduce
+from lightning_dear.compression import Fp32, SparseAllReduce
 from lightning_dear.compression.error_feedback import Memory
 from lightning_dear.compression.selectors import LocalThreshold
 from lightning_dear.exchange.base import Traffic
@@ -44,19 +44,16 @@ class Selection(NamedTuple):
 
 
 def selection_of(
-    compressor: Compressor, numel: int, padded_numel: int, world_size: int
+    compressor: SparseAllReduce, numel: int, padded_numel: int, world_size: int
 ) -> Selection:
     """Returns the sizes of a bucket's sparse steps.
 
     Args:
-        compressor: The compressor. Under one that is no `SparseAllReduce` all elements travel, and
-            all sizes are 0.
+        compressor: The compressor.
         numel: Number of elements that belong to parameters.
         padded_numel: Length of the bucket, padding included.
         world_size: Number of ranks.
     """
-    if not isinstance(compressor, SparseAllReduce):
-        return Selection()
     # Also for a bucket that is not sparse, because checkpoints save k: shares of k that owners got
     # under another k are not used again.
     is_sparse, k = compressor.saves(numel, world_size), compressor.entries(numel)
@@ -130,10 +127,10 @@ class SparseBucket(CompressedBucket):
     @override
     def _make_room(self) -> None:
         # Once for each compressor, and not in each step, since nothing else changes these buffers.
-        padded_numel = self.spec.padded_numel
+        padded_numel, self.selection = self.spec.padded_numel, Selection()
         if isinstance(self.compressor, SparseAllReduce):
             self.sparse = self.compressor
-        self.selection = selection_of(self.compressor, self.numel, padded_numel, self._world_size)
+            self.selection = selection_of(self.sparse, self.numel, padded_numel, self._world_size)
         self.is_sparse = self.selection.is_sparse
         scratch = 0 if self.is_sparse else self._collectives.scratch_numel(padded_numel)
         self.received = self.bucket.gradients.new_empty(scratch)

@@ -125,8 +125,7 @@ class WholeSparseExchange(CompressedExchange):
         # A value of nan or inf is among the selected entries, since it counts as the largest.
         if len(selected.numbers):
             self._look_for_inf(selected.numbers)
-        launch = coded.pack(waiting, selected, scale)
-        return Sending(partial(launch, tag), coded.sum_up)
+        return Sending(partial(coded.pack(waiting, selected, scale), tag), coded.sum_up)
 
     @property
     @override
