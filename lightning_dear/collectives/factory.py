@@ -83,11 +83,10 @@ def new_collectives(
     has_subgroups = has_two_hops and backend != "gloo"
     subgroups = _groups_of_two_hops(timeout, backend, world) if has_subgroups else ()
     kind = _KINDS[backend == "gloo", has_two_hops]
-    # With gloo, objects travel in the all-gather group, where all other messages are matched by
-    # tag.
-    reduce_group, gather_group, object_group = (*groups, groups[1])[:3]
-    ours = reduce_group, gather_group, object_group, world
-    collectives: Collectives = kind(*subgroups, *ours, streams=streams)
+    # For reduce-scatters, all-gathers and objects. With gloo, objects travel in the all-gather
+    # group, where all other messages are matched by tag.
+    three = (*groups, groups[1])[:3]
+    collectives: Collectives = kind(*subgroups, *three, world, streams=streams)
     # Registered anew, to run before Lightning's own function, which destroys NCCL's groups.
     atexit.unregister(abort_after_failure)
     atexit.register(abort_after_failure)

@@ -97,14 +97,14 @@ class PairwiseCollectives(Collectives):
         """(half, number of the optimizer or -1) -> a thread, see `_pass_on`."""
         return {}
 
-    def _peers(self) -> list[int]:
-        """Returns the other ranks in the order in which this rank sends to them."""
-        # Each rank begins with a different peer, so that not all ranks send to rank 0 first.
-        return [(self.world.rank + hop) % self.world.size for hop in range(1, self.world.size)]
+    def _others(self, way: int) -> list[int]:
+        """Returns the other ranks, in the order of sends (way 1) or receives (-1).
 
-    def _sources(self) -> list[int]:
-        """Returns the other ranks in the order in which their messages are likely to arrive."""
-        return [(self.world.rank - hop) % self.world.size for hop in range(1, self.world.size)]
+        Receives are in the order in which messages are likely to arrive. `way` is 1 or -1.
+        """
+        # Each rank begins with a different peer, so that not all ranks send to rank 0 first.
+        rank, size = self.world.rank, self.world.size
+        return [(rank + way * hop) % size for hop in range(1, size)]
 
     @property
     @override
@@ -125,7 +125,7 @@ class PairwiseCollectives(Collectives):
     ) -> Work:
         own = shard_of(buffer, self.world.rank, self.world.size)
         rows = self._reduce_rows(received)
-        outgoing = [(peer, shard_of(buffer, peer, self.world.size)) for peer in self._peers()]
+        outgoing = [(peer, shard_of(buffer, peer, self.world.size)) for peer in self._others(1)]
         waits = self._exchange("reduce_scatter", received, rows, outgoing, tag)
         self.ledger["reduce_scatter"] += nbytes_of(outgoing)
         # Summed in rank order, and not in the order in which messages arrive, so that all runs have
@@ -137,7 +137,7 @@ class PairwiseCollectives(Collectives):
     @override
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, tag: int) -> Work:
         incoming[self.world.rank].copy_(rows[self.world.rank])
-        outgoing = [(peer, rows[peer]) for peer in self._peers()]
+        outgoing = [(peer, rows[peer]) for peer in self._others(1)]
         waits = self._exchange("reduce_scatter", incoming, self._rows(incoming), outgoing, tag)
         self.ledger["reduce_scatter"] += nbytes_of(outgoing)
         return self.new_work("reduce_scatter", f"bucket {tag}", waits)
@@ -163,8 +163,8 @@ class PairwiseCollectives(Collectives):
         num_notes: int = 1,
     ) -> Work:
         # gloo lets a message be shorter than the memory of its receive.
-        outgoing = [(peer, messages[peer]) for peer in self._peers() if peer in messages]
-        rows = [(source, incoming[source]) for source in self._sources() if source in sources]
+        outgoing = [(peer, messages[peer]) for peer in self._others(1) if peer in messages]
+        rows = [(source, incoming[source]) for source in self._others(-1) if source in sources]
         waits = [*self._receives(lane, incoming, rows, tag), *self._sends(lane, outgoing, tag)]
         note_bytes = sum(num_notes * message.element_size() for _, message in outgoing)
         self.ledger["metadata"] += note_bytes
@@ -184,7 +184,7 @@ class PairwiseCollectives(Collectives):
         if tag_sent != tag:
             return self._gather_in_ring(buffer, rows, tag, tag_sent)
         own = shard_of(buffer, self.world.rank, self.world.size)
-        outgoing = [(peer, own) for peer in self._peers()]
+        outgoing = [(peer, own) for peer in self._others(1)]
         waits = self._exchange("all_gather", buffer, rows, outgoing, tag)
         return self.new_work("all_gather", f"bucket {tag}", waits)
 
@@ -205,7 +205,7 @@ class PairwiseCollectives(Collectives):
 
         Does not block.
         """
-        lane, name, peer = "all_gather", f"bucket {tag}", self._peers()[0]
+        lane, name, peer = "all_gather", f"bucket {tag}", self._others(1)[0]
         shards = [shard_of(buffer, self.world.rank, self.world.size), *(row for _, row in rows)]
         receives = self._receives(lane, buffer, rows, tag_sent)
         self.log.add(Logged(lane, 1, buffer.dtype, buffer.numel(), tag, has_tag=True))
@@ -324,19 +324,18 @@ class PairwiseCollectives(Collectives):
             sources = [(rank - hop) % size for hops in rounds_of(size) for hop in hops]
             heard = torch.empty(len(sources), num_flags, dtype=torch.uint8)
             rows = [*zip(sources, heard, strict=True)]
-            receives = self._receive("reduce_scatter", rows, _FLAGS_TAG + tag)
-            self._heard[tag] = heard, receives
+            self._heard[tag] = heard, self._receive("reduce_scatter", rows, _FLAGS_TAG + tag)
 
     def _reduce_rows(self, received: Tensor) -> RankRows:
         """Cuts the scratch of a reduce-scatter into rows, one shard for each other rank."""
         return [
             (source, shard_of(received, place, self.world.size - 1))
-            for place, source in enumerate(self._sources())
+            for place, source in enumerate(self._others(-1))
         ]
 
     def _rows(self, incoming: Tensor | Sequence[Tensor]) -> RankRows:
         """Returns the rows of `incoming`, which has one for each rank, without this rank's."""
-        return [(source, incoming[source]) for source in self._sources()]
+        return [(source, incoming[source]) for source in self._others(-1)]
 
     def _expect(self, lane: str, buffer: Tensor, rows: RankRows, tag: int) -> None:
         """Posts receives into `rows`, unless some are posted with this half and tag already."""
@@ -374,8 +373,7 @@ class PairwiseCollectives(Collectives):
     ) -> Waits:
         """Does what `_exchange` does, without noting it in the log."""
         # Receives first: a send takes 1.7 times as long if its receive is not posted yet.
-        receives = self._receives(lane, buffer, rows, tag)
-        return [*receives, *self._sends(lane, outgoing, tag)]
+        return [*self._receives(lane, buffer, rows, tag), *self._sends(lane, outgoing, tag)]
 
     def _receives(self, lane: str, buffer: Tensor, rows: RankRows, tag: int) -> Waits:
         """Returns the waits of the posted receives. Posts them into `rows` if there are none."""

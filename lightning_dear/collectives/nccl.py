@@ -47,9 +47,8 @@ class NativeCollectives(Collectives):
         groups = *self.device_groups, self.calls.group.WORLD
         # If torch cannot abort, or has done so already, waits end with the timeout.
         with suppress(Exception):
-            backends = [
-                private_names.GET_BACKEND.of(group)(torch.device("cuda")) for group in groups
-            ]
+            cuda = torch.device("cuda")
+            backends = [private_names.GET_BACKEND.of(group)(cuda) for group in groups]
             # All within one NCCL group start and end: one abort alone might wait for another.
             private_names.NCCL_GROUP_START.of(backends[0])()
             for backend in backends:

@@ -113,10 +113,9 @@ class CudaStreams(Streams):
         event = self._cuda.Event()
         event.record(self.current())
 
-        def read() -> list[int]:
+        def read() -> Any:
             event.synchronize()
-            known: list[int] = host.tolist()
-            return known
+            return host.tolist()
 
         return read
 

@@ -165,8 +165,7 @@ class TwoHopCollectives(PairwiseCollectives):
     @override
     def expect_sums_of_host(self, received: Tensor, incoming: Tensor, tag: int) -> None:
         self._expect("reduce_scatter", received, self._received(received)[0], tag)
-        across = self._incoming(incoming)
-        self._expect("reduce_scatter", incoming, across, tag + _SECOND_HOP)
+        self._expect("reduce_scatter", incoming, self._incoming(incoming), tag + _SECOND_HOP)
 
     @override
     def expect_all_gather(self, buffer: Tensor, tag: int) -> None:
@@ -185,9 +184,8 @@ class TwoHopCollectives(PairwiseCollectives):
 
     def _incoming(self, incoming: Tensor) -> RankRows:
         """Pairs the ranks of other hosts with this rank's place with their hosts' rows."""
-        return [
-            (source, incoming[source // self.world.ranks_a_host]) for source in self._across(-1)
-        ]
+        size = self.world.ranks_a_host
+        return [(source, incoming[source // size]) for source in self._across(-1)]
 
     def _gathered(self, buffer: Tensor) -> tuple[RankRows, RankRows]:
         """Cuts `buffer` into rows: one shard per other host, N for each rank of this host."""
@@ -222,8 +220,7 @@ class TwoHopCollectives(PairwiseCollectives):
         def second() -> Waits:
             return [*receives, *self._sends(lane, pass_on(), tag + _SECOND_HOP)]
 
-        optimizer = tag // TAGS_OF_ONE_OPTIMIZER
-        sent = self._pass_on(lane, [names[0], last], first, [second], optimizer)
+        sent = self._pass_on(lane, [names[0], last], first, [second], tag // TAGS_OF_ONE_OPTIMIZER)
         if self.observer is not None:
             # The wait that the observer returns is not used: the observer has one thread for first
             # hops of both halves, so that it would also wait for those of the other half.
@@ -336,9 +333,8 @@ class NativeTwoHopCollectives(NativeCollectives):
         waits = self._two_hops(lane, tag, self._start_within(REDUCE_SCATTER, buffer, tag), second)
         of_hosts[self.world.host] = shard_of(buffer, self.world.rank, self.world.size)
         self._count(lane, buffer, own[0])
-        return self.new_work(
-            lane, f"bucket {tag}", waits, partial(sum_in_source_order, of_hosts, out)
-        )
+        finish = partial(sum_in_source_order, of_hosts, out)
+        return self.new_work(lane, f"bucket {tag}", waits, finish)
 
     @override
     def launch_sums_of_host(

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 RankPlace = tuple[tuple[str, str], tuple[int, int]]
 """Where one rank runs: (machine, network) as the rank sees them, and (node rank, local rank) as its
@@ -95,7 +94,8 @@ def hosts_of(places: Sequence[RankPlace]) -> tuple[tuple[int, ...], str]:
         empty if they are used, if all node ranks are equal, or if the networks give the same hosts.
     """
     columns = zip(*[(seen[0], seen, said[0]) for seen, said in places], strict=True)
-    machines, networks, nodes = map(_numbered, columns)
+    # For each rank the number of the first rank that has the same name.
+    machines, networks, nodes = (tuple(map(names.index, names)) for names in columns)
     if len({said for _, said in places}) < len(places):
         wrong = "two ranks have the same node rank and local rank"
     elif _are_parted(nodes, machines):
@@ -105,11 +105,6 @@ def hosts_of(places: Sequence[RankPlace]) -> tuple[tuple[int, ...], str]:
     else:
         return nodes, ""
     return networks, wrong if any(nodes) and nodes != networks else ""
-
-
-def _numbered(names: Sequence[Any]) -> tuple[int, ...]:
-    """Returns for each rank the number of the first rank that has the same name."""
-    return tuple(names.index(name) for name in names)
 
 
 def _are_parted(numbers: Sequence[int], others: Sequence[int]) -> bool:

@@ -24,11 +24,10 @@ _NARROW = (Fp32, Fp16, Bf16, Int8, Int4, LoCo)
 _OF_SIGNS = (OneBit, EFSignSGD, SignSGD, Signum)
 _FEW_LEVELS = (QSGD, TernGrad, Natural)
 _FEW_OF_MANY = (TopK, RandomK, DGC)
+_BY_ROWS = (*_NARROW, *_OF_SIGNS, *_FEW_LEVELS, *_FEW_OF_MANY)
 _NOT_BY_ROWS = (PowerSGD, OkTopk, TopkA, TopkDSA, GTopk, Gaussiank)
 
-CODECS: dict[str, type[Codec]] = {
-    codec.name: codec for codec in (*_NARROW, *_OF_SIGNS, *_FEW_LEVELS, *_FEW_OF_MANY)
-}
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in _BY_ROWS}
 """Name -> class of each codec of this package. Compressors that do not encode rows are left out."""
 
 _COMPRESSORS: dict[str, type[Compressor]] = CODECS | {kind.name: kind for kind in _NOT_BY_ROWS}

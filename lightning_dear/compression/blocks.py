@@ -147,11 +147,9 @@ class BlockCodec(Codec):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
-            raise ValueError(
-                f"block_size of {self.name} must be a multiple of {BLOCK_SIZES.step} from"
-                f" {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}, got {self.block_size!r}."
-            )
+        sizes = f"a multiple of {BLOCK_SIZES.step} from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}"
+        is_valid = isinstance(self.block_size, int) and self.block_size in BLOCK_SIZES
+        self._check_value("block_size", sizes, is_valid=is_valid)
 
     @override
     def wire_bytes(self, numel: int) -> int:

@@ -149,8 +149,8 @@ class Compressor(ABC):
             # Without this check, a string from a command line would fail later, in a comparison
             # whose error does not name the option. Options that are True or False by default are
             # not numbers: hence `type`, since isinstance(True, int) is true.
-            if type(option.default) in (int, float) and not isinstance(value, (int, float)):
-                raise ValueError(f"{option.name} of {self.name} must be a number, got {value!r}.")
+            is_number = isinstance(value, (int, float)) or type(option.default) not in (int, float)
+            self._check_value(option.name, "a number", is_valid=is_number)
         for what, names in ("kind", Kind), ("lag", Lag), ("randomness", Randomness):
             self._check_name(what, get_args(names))
         self._check_name("halves", HALVES)
@@ -167,12 +167,18 @@ class Compressor(ABC):
                 f"Unknown {what} {value!r} of {self.name}; valid names: {', '.join(names)}."
             )
 
+    def _check_value(self, what: str, wanted: str, *, is_valid: bool) -> None:
+        """Raises a ValueError unless `is_valid`: the option `what` must be what `wanted` says."""
+        if not is_valid:
+            value = getattr(self, what)
+            raise ValueError(f"{what} of {self.name} must be {wanted}, got {value!r}.")
+
     def _check_count(self, what: str) -> None:
         """Raises a ValueError if the attribute `what` is not an integer of at least 1."""
         count = getattr(self, what)
         # Bools need a check of their own, since isinstance(True, int) is true.
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ValueError(f"{what} of {self.name} must be an integer >= 1, got {count!r}.")
+        is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 1
+        self._check_value(what, "an integer >= 1", is_valid=is_count)
 
     @property
     @abstractmethod
@@ -304,8 +310,7 @@ class FewOfMany(Compressor):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.density <= 1:
-            raise ValueError(f"density of {self.name} must be in (0, 1], got {self.density}.")
+        self._check_value("density", "in (0, 1]", is_valid=0 < self.density <= 1)
 
     def entries(self, numel: int) -> int:
         """Returns k, the number of elements that are sent, for `numel` elements."""

@@ -11,9 +11,8 @@ Gradients may be multiplied by a loss scale. Kept values never are, so that the 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Generator, Tensor
@@ -29,8 +28,7 @@ class Decodes(Protocol):
         """Decodes the bytes in `wire` and writes the values into `rows`: see `Codec.decode`."""
 
 
-@dataclass(frozen=True)
-class Encoded:
+class Encoded(NamedTuple):
     """Holds how the bytes of one message were encoded, and decodes them.
 
     Attributes:

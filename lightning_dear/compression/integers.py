@@ -176,8 +176,7 @@ class LoCo(Int4):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.rate <= 1:
-            raise ValueError(f"rate of loco must be in (0, 1], got {self.rate!r}.")
+        self._check_value("rate", "in (0, 1]", is_valid=0 < self.rate <= 1)
         if not self.has_feedback and self.rate != LoCo.rate:
             raise ValueError(
                 "rate of loco has no effect with error_feedback=False. Leave out one of them: the"

@@ -148,15 +148,8 @@ def sampled_floor(rows: Tensor, k: int, num_deviations: float = 0.0) -> Tensor:
     # leaves out the equal values, unless `found` contains no larger one.
     is_shared = (sample >= threshold).sum(1, keepdim=True) > wanted
     is_shared &= found.amax(1, keepdim=True) > threshold
-    return torch.where(is_shared, threshold, just_below(threshold))
-
-
-def just_below(threshold: Tensor) -> Tensor:
-    """Returns the next float towards 0, of each threshold.
-
-    So |x| > the result means |x| >= the threshold. But if the threshold is 0, the result is 0.
-    """
-    return threshold.nextafter(torch.zeros_like(threshold))
+    # Just below is the next float towards 0. Of a threshold of 0 that is 0 itself.
+    return torch.where(is_shared, threshold, threshold.nextafter(torch.zeros_like(threshold)))
 
 
 def _exact_in_blocks(row: Tensor, k: int) -> Tensor:

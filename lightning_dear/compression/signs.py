@@ -204,21 +204,16 @@ class Signum(SignSGD):
 
     name: ClassVar[str] = "signum"
     brings_momentum: ClassVar[bool] = True
+    # The result of a vote is +1 or -1 with any momentum. So weight decay has the same strength
+    # relative to it, with or without momentum.
+    takes_weight_decay: ClassVar[bool] = True
 
     momentum: float = 0.9
 
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum of signum must be in [0, 1), got {self.momentum!r}.")
-
-    @property
-    @override
-    def takes_weight_decay(self) -> bool:
-        # The result of a vote is +1 or -1 with any momentum. So weight decay has the same strength
-        # relative to it, with or without momentum.
-        return True
+        self._check_value("momentum", "in [0, 1)", is_valid=0 <= self.momentum < 1)
 
     @override
     def worker_memory(self, numel: int, device: torch.device) -> Memory:

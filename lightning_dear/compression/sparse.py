@@ -135,8 +135,7 @@ class DGC(TopK):
         if self.error_feedback is False:
             raise ValueError("dgc needs error feedback: use topk with error_feedback=False.")
         super().__post_init__()
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum of dgc must be in [0, 1), got {self.momentum}.")
+        self._check_value("momentum", "in [0, 1)", is_valid=0 <= self.momentum < 1)
 
     @property
     @override
@@ -229,8 +228,7 @@ class RandomK(FewOfMany, Codec):
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
         k = self.entries(rows.shape[1])
-        places = _draw(rows, k, generator)
-        rows.zero_().index_copy_(1, places, field(wire, torch.float32, 0, k))
+        rows.zero_().index_copy_(1, _draw(rows, k, generator), field(wire, torch.float32, 0, k))
 
 
 def _draw(rows: Tensor, k: int, generator: Generator | None) -> Tensor:

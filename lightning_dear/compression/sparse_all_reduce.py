@@ -391,17 +391,14 @@ class OkTopk(ByThreshold):
                 "tau_prime and owner_cap of oktopk have no effect with mode='static'. Leave them"
                 " out: there thresholds are exact in every step, and an owner keeps k / P values."
             )
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum of oktopk must be in [0, 1), got {self.momentum}.")
+        self._check_value("momentum", "in [0, 1)", is_valid=0 <= self.momentum < 1)
         if self.momentum and not self.has_feedback:
             raise ValueError(
                 "momentum of oktopk does not fit error_feedback=False. Leave out one of them:"
                 " momentum is kept together with what has not been sent."
             )
         for name in ("message_cap", "owner_cap"):
-            cap = getattr(self, name)
-            if not cap >= 1:
-                raise ValueError(f"{name} of oktopk must be at least 1, got {cap!r}.")
+            self._check_value(name, "at least 1", is_valid=getattr(self, name) >= 1)
 
     @property
     @override

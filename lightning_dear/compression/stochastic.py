@@ -87,8 +87,8 @@ class QSGD(_BlockLevels):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.num_levels, int) or not 1 <= self.num_levels <= 127:
-            raise ValueError(f"num_levels of qsgd must be from 1 to 127, got {self.num_levels!r}.")
+        is_valid = isinstance(self.num_levels, int) and 1 <= self.num_levels <= 127
+        self._check_value("num_levels", "from 1 to 127", is_valid=is_valid)
 
     @override
     def _scale(self, tile: Tensor, steps: Tensor, levels: Tensor) -> None:

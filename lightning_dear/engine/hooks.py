@@ -106,9 +106,8 @@ class StepHooks:
         self._begin = optimizer.register_step_pre_hook(partial(_unless_nested, behind))
         self._handles = first, self._begin, last
         unused = all_optimizers.register_optimizer_step_post_hook(end)
-        self._lists: list[Any] = [
-            private_names.HOOKS_OF_HANDLE.of(one)() for one in (*self._handles, unused)
-        ]
+        handles = *self._handles, unused
+        self._lists: list[Any] = [private_names.HOOKS_OF_HANDLE.of(one)() for one in handles]
         unused.remove()
         for place, hook in (0, first), (2, last):
             self._lists[place].move_to_end(hook.id, last=False)
@@ -144,8 +143,7 @@ def before_every_step(method: Callable[[Optimizer], None]) -> RemovableHandle:
     Calls end when the returned handle's `remove` is called, or when the method's object is freed.
     """
     # A weak reference, since torch keeps a hook and what it refers to until the hook is removed.
-    on_step = partial(_call, WeakMethod(method))
-    return all_optimizers.register_optimizer_step_pre_hook(on_step)
+    return all_optimizers.register_optimizer_step_pre_hook(partial(_call, WeakMethod(method)))
 
 
 def _unless_nested(hook: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

@@ -73,9 +73,8 @@ class ModuleTree:
         modules = [*self._root.modules()]
         dicts = [vars(module) for module in modules]
         # TorchScript's modules have other objects in the place of these dicts.
-        self._dicts = [
-            one for one in dicts if isinstance(one.get(private_names.PARAMETERS.name), dict)
-        ]
+        name = private_names.PARAMETERS.name
+        self._dicts = [one for one in dicts if isinstance(one.get(name), dict)]
         plain = set(map(id, self._dicts))
         pairs = zip(modules, dicts, strict=True)
         self._scripted = [module for module, own in pairs if id(own) not in plain]

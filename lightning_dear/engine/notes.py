@@ -35,11 +35,9 @@ class Note(Protocol):
     @property
     def num_bytes(self) -> int:
         """Number of bytes, the same on all ranks and in all rounds. 0 means that none are sent."""
-        ...
 
     def say(self, device: torch.device) -> Tensor:
         """Returns this rank's bytes for this round: [num_bytes] uint8 on `device`."""
-        ...
 
     def hear(self, maxima: Sequence[int], *, is_of_round_before: bool) -> None:
         """Receives the maximum over ranks of each byte, equal on all ranks. May raise.
@@ -50,7 +48,6 @@ class Note(Protocol):
             is_of_round_before: True on NCCL: the maxima are those of the round before. False on
                 gloo: they are those of this round.
         """
-        ...
 
 
 class Signal:
@@ -233,15 +230,11 @@ class LaunchDigest(Digest):
             own = collectives.log.report(self._number)
         reports = collectives.all_gather_object(own)
         first = difference(reports, matches_by_tag=collectives.matches_by_tag)
+        told = f"The first difference: {first}." if first else "The last 64 do not show which ones."
         raise RuntimeError(
             "Ranks have launched different messages. Call backward, step, and what exchanges"
             " (clipping, grad_norm(), whole_gradients(), optimizer_state()) equally often and in"
-            " the same order on all ranks. "
-            + (
-                f"The first difference: {first}."
-                if first
-                else "The last 64 do not show which ones."
-            )
+            f" the same order on all ranks. {told}"
         )
 
 

@@ -104,8 +104,7 @@ class TrainedParameters:
             counts_thawed: Whether to return True also if a parameter of the groups was frozen then,
                 and requires gradients now.
         """
-        groups = self._optimizer.param_groups
-        held = [group["params"] for group in groups]
+        held = [group["params"] for group in self._optimizer.param_groups]
         if [*map(len, held)] != self._lengths or not all(map(is_, chain(*held), self._held)):
             return True
         return counts_thawed and any(one.requires_grad and one.numel() for one in self._untrained)
@@ -171,8 +170,7 @@ class TrainedParameters:
             kinds = {(isinstance(one, Parameter), one.requires_grad) for one in (parameter, other)}
             if len(kinds) > 1 or any(other is known for known in self.parameters):
                 continue
-            groups = self._optimizer.param_groups
-            held = {id(one) for group in groups for one in group["params"]}
+            held = {id(one) for group in self._optimizer.param_groups for one in group["params"]}
             if id(other) in held or id(parameter) not in held:
                 continue
             if other.shape != parameter.shape:

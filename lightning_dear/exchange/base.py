@@ -8,9 +8,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +35,7 @@ class GradientsNotFinite(RuntimeError):
     """
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """The buckets that an exchange moves, and the means to move them.
 
     Attributes:
@@ -154,8 +152,7 @@ class Exchange:
     def _gather(self, bucket: Bucket) -> Work:
         if bucket.role.is_all_reduced:
             return Work.done()
-        tag = self.tag_of(bucket)
-        return self.collectives.launch_all_gather(self._gathered(bucket), tag)
+        return self.collectives.launch_all_gather(self._gathered(bucket), self.tag_of(bucket))
 
     def _gathered(self, bucket: Bucket) -> Tensor:
         """Returns the buffer of the all-gather: every rank's shard is written into it, in place."""
@@ -284,8 +281,7 @@ class Exchange:
         """Forgets gradients reduced since the last step, and their residuals: no step was made."""
 
 
-@dataclass(frozen=True)
-class Sending:
+class Sending(NamedTuple):
     """A bucket that has been encoded, or all buckets, ready to be sent.
 
     Attributes:

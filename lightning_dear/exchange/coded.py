@@ -97,9 +97,8 @@ class CodedExchange(CompressedExchange):
         coded.own_gradients(bucket.gradients)
 
         def encode(sums: Tensor) -> None:
-            made.append(
-                self._as_device_work("encode", bucket, self._encode_rows, coded, scale, sums)
-            )
+            sending = self._as_device_work("encode", bucket, self._encode_rows, coded, scale, sums)
+            made.append(sending)
 
         def decode() -> None:
             if made[0].decode is not None:
@@ -164,18 +163,16 @@ class CodedExchange(CompressedExchange):
         """Encodes this rank's shard of the mean, or the lag of its parameters.
 
         If the bucket's gather half is not encoded, prepares an uncompressed gather instead, after
-        `CodedBucket.flush`. The returned function sends the shard to all ranks.
+        `CodedBucket.flush`. Its `wait` also calls `Bucket.note_published`. The returned function
+        sends the shard to all ranks.
         """
         coded = self.coded[bucket.number]
         if coded.is_sent_back:
             encode = partial(coded.encode_gather, self._is_nan, self._look_for_inf)
             return self._encode_now(bucket, encode)
         coded.flush()
-        return partial(self._send_as_it_is, coded, super().prepare_gather(bucket))
-
-    def _send_as_it_is(self, coded: CodedBucket, launch: Callable[[], Work]) -> Work:
-        """Launches the uncompressed gather, whose `wait` also calls `Bucket.note_published`."""
-        return launch().then(coded.bucket.note_published)
+        launch = super().prepare_gather(bucket)
+        return lambda: launch().then(bucket.note_published)
 
     @property
     @override

@@ -25,8 +25,8 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +42,7 @@ from lightning_dear.exchange.compressed_bucket import CompressedBucket
 from lightning_dear.torch_modes import exact_products
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """A tensor, seen as a matrix M [n, m], that travels as P [n, r] and Q [m, r].
 
     Attributes:
@@ -57,8 +56,7 @@ class Matrix:
     right: Tensor
 
 
-@dataclass(frozen=True)
-class Messages:
+class Messages(NamedTuple):
     """The two messages of one bucket, and the views of them.
 
     Attributes:

@@ -114,8 +114,7 @@ class ExchangeOptions(Setting):
         # All-reduces are matched by order, and each rank's backward may fill the buckets of two
         # optimizers in another order.
         if self.all_reduces and num_optimizers > 1:
-            name = None if self.compressor is None else self.compressor.name
-            what = "decouple=False" if name is None else f"compressor={name!r}"
+            what = "decouple=False" if compressor is None else f"compressor={compressor.name!r}"
             raise ValueError(
                 f"{what} works with one optimizer, and there are {num_optimizers}. Leave it out, or"
                 " use one optimizer: ranks could start the all-reduces of two in different orders."
@@ -182,12 +181,10 @@ def why_not_all_reduce(options: ExchangeOptions, *, is_one_optimizer: bool) -> s
         is_one_optimizer: Whether no other optimizer uses the same process groups. If others do, no
             bucket may be all-reduced.
     """
-    if options.compressor is not None and options.all_reduces:
-        name = options.compressor.name
-        return f"{name} sends every bucket in a form of its own. Leave it out to use such a plan"
     if options.compressor is not None:
-        name = options.compressor.name
-        return f"{name} encodes each part for its owner alone. Leave it out to use such a plan"
+        whole = "sends every bucket in a form of its own"
+        how = whole if options.all_reduces else "encodes each part for its owner alone"
+        return f"{options.compressor.name} {how}. Leave it out to use such a plan"
     if options.reduce_dtype is not None:
         return "reduce_dtype='fp32' sums each part at its owner. Leave it out to use such a plan"
     if options.is_of_gradients:

@@ -6,7 +6,7 @@ depends linearly on a size is alpha + beta x size.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lightning_dear.planning.plan import BucketPlan, BucketSpec
 
@@ -189,8 +189,7 @@ class Linear:
         return self.alpha + self.beta * numel
 
 
-@dataclass(frozen=True)
-class BucketCost:
+class BucketCost(NamedTuple):
     """Holds the costs of one bucket in a step: seconds of the host or device, and message sizes.
 
     The seconds in which the bucket's messages occupy the link follow from the sizes; see

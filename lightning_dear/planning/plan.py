@@ -352,11 +352,10 @@ def reduce_order(buckets: Sequence[BucketSpec], tensors: Specs) -> tuple[int, ..
     A bucket with a tensor that got no gradient in the recorded step comes after all others. Of such
     buckets, and of equal times, the higher number comes first.
     """
-    ready = {tensor.index: tensor.ready for tensor in tensors}
+    ready = {t.index: float("inf") if t.ready is None else t.ready for t in tensors}
 
     def last_gradient(number: int) -> tuple[float, int]:
-        times = [ready[part.tensor] for part in buckets[number].slices]
-        return max(float("inf") if time is None else time for time in times), -number
+        return max(ready[part.tensor] for part in buckets[number].slices), -number
 
     return tuple(sorted(range(len(buckets)), key=last_gradient))
 

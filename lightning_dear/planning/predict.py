@@ -6,6 +6,7 @@ next forward. Seconds count from the beginning of backward.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from typing_extensions import override
 
@@ -14,8 +15,7 @@ from lightning_dear.planning.measured import NO_CODEC, CodecCosts, LinkCost, Mod
 from lightning_dear.planning.plan import BucketPlan, Specs
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Holds the predicted step of a plan.
 
     Attributes:

@@ -38,6 +38,7 @@ which it does not touch.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -111,8 +112,7 @@ def backward_order(tensors: Specs, times: ModelTimes) -> list[list[TensorSpec]]:
     return sorted(families.values(), key=lambda family: -sum(t.nbytes for t in family))
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Describes a tensor, or neighbours in the order of gradients, that stay in one group.
 
     Attributes:
@@ -253,8 +253,7 @@ class Course:
         launched_s = self._ready_s[end - 1] + after[:, ENCODED]
         after[:, FREE] = np.maximum(rows[:, FREE], launched_s) + reduce_s
         after[:, SUMMED] = np.maximum(rows[:, SUMMED], after[:, FREE]) + sum_s
-        read_s = after[:, DECODED] - first_use_s
-        after[:, LATE] = np.maximum(rows[:, LATE], read_s) + gather_s
+        after[:, LATE] = np.maximum(rows[:, LATE], after[:, DECODED] - first_use_s) + gather_s
         after[:, CLOCK] = np.maximum(rows[:, CLOCK], after[:, LATE]) + publish_s
         return after
 
@@ -352,8 +351,7 @@ def members_of(pieces: Sequence[Piece], cuts: Iterable[int]) -> list[list[int]]:
     ]
 
 
-@dataclass(frozen=True)
-class Grouping:
+class Grouping(NamedTuple):
     """Describes one way to group all pieces.
 
     Attributes:
@@ -367,8 +365,7 @@ class Grouping:
     step_s: float
 
 
-@dataclass(frozen=True)
-class _Ways:
+class _Ways(NamedTuple):
     """Holds ways to group the first i pieces. A way is a row of both arrays.
 
     Attributes:

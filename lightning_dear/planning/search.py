@@ -6,7 +6,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from typing_extensions import override
 
@@ -95,17 +95,16 @@ class SearchingPlanner(FusionPlanner, Protocol):
         """
 
 
-class NoContest:
+class NoContest(NamedTuple):
     """A `PlanSearch` that is over from the beginning: its plan is used without measuring it.
 
-    Args:
-        plan: Plan to use: `best`.
-        reason: One line for people that says what `plan` is, and why.
+    Attributes:
+        best: Plan to use.
+        reason: One line for people that says what `best` is, and why.
     """
 
-    def __init__(self, plan: BucketPlan, reason: str) -> None:
-        self.best = plan
-        self.reason = reason
+    best: BucketPlan
+    reason: str
 
     def next(self) -> BucketPlan | None:
         """Returns None: no plan is to be measured."""

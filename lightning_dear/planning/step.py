@@ -11,6 +11,7 @@ import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_dear.planning.measured import BucketCost, ModelTimes
 from lightning_dear.planning.plan import BucketPlan
@@ -22,8 +23,7 @@ REDUCE_SCATTER, ALL_GATHER, ALL_REDUCE = "reduce_scatter", "all_gather", "all_re
 """Kinds of `Message`s."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(NamedTuple):
     """Operation that keeps the rank busy for `seconds`.
 
     Attributes:
@@ -39,8 +39,7 @@ class Compute:
     at_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(NamedTuple):
     """Operation that marks the beginning (`begins`) or the end of a phase: a forward or a backward.
 
     Takes no time. Within a phase, the clock is computed as the phase's beginning + the model's own
@@ -51,8 +50,7 @@ class Phase:
     begins: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """Describes a collective of all ranks, which the link carries after its launch.
 
     Attributes:
@@ -76,15 +74,13 @@ class Message:
         return self.kind, self.number
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """Operation that launches a collective; takes no time."""
 
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """Operation that waits until a collective has ended.
 
     Attributes:
@@ -100,8 +96,7 @@ class Wait:
 Op = Compute | Phase | Launch | Wait
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """Describes a step, which is the same on each rank: forward, backward and optimizer step.
 
     Attributes:
@@ -148,8 +143,7 @@ def interleaved(
 # --- running operations ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Carried:
+class Carried(NamedTuple):
     """Describes a collective that the link has carried.
 
     Attributes:
@@ -168,8 +162,7 @@ class Carried:
     end_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Busy:
+class Busy(NamedTuple):
     """Describes a time span in which a rank computed, or waited for a collective.
 
     Attributes:
@@ -349,8 +342,8 @@ class PlannedStep(ABC):
         Before its first read, each bucket that is gathered is waited for and decoded. If every rank
         steps whole buckets, it is then stepped.
         """
-        gathered = [n for n in range(len(self.plan.buckets)) if n not in self.plan.all_reduced]
-        uses = sorted((self.times.first_use_of(self.plan.buckets[n]), n) for n in gathered)
+        buckets, gathered = self.plan.buckets, self.plan.gather_order
+        uses = sorted((self.times.first_use_of(buckets[number]), number) for number in gathered)
         events = [(at_s, self.before_use(number)) for at_s, number in uses]
         return interleaved(FORWARD, self.times.forward_s, events)
 
@@ -378,8 +371,7 @@ class PlannedStep(ABC):
         ready_s, events = 0.0, []
         for number in self.plan.reduce_order:
             ready_s = max(ready_s, self.times.ready_of(self.plan.buckets[number]))
-            ops: list[Op] = [*computed(CODEC, self.costs[number].encode_s)]
-            ops.append(Launch(self.reduce(number)))
+            ops = [*computed(CODEC, self.costs[number].encode_s), Launch(self.reduce(number))]
             events.append((self.launched_s(ready_s), ops))
         return interleaved(BACKWARD, self.times.backward_s, events)
 
@@ -412,9 +404,7 @@ class PlannedStep(ABC):
         their elements, and they are not gathered.
         """
         ops: list[Op] = []
-        for number in range(len(self.plan.buckets)):
-            if number in self.plan.all_reduced:
-                continue
+        for number in self.plan.gather_order:
             ops += computed(STEP, self._per_byte_s * self.stepped_bytes[number])
             ops += computed(CODEC, self.costs[number].publish_s)
             ops.append(Launch(self.gather(number)))

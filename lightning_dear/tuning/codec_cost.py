@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from lightning_dear.bucket import allocate
 from lightning_dear.collectives.shards import shard_of, sum_in_source_order
-from lightning_dear.collectives.work import STATE_TAGS, Collectives, Work, uncounted
+from lightning_dear.collectives.work import STATE_TAGS, Collectives, T, Work, uncounted
 from lightning_dear.compression import Codec, Fp32
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange import Traffic, new_exchange
@@ -24,8 +24,6 @@ from lightning_dear.planning import CodecCost, CodecCosts, Linear, NoFusion, Ten
 from lightning_dear.planning.plan import ALIGNMENT, aligned
 from lightning_dear.telemetry.clock import clock_of
 from lightning_dear.tuning.link_cost import slowest
-
-T = TypeVar("T")
 
 _SMALL_NUMEL, _LARGE_NUMEL = 1 << 16, 1 << 22
 """Most elements of the two buckets that are measured. For small models they are smaller."""
@@ -264,9 +262,8 @@ def launch_seconds(pipeline: Pipeline) -> tuple[float, float]:
     device = pipeline.parts[0].parameters[0].device
     if device.type != "cpu":
         return 0.0, 0.0
-    rows, incoming = (
-        torch.zeros((collectives.world.size, _ROW_BYTES), dtype=torch.uint8) for _ in range(2)
-    )
+    shape = collectives.world.size, _ROW_BYTES
+    rows, incoming = (torch.zeros(shape, dtype=torch.uint8) for _ in range(2))
 
     def started_s(
         expect: Callable[[Tensor, int], None], launch: Callable[..., Work], *buffers: Tensor

@@ -113,8 +113,7 @@ def train_times(
     def reduce_scatter(place: int) -> Work:
         buffer = buffers[place]
         own = shard_of(buffer, collectives.world.rank, collectives.world.size)
-        number = STATE_TAGS + place
-        return collectives.launch_reduce_scatter(buffer, received[place], own, number)
+        return collectives.launch_reduce_scatter(buffer, received[place], own, STATE_TAGS + place)
 
     def all_gather(place: int) -> Work:
         return collectives.launch_all_gather(buffers[place], STATE_TAGS + place)

@@ -129,9 +129,8 @@ class Tuning:
         if self._collectives.world.rank == 0:
             # Only rank 0 searches: on another kind of host a search may compute other bits, and so
             # decide otherwise.
-            self._search = self._planner.search(
-                self._tensors, self._collectives.world.size, times, *costs
-            )
+            world_size = self._collectives.world.size
+            self._search = self._planner.search(self._tensors, world_size, times, *costs)
         while (plan := self._next_plan()) is not None:
             self._use(plan)
             step_s = yield from self._measure_steps()
@@ -230,9 +229,8 @@ class Tuning:
 
     def _allowed(self, plan: BucketPlan) -> BucketPlan:
         """Returns `plan` without the all-reduced buckets that this training refuses."""
-        if self._pipeline.training.all_reduce_refusal is not None:
-            plan = replace(plan, all_reduced=())
-        return plan
+        is_refused = self._pipeline.training.all_reduce_refusal is not None
+        return replace(plan, all_reduced=()) if is_refused else plan
 
     def _use(self, plan: BucketPlan) -> BucketPlan:
         """Trains with `plan` from now on, without buckets that are refused; returns this plan.

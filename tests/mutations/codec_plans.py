@@ -46,8 +46,8 @@ CODEC_PLANS = [
     Mutation(
         "how long what is ahead in forward decodes",
         "Course.extended",
-        "        read_s = after[:, DECODED] - first_use_s\n",
-        "        read_s = decode_s - first_use_s\n",
+        "np.maximum(rows[:, LATE], after[:, DECODED] - first_use_s)",
+        "np.maximum(rows[:, LATE], decode_s - first_use_s)",
         (EXACT,),
     ),
     Mutation(

@@ -1,8 +1,8 @@
 """A sparse bucket: what this rank selects of it, sends of it, and keeps of it between steps."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_dear.bucket import Bucket, shard_slice
 from lightning_dear.collectives.work import Work
-from lightning_dear.compression import Compressor, Fp32, SparseAllReduce
+from lightning_dear.compression import Fp32, SparseAllReduce
 from lightning_dear.compression.error_feedback import Memory
 from lightning_dear.compression.selectors import LocalThreshold
 from lightning_dear.exchange.base import Traffic
@@ -22,8 +22,7 @@ LaunchWithTag = Callable[[int], Work]
 """Launches a message: (tag of the bucket's messages) -> work."""
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """Sizes of a bucket's sparse steps, which follow from compressor, length and world size.
 
     All are 0 under a compressor that is no sparse all-reduce, such as `Fp32` in a dense step.
@@ -45,19 +44,16 @@ class Selection:
 
 
 def selection_of(
-    compressor: Compressor, numel: int, padded_numel: int, world_size: int
+    compressor: SparseAllReduce, numel: int, padded_numel: int, world_size: int
 ) -> Selection:
     """Returns the sizes of a bucket's sparse steps.
 
     Args:
-        compressor: The compressor. Under one that is no `SparseAllReduce` all elements travel, and
-            all sizes are 0.
+        compressor: The compressor.
         numel: Number of elements that belong to parameters.
         padded_numel: Length of the bucket, padding included.
         world_size: Number of ranks.
     """
-    if not isinstance(compressor, SparseAllReduce):
-        return Selection()
     # Also for a bucket that is not sparse, because checkpoints save k: shares of k that owners got
     # under another k are not used again.
     is_sparse, k = compressor.saves(numel, world_size), compressor.entries(numel)
@@ -131,10 +127,10 @@ class SparseBucket(CompressedBucket):
     @override
     def _make_room(self) -> None:
         # Once for each compressor, and not in each step, since nothing else changes these buffers.
-        padded_numel = self.spec.padded_numel
+        padded_numel, self.selection = self.spec.padded_numel, Selection()
         if isinstance(self.compressor, SparseAllReduce):
             self.sparse = self.compressor
-        self.selection = selection_of(self.compressor, self.numel, padded_numel, self._world_size)
+            self.selection = selection_of(self.sparse, self.numel, padded_numel, self._world_size)
         self.is_sparse = self.selection.is_sparse
         scratch = 0 if self.is_sparse else self._collectives.scratch_numel(padded_numel)
         self.received = self.bucket.gradients.new_empty(scratch)

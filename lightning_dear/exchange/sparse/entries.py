@@ -1,8 +1,7 @@
 """Entries of a bucket (values with their places), as they are sent, and what was not sent."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +13,7 @@ from lightning_dear.compression.error_feedback import Memory
 from lightning_dear.compression.selectors import largest
 
 
-@dataclass(frozen=True)
-class Entries:
+class Entries(NamedTuple):
     """Some entries of a bucket: the values in some places.
 
     Attributes:
@@ -94,10 +92,8 @@ def added(own: Entries, other: Entries) -> Entries:
     places, at = torch.unique(both, return_inverse=True)
     # No place comes twice from one rank, and the values of `own` come first, so that the order of
     # the sum is fixed.
-    sums = own.numbers.new_zeros(len(places)).index_add_(
-        0, at, torch.cat([own.numbers, other.numbers])
-    )
-    return Entries(places, sums)
+    numbers = torch.cat([own.numbers, other.numbers])
+    return Entries(places, numbers.new_zeros(len(places)).index_add_(0, at, numbers))
 
 
 # --- unsent values --------------------------------------------------------------------------------

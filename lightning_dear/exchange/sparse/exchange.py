@@ -125,8 +125,7 @@ class WholeSparseExchange(CompressedExchange):
         # A value of nan or inf is among the selected entries, since it counts as the largest.
         if len(selected.numbers):
             self._look_for_inf(selected.numbers)
-        launch = coded.pack(waiting, selected, scale)
-        return Sending(partial(launch, tag), coded.sum_up)
+        return Sending(partial(coded.pack(waiting, selected, scale), tag), coded.sum_up)
 
     @property
     @override
@@ -354,21 +353,16 @@ class SparseExchange(WholeSparseExchange):
             # All elements are gathered, so that every entry that was sent has had its effect.
             coded.take_sent().clear()
             coded.count_words(coded.spec.padded_numel // self.collectives.world.size)
-        return partial(self._send_as_it_is, coded)
+        launch = partial(self.collectives.launch_all_gather, bucket.gradients, self.tag_of(bucket))
+        # `then` makes the work not done, even with one rank: a bucket is stepped by the thread that
+        # waits for it.
+        return lambda: launch().then()
 
     def _pack(self, coded: OwnedBucket) -> Sending:
         """Makes the message with this rank's kept sums, and what handles arrived messages."""
         message, gathered, tag = coded.message(), coded.gathered, self.tag_of(coded.bucket)
         arrive = partial(coded.arrive, gathered, coded.take_sent(), self._is_nan)
         return Sending(partial(coded.spread, message, gathered, tag), arrive)
-
-    def _send_as_it_is(self, coded: OwnedBucket) -> Work:
-        """Launches an uncompressed all-gather of equal shards of the mean."""
-        tag = self.tag_of(coded.bucket)
-        work = self.collectives.launch_all_gather(coded.bucket.gradients, tag)
-        # `then` makes the work not done, even with one rank: a bucket is stepped by the thread that
-        # waits for it.
-        return work.then()
 
     @override
     def launch_gather_gradients(self, bucket: Bucket) -> Work:

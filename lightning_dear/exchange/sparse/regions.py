@@ -8,8 +8,8 @@ for each other, to agree on the k largest of all sums. TopkDSA has equal regions
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,8 +95,7 @@ REPORT_WORDS = 2
 them, since each message begins with it."""
 
 
-@dataclass(frozen=True)
-class OwnerReport:
+class OwnerReport(NamedTuple):
     """What one owner tells all ranks about the sums that it has kept in a step.
 
     Attributes:
@@ -110,8 +109,7 @@ class OwnerReport:
     smallest: float
 
 
-@dataclass(frozen=True)
-class Shares:
+class Shares(NamedTuple):
     """How the owners of one bucket select sums in the next step. Equal on all ranks.
 
     Attributes:
@@ -219,8 +217,7 @@ def _told(own: Sequence[tuple[int, int]], collectives: Collectives, first_tag: i
     """
     counts = torch.zeros((collectives.world.size, len(own), 2), dtype=torch.int32)
     counts[collectives.world.rank] = torch.tensor(own)
-    tag = SELECTION_TAGS + first_tag
-    collectives.launch_all_gather(counts.view(-1), tag).wait()
+    collectives.launch_all_gather(counts.view(-1), SELECTION_TAGS + first_tag).wait()
     return counts.transpose(0, 1)
 
 
@@ -246,8 +243,7 @@ def largest_of_all(
     with as_metadata(collectives):
 
         def add_up(histograms: Tensor) -> None:
-            tag = SELECTION_TAGS + first_tag
-            collectives.launch_all_reduce(histograms.view(-1), tag).wait()
+            collectives.launch_all_reduce(histograms.view(-1), SELECTION_TAGS + first_tag).wait()
 
         # Caps may leave fewer than k sums. Then the threshold is the smallest sum, and not 0.
         thresholds = kth_largest(sizes, ks, add_up)
