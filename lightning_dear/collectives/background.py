@@ -1,4 +1,4 @@
-"""A thread that runs calls one after another, so that the caller need not wait for them."""
+"""A thread that runs calls one after another, so that a caller can ask whether a call has ended."""
 
 import queue
 import threading
@@ -17,8 +17,9 @@ class Background:
     """Runs submitted calls in order, in one thread.
 
     The thread starts with the first call. It ends after the calls that are queued when `finish` is
-    called or this object is deleted. Calls wait for messages, to pass them on to other ranks or to
-    record when they arrived.
+    called or this object is deleted. It serves as a way to ask whether data has arrived, which
+    torch's works do not tell: the thread waits for a work, and the future of that call says whether
+    the wait has ended.
 
     Args:
         name: Name of the thread.
