@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -75,6 +76,7 @@ class Work:
     ) -> None:
         self._arrive = arrive
         self._finishes = [] if finish is None else [finish]
+        self._arrival: Future[None] | None = None
         self.is_done = False
 
     @classmethod
@@ -113,6 +115,23 @@ class Work:
         """Lets `wait` call `call(arrive)` instead of `arrive()`, and returns this work."""
         self._arrive = partial(call, self._arrive)
         return self
+
+    def await_in(self, submit: Callable[[Callable[[], None]], Future[None]]) -> None:
+        """Lets another thread wait for the data; from now on `wait` waits for that thread.
+
+        Args:
+            submit: Queues a call for the thread, as `Background.submit` does.
+        """
+        self._arrival = submit(self._arrive)
+        self._arrive = self._arrival.result
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the data is known to be here, so that `wait` does not block the host.
+
+        False may also mean that it is not known, as before `await_in` is called.
+        """
+        return self.is_done or (self._arrival is not None and self._arrival.done())
 
 
 def _nothing() -> None:

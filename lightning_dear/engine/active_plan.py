@@ -151,13 +151,14 @@ class ActivePlan:
             unscale(shards.optimizer)
 
     def release(self) -> Sequence[Parameter]:
-        """Removes forward pre-hooks and gates. Local.
+        """Removes forward pre-hooks and gates, and ends the round's thread. Local.
 
         Returns:
             The parameters that are still views of `flat`. The user has replaced the `data` of the
             others.
         """
         self.gatherer.detach()
+        self.round.release()
         return [one.parameter for one in self.flat.placements if not one.was_replaced()]
 
 

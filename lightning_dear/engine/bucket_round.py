@@ -8,7 +8,7 @@ world size. A training step runs rounds over all buckets, which `GradientCollect
 a few bytes of each rank that travel with the flags (class `Note`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_dear.bucket import Bucket, FlatBuffers
+from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.work import Work
 from lightning_dear.engine.notes import Notes
 from lightning_dear.exchange import Exchange
@@ -111,8 +112,7 @@ class BucketRound:
 
     Attributes:
         launched: Bucket number -> its work, for the buckets launched in the present round, in the
-            order of the launches. From its launch until `finish` a bucket's gradients must not be
-            written. Once its work was waited for, its mean may be read.
+            order of the launches.
         used: For each parameter whether any rank had a gradient for it since `begin_step`. Known
             once `finish` has returned.
         late: Indices of the parameters that were LATE on a rank in the last round of this step.
@@ -121,6 +121,8 @@ class BucketRound:
             between steps, and again after a new plan.
         written_on: CUDA streams on which buckets of this round are written. Launches wait for them.
             The writer adds each stream. On a CPU it holds only None.
+        watched: Bucket numbers that a thread waits for, see `watch`. Empty until `watch` is called
+            in a step.
     """
 
     def __init__(
@@ -141,17 +143,19 @@ class BucketRound:
         self.written_on: set[Any] = set()
         # Flags of two rounds of one exchange, with other buckets, may travel at the same time.
         self._tag = exchange.first_tag + min(order, default=0)
+        self._waiter = Background("dear-arrivals")
         self.begin_step()
 
     # --- from step to step ----------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Begins a step without gradients: forgets flags and means. Local.
+        """Begins a step without gradients: forgets flags, means and `watched`. Local.
 
         Every launched bucket must have been waited for, since its work is forgotten.
         """
         self.used = [False] * len(self._placements)
         self.late: Sequence[int] = ()
+        self.watched: frozenset[int] = frozenset()
         self.has_means = False
         self._earlier: dict[int, Tensor] = {}
         self._begin()
@@ -182,6 +186,10 @@ class BucketRound:
         """Whether a bucket was launched in this round, or buckets hold means of this step."""
         return self.has_means or bool(self.launched)
 
+    def release(self) -> None:
+        """Ends the thread of `watch`. Blocks until the buckets that it waits for have arrived."""
+        self._waiter.finish()
+
     # --- launching ------------------------------------------------------------------------------
 
     def expect(self) -> None:
@@ -195,6 +203,17 @@ class BucketRound:
                 self._exchange.expect_reduce(self._buckets[number])
         num_flags = len(self._placements) + len(self._voted) + self._notes.num_bytes + 1
         self._collectives.expect_max(num_flags, self._tag)
+
+    def watch(self, numbers: Collection[int]) -> None:
+        """Lets a thread wait for these buckets, once they are launched.
+
+        Without that, `is_on_host` is False for a bucket until `wait_for` has been called. To be
+        called before they are launched. Holds until the step ends.
+
+        Args:
+            numbers: Bucket numbers.
+        """
+        self.watched = frozenset(numbers)
 
     def mark_full(self, number: int) -> None:
         """Marks bucket `number` as full, which launches nothing: `launch_full` does that.
@@ -231,7 +250,36 @@ class BucketRound:
         if not self.weight.own:
             # This rank's gradients do not count. Multiplied by 0, inf would have become nan.
             bucket.gradients.zero_()
-        self.launched[bucket.number] = self._exchange.launch_reduce(bucket)
+        work = self.launched[bucket.number] = self._exchange.launch_reduce(bucket)
+        if bucket.number in self.watched:
+            work.await_in(self._waiter.submit)
+
+    # --- how far a bucket is --------------------------------------------------------------------
+
+    def has_launched(self, number: int) -> bool:
+        """Whether bucket `number` was launched in this round.
+
+        From then on until `finish` its gradients must not be written.
+        """
+        return number in self.launched
+
+    def is_on_host(self, number: int) -> bool:
+        """Whether bucket `number` was launched, and waiting for it is known not to block the host.
+
+        False if that is not known: the bucket is not watched (`watch`) and was not waited for.
+        """
+        return number in self.launched and self.launched[number].is_on_host
+
+    def has_arrived(self, number: int) -> bool:
+        """Whether the mean of bucket `number` may be read: its work was waited for in this round.
+
+        False after `finish`, which begins the next round: see `has_means`.
+        """
+        return number in self.launched and self.launched[number].is_done
+
+    def wait_for(self, number: int) -> None:
+        """Blocks until the mean of bucket `number` may be read. It must have been launched."""
+        self.launched[number].wait()
 
     # --- ending a round -------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.work import Work
 
 
@@ -67,3 +68,18 @@ def test_a_wait_that_has_failed_fails_again(where: str) -> None:
     if where == "finish":
         # What was half done is not done once more.
         assert seen == ["noted", "failed"]
+
+
+def test_another_thread_tells_that_the_data_is_on_the_host() -> None:
+    seen: list[str] = []
+    background = Background("test")
+    work = Work(_noting(seen, "arrived"), _noting(seen, "own"))
+    assert not work.is_on_host
+    work.await_in(background.submit)
+    background.finish()
+    assert work.is_on_host
+    assert seen == ["arrived"]
+    assert not work.is_done
+    work.wait()
+    assert seen == ["arrived", "own"]
+    assert Work.done().is_on_host

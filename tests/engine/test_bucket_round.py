@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -158,26 +159,33 @@ def test_equal_weights_scale_as_ddp_does_whatever_they_are() -> None:
 
 
 @distributed(world_sizes=(2,))
-def test_a_bucket_is_launched_then_it_has_arrived() -> None:
+def test_a_bucket_is_launched_then_on_the_host_then_it_has_arrived() -> None:
     rounds = Rounds()
     bucket_round, (first, *others) = rounds.round, rounds.numbers
-    assert not bucket_round.launched
+    bucket_round.watch((first,))
+    assert not bucket_round.has_launched(first)
     if rounds.collectives.world.rank == 0:
         rounds.fill((first,))
         bucket_round.launch_full()
+        assert bucket_round.has_launched(first)
         # Rank 1 has sent nothing.
-        assert not bucket_round.launched[first].is_done
+        assert not bucket_round.is_on_host(first)
     rounds.collectives.all_gather_object(None)
     if rounds.collectives.world.rank == 1:
         rounds.fill((first,))
         bucket_round.launch_full()
-    assert not bucket_round.launched[first].is_done
-    bucket_round.launched[first].wait()
-    assert bucket_round.launched[first].is_done
-    assert [*bucket_round.launched] == [first]
+    end_s = time.monotonic() + 60
+    while not bucket_round.is_on_host(first) and time.monotonic() < end_s:
+        time.sleep(0.001)
+    assert bucket_round.is_on_host(first)
+    assert not bucket_round.has_arrived(first)
+    bucket_round.wait_for(first)
+    assert bucket_round.has_arrived(first)
+    assert not bucket_round.has_launched(others[0])
     rounds.fill(others)
     bucket_round.launch_all()
     bucket_round.finish(says(rounds.numbers))
+    bucket_round.release()
 
 
 @distributed(world_sizes=(2, 3))
