@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import DictConfig
 
-from lightning_dear.apps.recipe.report import Claim, Report, Rows
-from lightning_dear.apps.recipe.run import Sibling
+from lightning_dear.apps.recipe.report import Claim, Report, Rows, Sibling
 
 Floats = NDArray[np.float64]
 

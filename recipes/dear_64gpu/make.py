@@ -7,9 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.recipe.pictures import grouped_bars
-from lightning_dear.apps.recipe.report import Claim, Report, is_plausible
-from lightning_dear.apps.recipe.run import Sibling
+from lightning_dear.apps.recipe.report import Claim, Report, Sibling, grouped_bars, is_plausible
 from lightning_dear.apps.recipe.simulated import fitted, listed
 from lightning_dear.simulator import Link
 from lightning_dear.simulator.ranking import alone_s

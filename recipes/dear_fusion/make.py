@@ -6,9 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.recipe.pictures import grouped_bars
-from lightning_dear.apps.recipe.report import Claim, Report
-from lightning_dear.apps.recipe.run import Sibling
+from lightning_dear.apps.recipe.report import Claim, Report, Sibling, grouped_bars
 from lightning_dear.apps.recipe.simulated import listed, networks_of, progress, workloads_of
 from lightning_dear.planning import FUSIONS, FusionPlanner, SearchingPlanner, ThresholdFusion
 from lightning_dear.planning.step import ALL_REDUCE, REDUCE_SCATTER

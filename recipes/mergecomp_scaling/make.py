@@ -7,9 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_dear.apps.plan.config import compressed, device_of
-from lightning_dear.apps.recipe.pictures import grouped_bars
-from lightning_dear.apps.recipe.report import Report
-from lightning_dear.apps.recipe.run import Sibling
+from lightning_dear.apps.recipe.report import Report, Sibling, grouped_bars
 from lightning_dear.apps.recipe.simulated import networks_of
 from lightning_dear.compression import DGC
 from lightning_dear.planning import BucketPlan, TensorSpec

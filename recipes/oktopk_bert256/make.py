@@ -7,8 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_dear.apps.plan.config import compressed, device_of
-from lightning_dear.apps.recipe.report import Answer, Claim, Report, check, read_rows
-from lightning_dear.apps.recipe.run import Sibling
+from lightning_dear.apps.recipe.report import Answer, Claim, Report, Sibling, check, read_rows
 from lightning_dear.apps.recipe.simulated import fitted, networks_of, workload_of
 from lightning_dear.compression import SparseAllReduce, resolve_compressor
 from lightning_dear.paths import recipes_dir
