@@ -17,8 +17,7 @@ from typing_extensions import override
 
 from lightning_dear import compression
 from lightning_dear.compression import Codec, Compressor, SparseAllReduce
-from lightning_dear.planning import CodecCost, CodecCosts, Linear
-from lightning_dear.planning.measured import NO_CODEC
+from lightning_dear.planning.measured import NO_CODEC, CodecCost, CodecCosts, Linear
 
 _META = torch.device("meta")
 _PASSES = {"topk": 5, "sort": 16}

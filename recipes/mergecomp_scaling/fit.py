@@ -12,9 +12,8 @@ from omegaconf import DictConfig
 
 from lightning_dear.apps.recipe.report import read_rows
 from lightning_dear.apps.recipe.simulated import fitted, networks_of, workload_of
-from lightning_dear.simulator import Link, Network, Workload
+from lightning_dear.simulator import Link, Network, Workload, strategies
 from lightning_dear.simulator.ranking import alone_s, predicted
-from lightning_dear.simulator.strategies import Strategy, resolve_strategy
 from lightning_dear.workloads.replay.profile import load_profile
 
 Pair = tuple[float, float]
@@ -27,7 +26,7 @@ GPUS = 8
 GROUPS = 2
 """Number of groups into which MergeComp merges all tensors."""
 
-LAYERWISE = resolve_strategy("wfbp")
+LAYERWISE = strategies.resolve_strategy("wfbp")
 
 _TOLERANCE = 1e-9
 _BETAS_S, _LENGTHS_S = (1e-12, 1e-6), (1e-4, 1e2)
@@ -186,6 +185,6 @@ def computing(model: str, seconds: float) -> Workload:
     return workload_of(profile, seconds / (profile.forward_s + profile.backward_s))
 
 
-def scaling(strategy: Strategy, workload: Workload, network: Network) -> float:
+def scaling(strategy: strategies.Strategy, workload: Workload, network: Network) -> float:
     """Return a simulated scaling factor, 0 to 1: one GPU's step alone over that of all GPUs."""
     return alone_s(workload) / predicted(strategy, workload, network).step.step_s

@@ -12,8 +12,7 @@ from lightning_dear.apps.recipe.simulated import networks_of
 from lightning_dear.compression import DGC
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.fusion import fuse_groups
-from lightning_dear.simulator import Network, Workload
-from lightning_dear.simulator.ranking import alone_s
+from lightning_dear.simulator import Network, Workload, ranking
 from lightning_dear.simulator.strategies import Strategy, planned
 
 from . import fit
@@ -34,7 +33,7 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
     simulated = list(_simulated(cfg, server, published))
     kinds = {"published": published, "predicted": predicted, "simulated": simulated}
     rows = [
-        _row(kind, one, alone_s(server.workloads[one.model]), server.host(one))
+        _row(kind, one, ranking.alone_s(server.workloads[one.model]), server.host(one))
         for kind, figures in kinds.items()
         for one in figures
     ]

@@ -12,8 +12,7 @@ from lightning_dear.apps.recipe.simulated import fitted, networks_of, workload_o
 from lightning_dear.compression import SparseAllReduce, resolve_compressor
 from lightning_dear.paths import recipes_dir
 from lightning_dear.planning import SingleFusion
-from lightning_dear.simulator import Link, Network, Workload
-from lightning_dear.simulator.ranking import alone_s, predicted
+from lightning_dear.simulator import Link, Network, Workload, ranking
 from lightning_dear.simulator.strategies import Strategy, planned
 from lightning_dear.workloads.replay.profile import load_profile
 
@@ -72,13 +71,13 @@ class Case:
     @property
     def compute_s(self) -> float:
         """Seconds of a step of one rank alone."""
-        return alone_s(self.workloads[DENSE])
+        return ranking.alone_s(self.workloads[DENSE])
 
     def step_s(self, scheme: str, rate: float | None = None) -> float:
         """Return the seconds of a step by the paper's schedule. None means the nominal rate."""
         link = Link(self.network.outer_link.alpha_s, 1 / (rate or self.rate))
         network = replace(self.network, between=link, within=link)
-        return predicted(AT_ONCE, self.workloads[scheme], network).step.step_s
+        return ranking.predicted(AT_ONCE, self.workloads[scheme], network).step.step_s
 
     def gain(self, over: str, rate: float | None = None) -> float:
         """Return Ok-Topk's speed-up over the scheme `over`. None means the nominal rate."""

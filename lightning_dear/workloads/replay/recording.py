@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from lightning_dear.engine.step_timer import StepTimer
 from lightning_dear.planning.measured import ModelTimes
 from lightning_dear.telemetry.clock import Clock, clock_of
 from lightning_dear.workloads.replay.profile import LayerProfile, ModelProfile
 
-Owned = dict[str, list[Parameter]]
+Owned = dict[str, list[nn.Parameter]]
 """Name of a module, in the order in which modules run -> its trainable parameters."""
 
 
@@ -173,7 +172,7 @@ def owned_parameters(model: nn.Module, order: list[str]) -> Owned:
     """
     position = {name: number for number, name in enumerate(order)}
     rank = {name: (any(model.get_submodule(name).children()), position[name]) for name in order}
-    owners: dict[Parameter, str] = {}
+    owners: dict[nn.Parameter, str] = {}
     trained = [p for p in model.named_parameters(remove_duplicate=False) if p[1].requires_grad]
     for path, parameter in trained:
         owner = _around(path, position)
