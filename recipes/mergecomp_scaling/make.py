@@ -82,19 +82,10 @@ def _merged(workload: Workload, network: Network) -> float:
 
 def _row(kind: str, one: fit.Figure, compute_s: float, host: tuple[float, float | None]) -> Row:
     """Return a row of the summary: a figure, and the host that gives it."""
-    per_tensor_s, per_byte_s = host
-    return {
-        "kind": kind,
-        "network": one.network,
-        "num_gpus": one.num_gpus,
-        "model": one.model,
-        "compressor": one.compressor,
-        "compute_s": compute_s,
-        "layerwise": one.pair[0],
-        "scheduled": one.pair[1],
-        "host_per_tensor_s": per_tensor_s,
-        "host_per_byte_s": per_byte_s,
-    }
+    row = {"kind": kind, **vars(one), "compute_s": compute_s}
+    row["layerwise"], row["scheduled"] = row.pop("pair")
+    row["host_per_tensor_s"], row["host_per_byte_s"] = host
+    return row
 
 
 def _measured(siblings: Mapping[str, Sibling]) -> Iterator[Row]:
