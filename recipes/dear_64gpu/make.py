@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from omegaconf import DictConfig
@@ -63,9 +64,8 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
     Raises:
         ValueError: If the config has an unknown name.
     """
-    cases: dict[str, list[Case]] = {}
-    for case in cases_of(cfg):
-        cases.setdefault(case.network_name, []).append(case)
+    by_network = groupby(cases_of(cfg), key=lambda case: case.network_name)
+    cases = {network: list(own) for network, own in by_network}
     claims = [*_simulated_claims(cases, listed(cfg, "baselines")), *_measured_claims(siblings)]
     return Report(claims, list(_rows(cases)), _picture(cases))
 

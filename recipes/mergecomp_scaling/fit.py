@@ -72,17 +72,12 @@ Figures = Sequence[Figure]
 
 def read_figures() -> list[Figure]:
     """Return all published figures; they were digitised from plots, to +-0.01."""
-    rows = read_rows(Path(__file__).with_name("published.csv"))
-    return [
-        Figure(
-            row["network"],
-            int(row["num_gpus"]),
-            row["model"],
-            row["compressor"],
-            (float(row["layerwise"]) / 100, float(row["scheduled"] or row["layerwise"]) / 100),
-        )
-        for row in rows
-    ]
+    figures = []
+    for row in read_rows(Path(__file__).with_name("published.csv")):
+        percents = float(row["layerwise"]), float(row["scheduled"] or row["layerwise"])
+        pair, num_gpus = (percents[0] / 100, percents[1] / 100), int(row["num_gpus"])
+        figures.append(Figure(row["network"], num_gpus, row["model"], row["compressor"], pair))
+    return figures
 
 
 class Host(NamedTuple):

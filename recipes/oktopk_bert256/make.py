@@ -134,14 +134,9 @@ def _measured(siblings: Mapping[str, Sibling]) -> Iterator[Row]:
     """Yield the siblings' measured steps, and their time over that of Ok-Topk's step."""
     for one in siblings.values():
         for row in one.rows():
-            yield _row(
-                "measured",
-                row["entry"],
-                num_ranks=int(row["world_size"]),
-                rate_bytes_per_s=float(row["link_rate_mbit"]) * 1e6 / 8,
-                step_s=float(row["step_s"]),
-                gain=float(row["ratio"]),
-            )
+            rate, num_ranks = float(row["link_rate_mbit"]) * 1e6 / 8, int(row["world_size"])
+            both = {"step_s": float(row["step_s"]), "gain": float(row["ratio"])}
+            yield _row("measured", row["entry"], num_ranks=num_ranks, rate_bytes_per_s=rate, **both)
 
 
 def _counted() -> Iterator[Row]:

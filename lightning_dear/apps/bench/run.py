@@ -57,12 +57,10 @@ def _run(cfg: DictConfig, points: Sequence[config.Setting], program: Program) ->
 
     def compare(starter: Trainer) -> None:
         strategy: Any = starter.strategy
-        rig = block.Rig(
-            starter.global_rank,
-            starter.world_size,
-            block.interface_of(starter.num_nodes) if starter.num_nodes > 1 else "",
-            starter.world_size if HOST_VARIABLE in os.environ else starter.num_devices,
-        )
+        interface = block.interface_of(starter.num_nodes) if starter.num_nodes > 1 else ""
+        is_emulated, world_size = HOST_VARIABLE in os.environ, starter.world_size
+        on_machine = world_size if is_emulated else starter.num_devices
+        rig = block.Rig(starter.global_rank, world_size, interface, on_machine)
         known = read_lines(program.folder / "blocks.csv", summary.WORDS) if rig.rank == 0 else []
         known = from_all_ranks(known)[0]
         for point in points:

@@ -137,14 +137,8 @@ def network_of(
     if algorithm == "best":
         # The cluster's file may name the algorithm with which its figures were obtained.
         algorithm = cluster.get("algorithm") or ("two_hops" if is_gloo else "best")
-    return Network(
-        between=between,
-        world_size=world_size,
-        ranks_per_node=inside,
-        within=_within(cluster, between, is_gloo),
-        algorithm=algorithm,
-        has_reduce_scatter=not is_gloo,
-    )
+    within = _within(cluster, between, is_gloo)
+    return Network(between, world_size, inside, within, algorithm, has_reduce_scatter=not is_gloo)
 
 
 def _within(cluster: DictConfig, between: Link, is_gloo: bool) -> Link:

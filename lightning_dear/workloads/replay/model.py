@@ -112,9 +112,8 @@ class ReplayLayer(nn.Module):
         self.profile = profile
         self.waiter = waiter
         self.gradients = gradients
-        usual = ("weight", "bias")
         for index, shape in enumerate(profile.shapes):
-            name = usual[index] if index < len(usual) else f"parameter_{index}"
+            name = {0: "weight", 1: "bias"}.get(index, f"parameter_{index}")
             self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
         self._names = list(self._parameters)
 

@@ -3,7 +3,6 @@
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import accumulate, count, pairwise
 from statistics import median
 from typing import Any
@@ -79,8 +78,11 @@ def _time_step(
     module.zero_grad(set_to_none=True)
     with ExitStack() as stack:
         for index, parameter in enumerate(parameters):
-            hook = partial(_note_gradient, timer, index)
-            stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+
+            def note(_: Tensor, index: int = index) -> None:
+                timer.note_gradient(index)
+
+            stack.callback(parameter.register_post_accumulate_grad_hook(note).remove)
         with timer.forward():
             value = run()
         with timer.backward():
@@ -90,10 +92,6 @@ def _time_step(
     module.zero_grad(set_to_none=True)
     assert timer.times is not None
     return _by_layer(owned, timer.times)
-
-
-def _note_gradient(timer: StepTimer, index: int, parameter: Tensor) -> None:
-    timer.note_gradient(index)
 
 
 def _by_layer(owned: Owned, times: ModelTimes) -> tuple[list[float], list[float]]:
