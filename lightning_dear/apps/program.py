@@ -8,8 +8,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import version
@@ -71,7 +70,7 @@ class Program:
             if not self.trains:
                 need(self.name, *APPS, error=SystemExit)
             heard = nullcontext() if self.trains else INTERRUPTS.call(self._end)
-            with heard, self._said_when_interrupted():
+            with heard:
                 self._run()
 
     def help(self) -> str:
@@ -117,6 +116,11 @@ class Program:
             # Hydra's own message about a wrong config may be replaced by a shorter one.
             with redirect_stderr(held):
                 hydra.main(str(conf_dir()), self.config, version_base="1.3")(run)()
+        except SystemExit as end:
+            # A signal has ended the child processes that measure.
+            if end.code in _ENDED:
+                self.say_how_to_go_on()
+            raise
         finally:
             held.pass_on(_meant(getattr(sys.exc_info()[1], "__context__", None), self))
         # The module is not imported if there was no job, for example with --cfg.
@@ -135,16 +139,6 @@ class Program:
         if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0":
             time.sleep(_OTHER_RANKS_S)
         self.say_how_to_go_on()
-
-    @contextmanager
-    def _said_when_interrupted(self) -> Iterator[None]:
-        """Print how to go on if a signal has ended the child processes that measure."""
-        try:
-            yield
-        except SystemExit as end:
-            if end.code in _ENDED:
-                self.say_how_to_go_on()
-            raise
 
     def say_how_to_go_on(self) -> None:
         """Print on stderr, in the first process of the job, how to continue an interrupted job."""

@@ -144,13 +144,16 @@ class EmulatedCluster:
         try:
             self._set_up()
         except BaseException:
-            self._remove()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
         """End the processes that still run on the hosts, and remove the namespaces."""
-        self._remove()
+        self.end_processes()
+        while self._namespaces:
+            _delete_namespace(self._namespaces.pop())
+        self.hosts = ()
 
     def end_processes(self) -> None:
         """Kill all processes on the hosts. Blocks until they have ended, for at most 5 s."""
@@ -237,12 +240,6 @@ class EmulatedCluster:
             most = times * int(self.socket_buffer_bytes)
             limits = f"{_LEAST_BUFFER} {min(usual, most)} {most}"
             run(host.command(["sh", "-c", f"echo {limits} > /proc/sys/net/ipv4/{name}"]))
-
-    def _remove(self) -> None:
-        self.end_processes()
-        while self._namespaces:
-            _delete_namespace(self._namespaces.pop())
-        self.hosts = ()
 
 
 def remove_stale_namespaces() -> list[str]:

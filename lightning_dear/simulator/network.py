@@ -257,9 +257,8 @@ class Network:
         The alphas of all links add up, as in NCCL's own model (its tuning.cc), because a link can
         begin with a block only when the block has passed the link before.
         """
-        nodes = self.num_nodes - 1
-        starts_s = nodes * self.between.alpha_s
-        starts_s += (self.world_size - 1 - nodes) * self._local.alpha_s
+        outer, inner = self.num_nodes - 1, self.world_size - self.num_nodes
+        starts_s = outer * self.between.alpha_s + inner * self._local.alpha_s
         return starts_s + self.sent_bytes(nbytes) * self._slowest.beta_s
 
     def _tree_s(self, nbytes: float) -> float:

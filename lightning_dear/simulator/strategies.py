@@ -6,11 +6,9 @@ from typing import Any, Literal
 
 from lightning_dear import planning
 from lightning_dear.names import check_name
+from lightning_dear.planning import measured, programme, refine
 from lightning_dear.planning.fusion import MIB, fuse_groups
-from lightning_dear.planning.measured import NO_CODEC
 from lightning_dear.planning.predict import StepModel
-from lightning_dear.planning.programme import backward_order
-from lightning_dear.planning.refine import everything_all_reduced
 from lightning_dear.planning.step import Program
 from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.network import Network
@@ -67,7 +65,7 @@ class Strategy:
         if not self.encodes(workload):
             workload = workload.uncompressed
         elif self.compresses == "whole":
-            workload = replace(workload, codecs=workload.whole_codecs or NO_CODEC)
+            workload = replace(workload, codecs=workload.whole_codecs or measured.NO_CODEC)
         return self.build(workload, network)
 
     def allows(self, workload: Workload) -> bool:
@@ -185,7 +183,7 @@ def horovod_program(
         fusion_mb: Most MiB of an all-reduce.
     """
     times, groups = workload.times, list[list[int]]()
-    for family in backward_order(workload.tensors, times):
+    for family in programme.backward_order(workload.tensors, times):
         last_cycle, filled = -1.0, 0.0
         for tensor in family:
             cycle = -(-times.ready_s.get(tensor.index, times.backward_s) // cycle_s)
@@ -231,7 +229,7 @@ def _fused(fusion: str) -> Strategy:
 
 
 _EACH = planned(planning.NoFusion().plan, _DDP, all_reduces=True)
-_IN_CAPS = planned(everything_all_reduced, _DDP)
+_IN_CAPS = planned(refine.everything_all_reduced, _DDP)
 
 STRATEGIES: dict[str, Strategy] = {
     one.name: one

@@ -23,8 +23,7 @@ from lightning.pytorch.strategies import Strategy
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_dear.studies import machine
-from lightning_dear.studies.competitors import forget_mesh
+from lightning_dear.studies import competitors, machine
 from lightning_dear.studies.files import Line
 
 Floats = NDArray[np.float64]
@@ -262,7 +261,7 @@ def run_block(
         probe.batches_per_step = trainer.accumulate_grad_batches
         trainer.fit(module, train_dataloaders=Endless(batches))
     measured = probe.measured(rig, machine.peak_memory() if counts_memory else math.nan)
-    forget_mesh(trainer.strategy)
+    competitors.forget_mesh(trainer.strategy)
     return measured
 
 

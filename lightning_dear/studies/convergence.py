@@ -97,19 +97,12 @@ def curve_of(trial: Line, steps: Sequence[Sequence[float]], every: int) -> list[
         steps: For each step its loss, and seconds and bytes since the beginning of the first step.
         every: Number of steps of a point.
     """
-    points = []
+    points, own = [], {name: trial[name] for name in ("entry", "buckets", "seed")}
     for end in range(every, len(steps) + 1, every):
         loss = sum(loss for loss, _, _ in steps[end - every : end]) / every
         _, time_s, sent_bytes = steps[end - 1]
-        points.append(
-            {
-                **{name: trial[name] for name in ("entry", "buckets", "seed")},
-                "step": end,
-                "train_loss": float(f"{loss:.6g}"),
-                "time_s": round(time_s, 4),
-                "sent_mb": round(sent_bytes / 1e6, 4),
-            }
-        )
+        point = {**own, "step": end, "train_loss": float(f"{loss:.6g}")}
+        points.append({**point, "time_s": round(time_s, 4), "sent_mb": round(sent_bytes / 1e6, 4)})
     return points
 
 

@@ -17,8 +17,7 @@ from typing_extensions import override
 
 from lightning_dear import compression
 from lightning_dear.compression import Codec, Compressor, SparseAllReduce
-from lightning_dear.planning import CodecCost, CodecCosts, Linear
-from lightning_dear.planning.measured import NO_CODEC
+from lightning_dear.planning.measured import NO_CODEC, CodecCost, CodecCosts, Linear
 
 _META = torch.device("meta")
 _PASSES = {"topk": 5, "sort": 16}
@@ -39,6 +38,9 @@ _SUM_BYTES = 12.0
 
 _NUDGES = 10
 """Assumed number of corrections of `Gaussiank`'s threshold: half of the most that it makes."""
+
+_GATHERED = CodecCost(gather_bytes=Linear(), way="all_gather")
+"""Cost of no work, if every rank gets every rank's message: nothing is left for the second half."""
 
 
 @dataclass(frozen=True)
@@ -115,15 +117,9 @@ def whole_costs(compressor: str | Compressor, device: Device, world_size: int) -
         return CodecCosts(CodecCost(encode, decode, reduce_bytes=numbers, way="all_reduce"))
     ours = halves_costs(made, device, world_size).compressed
     decodes = Linear(world_size * decode.alpha, world_size * decode.beta)
-    sums = device.work(world_size - 1, _SUM_BYTES * (world_size - 1))
-    cost = CodecCost(
-        encode=ours.encode,
-        decode_sum=total(decodes, sums),
-        reduce_bytes=Linear(wire.alpha, world_size * wire.beta),
-        gather_bytes=Linear(),
-        way="all_gather",
-    )
-    return CodecCosts(cost)
+    summed = total(decodes, device.work(world_size - 1, _SUM_BYTES * (world_size - 1)))
+    sent = Linear(wire.alpha, world_size * wire.beta)
+    return CodecCosts(replace(_GATHERED, encode=ours.encode, decode_sum=summed, reduce_bytes=sent))
 
 
 def total(*parts: Linear) -> Linear:
@@ -210,17 +206,12 @@ def _sparse(made: SparseAllReduce, device: Device, world_size: int) -> CodecCost
         kernels, words = (6 * rounds, 10 * rounds) if made.is_tree else (world_size, 3 * world_size)
         adding = total(device.work(2, 4.0), device.work(kernels, 4 * words * density))
         # In a tree the sum travels up, and then down again to all ranks.
-        there_and_back = 2 if made.is_tree else 1
+        there_and_back, starts = (2, 2.0 * rounds) if made.is_tree else (1, None)
         travelling = there_and_back * _words_per_element(made, world_size)
         wire = Linear(0.0, 4 * travelling * world_size)
-        starts = 2.0 * rounds if made.is_tree else None
-        return CodecCost(
-            encode=device.work(8 + (0 if tau else 3 + 2 * _NUDGES), 4 * select),
-            decode_sum=adding,
-            reduce_bytes=wire,
-            gather_bytes=Linear(),
-            reduce_starts=starts,
-            way="all_gather",
+        encode = device.work(8 + (0 if tau else 3 + 2 * _NUDGES), 4 * select)
+        return replace(
+            _GATHERED, encode=encode, decode_sum=adding, reduce_bytes=wire, reduce_starts=starts
         )
     half = Linear(0.0, 4 * _words_per_element(made, world_size) * world_size / 2)
     return CodecCost(

@@ -66,8 +66,7 @@ def block_of(turn: Turn, ranks: Sequence[RankBlock], number: int = 0, note: str 
     """
     steps = np.mean([rank.steps for rank in ranks], axis=0)
     columns = dict(zip(FIGURES, steps.T, strict=True))
-    _, *waits = _WAITS
-    columns["compute_s"] = columns["step_s"] - sum(columns[name] for name in waits)
+    columns["compute_s"] = columns["step_s"] - sum(columns[name] for name in _WAITS[1:])
     figures = {name: float(np.median(column)) for name, column in columns.items()}
     figures |= _loads([rank.load for rank in ranks])
     known = {name: _rounded(value) for name, value in figures.items()}

@@ -19,8 +19,7 @@ from typing_extensions import override
 from lightning_dear.compression import TopK
 from lightning_dear.compression.error_feedback import Encoded, Memory, Residual
 from lightning_dear.exchange.base import GradientsNotFinite
-from lightning_dear.studies.block import quiet_lightning
-from lightning_dear.studies.competitors import forget_mesh
+from lightning_dear.studies import block, competitors
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def run_training(
     """
     recorder = Recorder(on_step, sent_bytes)
     metrics = None
-    with quiet_lightning():
+    with block.quiet_lightning():
         trainer = new_trainer()
         began_s = time.perf_counter()
         try:
@@ -134,7 +133,7 @@ def run_training(
             (metrics,) = trainer.test(module, datamodule=datamodule, verbose=False)
         except GradientsNotFinite:
             train_s = time.perf_counter() - began_s
-    forget_mesh(trainer.strategy)
+    competitors.forget_mesh(trainer.strategy)
     return Ending(recorder.steps, metrics, recorder.batches, train_s)
 
 

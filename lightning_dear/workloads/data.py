@@ -19,9 +19,7 @@ from lightning_dear.names import need
 NUM_PIXELS = 8
 MAX_GREY = 16.0
 
-EXCLUDED_FOLDERS = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-)
+EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 NUM_HASH_CLASSES = 20
 
 # Means and deviations of the colour channels of ImageNet's training images.

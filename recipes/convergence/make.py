@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import DictConfig
 
-from lightning_dear.apps.recipe.report import Claim, Report, Rows
-from lightning_dear.apps.recipe.run import Sibling
+from lightning_dear.apps.recipe.report import Claim, Report, Rows, Sibling
 
 Floats = NDArray[np.float64]
 
@@ -127,8 +126,7 @@ def row_of(
     all_s = {seed: run.times_s[run.reaches(targets[seed])] for seed, run in base.items()}
     has_all = len(reached) == len(targets)
     ratios = [all_s[seed] / own[seed].times_s[places[seed]] for seed in targets if has_all]
-    last = np.mean([run.losses[-1] for run in own.values()])
-    of_base = np.mean([run.losses[-1] for run in base.values()])
+    last, of_base = (np.mean([run.losses[-1] for run in of.values()]) for of in (own, base))
     return {
         "model": model,
         "entry": entry,

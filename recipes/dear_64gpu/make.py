@@ -3,17 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.recipe.pictures import grouped_bars
-from lightning_dear.apps.recipe.report import Claim, Report, is_plausible
-from lightning_dear.apps.recipe.run import Sibling
+from lightning_dear.apps.recipe.report import Claim, Report, Sibling, grouped_bars, is_plausible
 from lightning_dear.apps.recipe.simulated import fitted, listed
-from lightning_dear.simulator import Link
-from lightning_dear.simulator.ranking import alone_s
-from lightning_dear.simulator.strategies import HOROVOD_CYCLE_S, STRATEGIES, horovod_program
+from lightning_dear.simulator import Link, ranking, strategies
 
 from .cases import UNFUSED, WITH_BUFFERS, Case, cases_of
 
@@ -67,9 +64,8 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
     Raises:
         ValueError: If the config has an unknown name.
     """
-    cases: dict[str, list[Case]] = {}
-    for case in cases_of(cfg):
-        cases.setdefault(case.network_name, []).append(case)
+    by_network = groupby(cases_of(cfg), key=lambda case: case.network_name)
+    cases = {network: list(own) for network, own in by_network}
     claims = [*_simulated_claims(cases, listed(cfg, "baselines")), *_measured_claims(siblings)]
     return Report(claims, list(_rows(cases)), _picture(cases))
 
@@ -82,7 +78,7 @@ def _rows(cases: Cases) -> Iterator[dict[str, Any]]:
                     "network": network,
                     "model": case.workload.name,
                     "strategy": way,
-                    "alone_s": alone_s(case.workload),
+                    "alone_s": ranking.alone_s(case.workload),
                     "step_s": step_s,
                     "dear_gain": case.gain(way),
                 }
@@ -128,16 +124,16 @@ def cycle_of(cases: Sequence[Case]) -> Assumption:
     """Return the gain over Horovod as a function of Horovod's cycle."""
 
     def gain(cycle_s: float) -> float:
-        build = partial(horovod_program, cycle_s=cycle_s)
+        build = partial(strategies.horovod_program, cycle_s=cycle_s)
         return max(case.step_s(build) / case.dear_s for case in cases) - 1
 
     words = "cycle of", "ms", 1e3
-    return Assumption(gain, (1e-4, 2e-2), HOROVOD_CYCLE_S, words, "default of 0.21.3")
+    return Assumption(gain, (1e-4, 2e-2), strategies.HOROVOD_CYCLE_S, words, "default of 0.21.3")
 
 
 def rate_of(cases: Sequence[Case], known: float) -> Assumption:
     """Return the gain over Horovod as a function of the links' rate, in bit/s."""
-    network, build = cases[0].network, STRATEGIES["horovod"].build
+    network, build = cases[0].network, strategies.STRATEGIES["horovod"].build
 
     def gain(rate: float) -> float:
         other = replace(network, between=Link(network.between.alpha_s, 8 / rate))
@@ -160,7 +156,7 @@ def buffers_of(cases: Sequence[Case]) -> Assumption:
 def start_of(cases: Sequence[Case], names: Sequence[str]) -> Assumption:
     """Return the gain without fusion as a function of the start time of the others' all-reduces."""
     network = cases[0].network
-    pairs = [(case, STRATEGIES[name].build) for case in cases for name in names]
+    pairs = [(case, strategies.STRATEGIES[name].build) for case in cases for name in names]
 
     def gain(start_s: float) -> float:
         slower = replace(network, all_reduce=Link(start_s, network.outer_link.beta_s))

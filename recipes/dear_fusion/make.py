@@ -6,14 +6,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.recipe.pictures import grouped_bars
-from lightning_dear.apps.recipe.report import Claim, Report
-from lightning_dear.apps.recipe.run import Sibling
+from lightning_dear.apps.recipe.report import Claim, Report, Sibling, grouped_bars
 from lightning_dear.apps.recipe.simulated import listed, networks_of, progress, workloads_of
 from lightning_dear.planning import FUSIONS, FusionPlanner, SearchingPlanner, ThresholdFusion
 from lightning_dear.planning.step import ALL_REDUCE, REDUCE_SCATTER
-from lightning_dear.simulator import Network, SimulatedStep, Workload, simulate
-from lightning_dear.simulator.ranking import alone_s
+from lightning_dear.simulator import Network, SimulatedStep, Workload, ranking, simulate
 from lightning_dear.simulator.strategies import planned, searched
 
 Row = Mapping[str, Any]
@@ -86,7 +83,7 @@ def _rows(cluster: str, workload: Workload, steps: Mapping[str, SimulatedStep]) 
             "cluster": cluster,
             "model": workload.name,
             "fusion": name,
-            "alone_s": alone_s(workload),
+            "alone_s": ranking.alone_s(workload),
             "step_s": step.step_s,
             "loss": step.step_s / best_s - 1,
             "num_buckets": kinds.count(REDUCE_SCATTER) + kinds.count(ALL_REDUCE),

@@ -12,9 +12,8 @@ from omegaconf import DictConfig
 
 from lightning_dear.apps.recipe.report import read_rows
 from lightning_dear.apps.recipe.simulated import fitted, networks_of, workload_of
-from lightning_dear.simulator import Link, Network, Workload
+from lightning_dear.simulator import Link, Network, Workload, strategies
 from lightning_dear.simulator.ranking import alone_s, predicted
-from lightning_dear.simulator.strategies import Strategy, resolve_strategy
 from lightning_dear.workloads.replay.profile import load_profile
 
 Pair = tuple[float, float]
@@ -27,7 +26,7 @@ GPUS = 8
 GROUPS = 2
 """Number of groups into which MergeComp merges all tensors."""
 
-LAYERWISE = resolve_strategy("wfbp")
+LAYERWISE = strategies.resolve_strategy("wfbp")
 
 _TOLERANCE = 1e-9
 _BETAS_S, _LENGTHS_S = (1e-12, 1e-6), (1e-4, 1e2)
@@ -73,17 +72,12 @@ Figures = Sequence[Figure]
 
 def read_figures() -> list[Figure]:
     """Return all published figures; they were digitised from plots, to +-0.01."""
-    rows = read_rows(Path(__file__).with_name("published.csv"))
-    return [
-        Figure(
-            row["network"],
-            int(row["num_gpus"]),
-            row["model"],
-            row["compressor"],
-            (float(row["layerwise"]) / 100, float(row["scheduled"] or row["layerwise"]) / 100),
-        )
-        for row in rows
-    ]
+    figures = []
+    for row in read_rows(Path(__file__).with_name("published.csv")):
+        percents = float(row["layerwise"]), float(row["scheduled"] or row["layerwise"])
+        pair, num_gpus = (percents[0] / 100, percents[1] / 100), int(row["num_gpus"])
+        figures.append(Figure(row["network"], num_gpus, row["model"], row["compressor"], pair))
+    return figures
 
 
 class Host(NamedTuple):
@@ -186,6 +180,6 @@ def computing(model: str, seconds: float) -> Workload:
     return workload_of(profile, seconds / (profile.forward_s + profile.backward_s))
 
 
-def scaling(strategy: Strategy, workload: Workload, network: Network) -> float:
+def scaling(strategy: strategies.Strategy, workload: Workload, network: Network) -> float:
     """Return a simulated scaling factor, 0 to 1: one GPU's step alone over that of all GPUs."""
     return alone_s(workload) / predicted(strategy, workload, network).step.step_s

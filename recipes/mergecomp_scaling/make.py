@@ -7,15 +7,12 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_dear.apps.plan.config import compressed, device_of
-from lightning_dear.apps.recipe.pictures import grouped_bars
-from lightning_dear.apps.recipe.report import Report
-from lightning_dear.apps.recipe.run import Sibling
+from lightning_dear.apps.recipe.report import Report, Sibling, grouped_bars
 from lightning_dear.apps.recipe.simulated import networks_of
 from lightning_dear.compression import DGC
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.fusion import fuse_groups
-from lightning_dear.simulator import Network, Workload
-from lightning_dear.simulator.ranking import alone_s
+from lightning_dear.simulator import Network, Workload, ranking
 from lightning_dear.simulator.strategies import Strategy, planned
 
 from . import fit
@@ -36,7 +33,7 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
     simulated = list(_simulated(cfg, server, published))
     kinds = {"published": published, "predicted": predicted, "simulated": simulated}
     rows = [
-        _row(kind, one, alone_s(server.workloads[one.model]), server.host(one))
+        _row(kind, one, ranking.alone_s(server.workloads[one.model]), server.host(one))
         for kind, figures in kinds.items()
         for one in figures
     ]
@@ -85,19 +82,10 @@ def _merged(workload: Workload, network: Network) -> float:
 
 def _row(kind: str, one: fit.Figure, compute_s: float, host: tuple[float, float | None]) -> Row:
     """Return a row of the summary: a figure, and the host that gives it."""
-    per_tensor_s, per_byte_s = host
-    return {
-        "kind": kind,
-        "network": one.network,
-        "num_gpus": one.num_gpus,
-        "model": one.model,
-        "compressor": one.compressor,
-        "compute_s": compute_s,
-        "layerwise": one.pair[0],
-        "scheduled": one.pair[1],
-        "host_per_tensor_s": per_tensor_s,
-        "host_per_byte_s": per_byte_s,
-    }
+    row = {"kind": kind, **vars(one), "compute_s": compute_s}
+    row["layerwise"], row["scheduled"] = row.pop("pair")
+    row["host_per_tensor_s"], row["host_per_byte_s"] = host
+    return row
 
 
 def _measured(siblings: Mapping[str, Sibling]) -> Iterator[Row]:

@@ -7,14 +7,12 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_dear.apps.plan.config import compressed, device_of
-from lightning_dear.apps.recipe.report import Answer, Claim, Report, check, read_rows
-from lightning_dear.apps.recipe.run import Sibling
+from lightning_dear.apps.recipe.report import Answer, Claim, Report, Sibling, check, read_rows
 from lightning_dear.apps.recipe.simulated import fitted, networks_of, workload_of
 from lightning_dear.compression import SparseAllReduce, resolve_compressor
 from lightning_dear.paths import recipes_dir
 from lightning_dear.planning import SingleFusion
-from lightning_dear.simulator import Link, Network, Workload
-from lightning_dear.simulator.ranking import alone_s, predicted
+from lightning_dear.simulator import Link, Network, Workload, ranking
 from lightning_dear.simulator.strategies import Strategy, planned
 from lightning_dear.workloads.replay.profile import load_profile
 
@@ -73,13 +71,13 @@ class Case:
     @property
     def compute_s(self) -> float:
         """Seconds of a step of one rank alone."""
-        return alone_s(self.workloads[DENSE])
+        return ranking.alone_s(self.workloads[DENSE])
 
     def step_s(self, scheme: str, rate: float | None = None) -> float:
         """Return the seconds of a step by the paper's schedule. None means the nominal rate."""
         link = Link(self.network.outer_link.alpha_s, 1 / (rate or self.rate))
         network = replace(self.network, between=link, within=link)
-        return predicted(AT_ONCE, self.workloads[scheme], network).step.step_s
+        return ranking.predicted(AT_ONCE, self.workloads[scheme], network).step.step_s
 
     def gain(self, over: str, rate: float | None = None) -> float:
         """Return Ok-Topk's speed-up over the scheme `over`. None means the nominal rate."""
@@ -136,14 +134,9 @@ def _measured(siblings: Mapping[str, Sibling]) -> Iterator[Row]:
     """Yield the siblings' measured steps, and their time over that of Ok-Topk's step."""
     for one in siblings.values():
         for row in one.rows():
-            yield _row(
-                "measured",
-                row["entry"],
-                num_ranks=int(row["world_size"]),
-                rate_bytes_per_s=float(row["link_rate_mbit"]) * 1e6 / 8,
-                step_s=float(row["step_s"]),
-                gain=float(row["ratio"]),
-            )
+            rate, num_ranks = float(row["link_rate_mbit"]) * 1e6 / 8, int(row["world_size"])
+            both = {"step_s": float(row["step_s"]), "gain": float(row["ratio"])}
+            yield _row("measured", row["entry"], num_ranks=num_ranks, rate_bytes_per_s=rate, **both)
 
 
 def _counted() -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from hydra.utils import instantiate
@@ -124,16 +125,13 @@ def run_on_ranks(
         if launcher is not None:
             launcher.kill(signal.SIGKILL)
 
-    if not starter.is_global_zero:
+    with ExitStack() as stack:
+        if starter.is_global_zero:
+            folder = job.folder_with(cfg)
+            print(f"Measuring. After each block {folder} has table and plot so far.", flush=True)
+            stack.enter_context(INTERRUPTS.call(interrupted))
+            stack.callback(report.finish)
         launcher.launch(on_rank) if launcher else on_rank()
-        return
-    job.folder_with(cfg)
-    print(f"Measuring. After each block {report.folder} has table and plot so far.", flush=True)
-    with INTERRUPTS.call(interrupted):
-        try:
-            launcher.launch(on_rank) if launcher else on_rank()
-        finally:
-            report.finish()
 
 
 # --- points of a comparison ---------------------------------------------------------------------

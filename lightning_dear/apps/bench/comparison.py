@@ -18,12 +18,11 @@ from lightning_dear.apps.bench import build, config
 from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.planning import BucketPlan
+from lightning_dear.studies import comparison, summary
 from lightning_dear.studies.block import BlockLength, RankBlock, Rig, run_block
-from lightning_dear.studies.comparison import said_of
 from lightning_dear.studies.files import Line, append_lines
 from lightning_dear.studies.report import Report
 from lightning_dear.studies.rounds import TUNING_ROUND, Turn, find_best, turns
-from lightning_dear.studies.summary import COMPUTE_ALONE, block_of, raw_lines, summarize
 
 Run = Callable[[], RankBlock]
 """Fits a fresh module and returns this rank's measurements. Collective. Blocks."""
@@ -58,7 +57,7 @@ class Comparison:
         self._usual = BlockLength(self.cfg.warm_up_steps, self.cfg.steps)
         # Ratios are to the first row, so COMPUTE_ALONE, which is no competitor, comes last.
         most = {entry.name: min(entry.rounds, self.cfg.rounds) for entry in self.entries}
-        self._turns = list(turns({**most, COMPUTE_ALONE: self.cfg.rounds}))
+        self._turns = list(turns({**most, summary.COMPUTE_ALONE: self.cfg.rounds}))
         self._replay = build.replay_overrides(self.cfg, self.rig.world_size)
         model, label = build.build_model(self._composed(())), config.label_of(self.setting)
         self.point = build.point_of(self.cfg, label, model, self.rig.world_size)
@@ -87,14 +86,14 @@ class Comparison:
         if not to_go:
             return
         runs = {entry.name: self._ready(entry) for entry in self.entries}
-        runs[COMPUTE_ALONE] = self._alone(), ""
+        runs[summary.COMPUTE_ALONE] = self._alone(), ""
         for turn in to_go:
             run, note = runs[turn.entry]
             self._measure(turn, run, list(runs).index(turn.entry), note)
 
     def rows(self) -> list[Line]:
         """Return the rows of all blocks that have been measured so far."""
-        return summarize(self.point, self.blocks)
+        return summary.summarize(self.point, self.blocks)
 
     # --- entries ------------------------------------------------------------------------------
 
@@ -174,16 +173,16 @@ class Comparison:
         # A barrier: no rank starts while another one still ends its last block or loads its model.
         from_all_ranks(None)
         ranks = from_all_ranks(run())
-        block = block_of(turn, ranks, number, note)
+        block = summary.block_of(turn, ranks, number, note)
         with self.report.lock:
             self.blocks.append(block)
             if self.rig.rank == 0:
                 folder = self.report.folder
-                append_lines(folder / "raw.csv", raw_lines(self.point, block, ranks))
+                append_lines(folder / "raw.csv", summary.raw_lines(self.point, block, ranks))
                 append_lines(folder / "blocks.csv", [{**self.point, **block}])
                 self.report.write()
         if block["round"] >= 0:
-            self.report.progress.say(said_of(block, self.rows()))
+            self.report.progress.say(comparison.said_of(block, self.rows()))
         return block
 
 

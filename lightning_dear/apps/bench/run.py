@@ -17,12 +17,10 @@ from lightning_dear.apps.program import Program
 from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.emulation.launch import HOST_VARIABLE
 from lightning_dear.strategy.launchers import job_arguments
-from lightning_dear.studies import comparison
-from lightning_dear.studies.block import Rig, interface_of
+from lightning_dear.studies import block, comparison, summary
 from lightning_dear.studies.files import OTHER_FOLDER, Line, read_lines
 from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.report import Report
-from lightning_dear.studies.summary import WORDS
 
 MODULE = "lightning_dear.apps.bench"
 
@@ -59,13 +57,11 @@ def _run(cfg: DictConfig, points: Sequence[config.Setting], program: Program) ->
 
     def compare(starter: Trainer) -> None:
         strategy: Any = starter.strategy
-        rig = Rig(
-            starter.global_rank,
-            starter.world_size,
-            interface_of(starter.num_nodes) if starter.num_nodes > 1 else "",
-            starter.world_size if HOST_VARIABLE in os.environ else starter.num_devices,
-        )
-        known = read_lines(program.folder / "blocks.csv", WORDS) if rig.rank == 0 else []
+        interface = block.interface_of(starter.num_nodes) if starter.num_nodes > 1 else ""
+        is_emulated, world_size = HOST_VARIABLE in os.environ, starter.world_size
+        on_machine = world_size if is_emulated else starter.num_devices
+        rig = block.Rig(starter.global_rank, world_size, interface, on_machine)
+        known = read_lines(program.folder / "blocks.csv", summary.WORDS) if rig.rank == 0 else []
         known = from_all_ranks(known)[0]
         for point in points:
             own = Comparison(point, rig, strategy.root_device, report, known)

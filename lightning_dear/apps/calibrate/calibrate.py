@@ -30,10 +30,8 @@ from lightning_dear.planning import LinkCost, PlanSearch, ThresholdFusion
 from lightning_dear.planning.measured import sent_bytes
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.search import NoContest, StepModelPlanner
-from lightning_dear.simulator import Workload
-from lightning_dear.simulator.fsdp2_units import units_of
-from lightning_dear.simulator.saved import save_workload
-from lightning_dear.simulator.workload import BLOCKS
+from lightning_dear.simulator import fsdp2_units, saved
+from lightning_dear.simulator.workload import BLOCKS, Workload
 from lightning_dear.studies.interrupts import INTERRUPTS
 from lightning_dear.studies.probes import Costs, measure
 
@@ -95,7 +93,7 @@ class ExchangeProbe(Callback):
             shard_unit_mb=getattr(pl_module, "shard_unit_mb", BLOCKS),
         )
         numels = {one.index: -(-one.numel * one.itemsize // _BYTES_PER_ELEMENT) for one in tensors}
-        units = [[numels[index] for index in unit] for unit in units_of(workload)]
+        units = [[numels[index] for index in unit] for unit in fsdp2_units.units_of(workload)]
 
         def begin(what: str) -> None:
             if trainer.is_global_zero:
@@ -149,7 +147,7 @@ def _finish(cfg: DictConfig, world_size: int, found: tuple[Workload, Costs] | No
     choices, (workload, costs) = HydraConfig.get().runtime.choices, found
     name, compressor = str(choices["model"]), str(choices["compressor"])
     workload = replace(workload, name=name, compressor=compressor)
-    save_workload(workload, folder / "model.json")
+    saved.save_workload(workload, folder / "model.json")
     (folder / "cluster").mkdir(exist_ok=True)
     cluster = cluster_of(cfg, world_size, costs, len(workload.tensors))
     measured = OmegaConf.to_yaml(OmegaConf.create(cluster))

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from torch.nn import Parameter
 
 from lightning_dear.apps.bench.build import build_strategy
 from lightning_dear.apps.bench.config import as_override, composed, merged, named, overrides_of
@@ -118,7 +117,7 @@ def _check_momentum(name: str, codec: Any, cfg: DictConfig) -> None:
 
     The strategy itself would do so only when the entry is trained, perhaps hours later.
     """
-    optimizer = instantiate(cfg.optimizer)([Parameter(torch.zeros(1))])
+    optimizer = instantiate(cfg.optimizer)([torch.nn.Parameter(torch.zeros(1))])
     try:
         check_momentum(optimizer, ExchangeOptions("gradients", compressor=codec))
     except ValueError as error:

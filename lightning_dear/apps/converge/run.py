@@ -15,10 +15,8 @@ from lightning_dear.apps.bench import build
 from lightning_dear.apps.converge import config
 from lightning_dear.apps.program import Program
 from lightning_dear.emulation import emulated_rig
-from lightning_dear.studies import convergence, training
-from lightning_dear.studies.block import interface_of
+from lightning_dear.studies import block, convergence, machine, training
 from lightning_dear.studies.files import Line
-from lightning_dear.studies.machine import sent_bytes
 from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.report import Report
 
@@ -168,8 +166,8 @@ class Study:
 
     def _sent_by_a_rank(self) -> float:
         """Return this rank's equal share of the bytes that its host's interface has sent so far."""
-        num_hosts = int(self._cfg.cluster.num_nodes)
-        return sent_bytes(interface_of(num_hosts)) * num_hosts / float(self._strategy.world_size)
+        num_hosts, world_size = int(self._cfg.cluster.num_nodes), float(self._strategy.world_size)
+        return machine.sent_bytes(block.interface_of(num_hosts)) * num_hosts / world_size
 
     def _check_start(self, trial: Line) -> None:
         first = self._starts.setdefault(trial["seed"], trial)

@@ -87,13 +87,8 @@ def examine(strategy: Any, cfg: DictConfig) -> Findings:
     strategy.set_world_ranks()  # type: ignore[attr-defined]
     environment = strategy.cluster_environment
     assert environment is not None
-    meeting = MeetingPoint(
-        environment.main_address,
-        environment.main_port,
-        strategy.global_rank,
-        strategy.world_size,
-        cfg.doctor_timeout_s,
-    )
+    place, timeout_s = (environment.main_address, environment.main_port), cfg.doctor_timeout_s
+    meeting = MeetingPoint(*place, strategy.global_rank, strategy.world_size, timeout_s)
     findings = _examine_all(meeting, strategy, cfg)
     # Ends the threads that listen to the ranks' store, before rank 0 ends and the store with it.
     strategy.teardown()

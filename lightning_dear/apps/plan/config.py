@@ -7,9 +7,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from lightning_dear.compression import Compressor
-from lightning_dear.simulator import Algorithm, Curve, Link, Network, Workload
-from lightning_dear.simulator.ranking import Pair, pairs
-from lightning_dear.simulator.saved import load_workload
+from lightning_dear.simulator import Algorithm, Curve, Link, Network, Workload, ranking, saved
 from lightning_dear.simulator.strategies import HOOKS, STRATEGIES, resolve_strategy
 from lightning_dear.studies.device_costs import Device, halves_costs, whole_costs
 from lightning_dear.workloads.replay.profile import load_profile, planned
@@ -32,7 +30,7 @@ def workload_of(cfg: DictConfig) -> Workload:
     if path.suffix == ".json" and path.is_file() and '"tensors"' in path.read_text():
         if cfg.compute_s is not None or cfg.step_s:
             raise ValueError(f"{cfg.profile} has measured seconds. Leave compute_s and step_s out.")
-        return load_workload(cfg.profile)
+        return saved.load_workload(cfg.profile)
     profile = load_profile(cfg.profile)
     if cfg.compute_s is not None:
         profile = profile.with_compute(float(cfg.compute_s))
@@ -139,14 +137,8 @@ def network_of(
     if algorithm == "best":
         # The cluster's file may name the algorithm with which its figures were obtained.
         algorithm = cluster.get("algorithm") or ("two_hops" if is_gloo else "best")
-    return Network(
-        between=between,
-        world_size=world_size,
-        ranks_per_node=inside,
-        within=_within(cluster, between, is_gloo),
-        algorithm=algorithm,
-        has_reduce_scatter=not is_gloo,
-    )
+    within = _within(cluster, between, is_gloo)
+    return Network(between, world_size, inside, within, algorithm, has_reduce_scatter=not is_gloo)
 
 
 def _within(cluster: DictConfig, between: Link, is_gloo: bool) -> Link:
@@ -228,7 +220,7 @@ def ranks_per_node(cluster: DictConfig) -> int:
     return cluster.devices
 
 
-def cases_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[Pair]:
+def cases_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[ranking.Pair]:
     """Return the pairs of strategy and workload to predict.
 
     These are ``cfg.strategies``, or all that the workload allows if that is null, with each
@@ -238,7 +230,7 @@ def cases_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[Pair]
     strategies = [one for one in STRATEGIES.values() if one.plans_for_codecs or not has_codec]
     if cfg.strategies is not None:
         strategies = [resolve_strategy(name) for name in cfg.strategies if name not in HOOKS]
-    cases = pairs(strategies, workloads_of(cfg, workload, world_size))
+    cases = ranking.pairs(strategies, workloads_of(cfg, workload, world_size))
     there, names = [(strategy.name, one.compressor) for strategy, one in cases], cfg.strategies
     for hooked, (strategy, name) in HOOKS.items():
         is_asked = strategy in strategies or hooked in (names or ())

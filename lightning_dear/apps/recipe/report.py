@@ -1,4 +1,7 @@
-"""Report of a recipe: claims with the assumptions under which they hold, figures, a picture."""
+"""Report of a recipe: claims with the assumptions under which they hold, figures, a picture.
+
+Also reads the measured figures of a recipe's siblings.
+"""
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +28,9 @@ RELATIVE_TOLERANCE = 1e-6
 
 PLAUSIBLE = 1.5
 """A fitted value is plausible if an independent value is within this factor of it."""
+
+Bars = Mapping[str, Sequence[float | None]]
+"""Series -> a height for each group. None means no bar."""
 
 _MOST_DIFFERENCES = 10
 
@@ -120,6 +126,21 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@dataclass(frozen=True)
+class Sibling:
+    """A small measurement beside a simulated claim.
+
+    Attributes:
+        folder: Folder of its measured files. It does not exist if it was never measured.
+    """
+
+    folder: Path
+
+    def rows(self, name: str = "summary") -> list[dict[str, str]]:
+        """Return the rows of its file `NAME.csv`; an empty list if it was not measured."""
+        return read_rows(self.folder / f"{name}.csv")
+
+
 def compared(summary: Rows, recorded: Rows) -> str:
     """Return a sentence that figures equal the recorded ones, or the cells that differ."""
     found = list(_differences(summary, recorded))
@@ -153,3 +174,45 @@ def _write_csv(path: Path, rows: Rows) -> None:
         writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+
+
+# --- pictures -------------------------------------------------------------------------------------
+
+
+def grouped_bars(
+    panels: Mapping[str, Bars], groups: Sequence[str], ylabel: str, title: str, line: float | None
+) -> Any:
+    """Draw bars; a panel for each cluster, one below the other.
+
+    Args:
+        panels: Title of a panel -> its bars.
+        groups: Names of the groups along the x axis.
+        ylabel: Quantity on the y axis.
+        title: Title of the figure.
+        line: Height of a horizontal line, such as 1 for no gain. None means no line.
+
+    Returns:
+        A `matplotlib.figure.Figure`.
+    """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1 + 2.6 * len(panels)), layout="constrained")
+    all_axes = figure.subplots(len(panels), squeeze=False, sharex=True)[:, 0]
+    for axes, (panel, bars) in zip(all_axes, panels.items(), strict=True):
+        width = 0.85 / max(len(bars), 1)
+        for number, (name, heights) in enumerate(bars.items()):
+            places = [group + (number + 0.5) * width - 0.425 for group in range(len(groups))]
+            drawn = {at: height for at, height in zip(places, heights, strict=True) if height}
+            color = colormaps["tab20"](number % 20)
+            axes.bar(list(drawn), list(drawn.values()), width, label=name, color=color)
+        axes.margins(y=0.25)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_title(panel, fontsize=10)
+        axes.set_ylabel(ylabel, fontsize=8)
+        axes.set_xticks(range(len(groups)), groups, fontsize=8)
+        if line is not None:
+            axes.axhline(line, color="black", linewidth=0.8)
+    all_axes[0].legend(fontsize=7, ncols=5, loc="upper left")
+    figure.suptitle(title, fontsize=11)
+    return figure

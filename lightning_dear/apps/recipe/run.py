@@ -8,7 +8,6 @@ They are repeated only with `measure=true`.
 import os
 import platform
 import sys
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from shlex import quote
@@ -20,7 +19,7 @@ from omegaconf import DictConfig
 
 from lightning_dear.apps import job
 from lightning_dear.apps.program import Program
-from lightning_dear.apps.recipe.report import Report, compared, read_rows
+from lightning_dear.apps.recipe.report import Report, Sibling, compared, read_rows
 from lightning_dear.emulation import why_unavailable
 from lightning_dear.paths import recipes_dir
 
@@ -28,21 +27,6 @@ MEASURED = "measured"
 """Folder with the measurements of a recipe's siblings, one folder for each sibling."""
 
 _KEPT = ("summary.csv", "loss_over_time.csv")
-
-
-@dataclass(frozen=True)
-class Sibling:
-    """A small measurement beside a simulated claim.
-
-    Attributes:
-        folder: Folder of its measured files. It does not exist if it was never measured.
-    """
-
-    folder: Path
-
-    def rows(self, name: str = "summary") -> list[dict[str, str]]:
-        """Return the rows of its file `NAME.csv`; an empty list if it was not measured."""
-        return read_rows(self.folder / f"{name}.csv")
 
 
 def load(name: str) -> ModuleType:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
 from typing_extensions import override
 
 from lightning_dear.planning.fusion import MIB, runs_of
@@ -24,7 +23,7 @@ from lightning_dear.workloads.schedules import OptimizerFactory, SchedulerFactor
 from lightning_dear.workloads.task import Task
 
 _NUM_BEGINNINGS = 1 << 20
-_DEFAULT_OPTIMIZER = partial(SGD, lr=0.01)
+_DEFAULT_OPTIMIZER = partial(torch.optim.SGD, lr=0.01)
 
 
 class Zeros:
@@ -113,9 +112,8 @@ class ReplayLayer(nn.Module):
         self.profile = profile
         self.waiter = waiter
         self.gradients = gradients
-        usual = ("weight", "bias")
         for index, shape in enumerate(profile.shapes):
-            name = usual[index] if index < len(usual) else f"parameter_{index}"
+            name = {0: "weight", 1: "bias"}.get(index, f"parameter_{index}")
             self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
         self._names = list(self._parameters)
 

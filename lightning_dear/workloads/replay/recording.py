@@ -3,21 +3,19 @@
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import accumulate, count, pairwise
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from lightning_dear.engine.step_timer import StepTimer
 from lightning_dear.planning.measured import ModelTimes
 from lightning_dear.telemetry.clock import Clock, clock_of
 from lightning_dear.workloads.replay.profile import LayerProfile, ModelProfile
 
-Owned = dict[str, list[Parameter]]
+Owned = dict[str, list[nn.Parameter]]
 """Name of a module, in the order in which modules run -> its trainable parameters."""
 
 
@@ -80,8 +78,11 @@ def _time_step(
     module.zero_grad(set_to_none=True)
     with ExitStack() as stack:
         for index, parameter in enumerate(parameters):
-            hook = partial(_note_gradient, timer, index)
-            stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+
+            def note(_: Tensor, index: int = index) -> None:
+                timer.note_gradient(index)
+
+            stack.callback(parameter.register_post_accumulate_grad_hook(note).remove)
         with timer.forward():
             value = run()
         with timer.backward():
@@ -91,10 +92,6 @@ def _time_step(
     module.zero_grad(set_to_none=True)
     assert timer.times is not None
     return _by_layer(owned, timer.times)
-
-
-def _note_gradient(timer: StepTimer, index: int, parameter: Tensor) -> None:
-    timer.note_gradient(index)
 
 
 def _by_layer(owned: Owned, times: ModelTimes) -> tuple[list[float], list[float]]:
@@ -173,7 +170,7 @@ def owned_parameters(model: nn.Module, order: list[str]) -> Owned:
     """
     position = {name: number for number, name in enumerate(order)}
     rank = {name: (any(model.get_submodule(name).children()), position[name]) for name in order}
-    owners: dict[Parameter, str] = {}
+    owners: dict[nn.Parameter, str] = {}
     trained = [p for p in model.named_parameters(remove_duplicate=False) if p[1].requires_grad]
     for path, parameter in trained:
         owner = _around(path, position)
