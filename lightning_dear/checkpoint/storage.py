@@ -12,9 +12,8 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -42,8 +41,7 @@ in bytes, length in bytes."""
 # --- the nested checkpoint, taken apart and put together ------------------------------------------
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A tensor to write, with the chunks of it that this rank has.
 
     Attributes:
