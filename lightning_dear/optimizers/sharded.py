@@ -420,7 +420,8 @@ class ShardedOptimizer(SteppedPieces):
         for piece in self.pieces:
             if piece.role.has_master:
                 parameter = self.shards.parameters[piece.tensor_index]
-                piece.parameter.copy_(cut_state(MASTER_KEY, parameter.detach(), parameter, piece))
+                weights = cut_state(MASTER_KEY, parameter.detach(), parameter, piece)
+                piece.parameter.copy_(weights)
                 piece.was_stepped = False
 
     def _warn_of_shards(self, optimizer: Optimizer) -> None:
