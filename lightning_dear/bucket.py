@@ -288,10 +288,10 @@ def allocate(
     placements: dict[int, Placement] = {}
     for numbers in by_family.values():
         like = parameters[plan.buckets[numbers[0]].slices[0].tensor]
-        numel = sum(plan.buckets[number].padded_numel for number in numbers)
-        flat = torch.zeros(numel, dtype=like.dtype, device=like.device)
         sizes = (plan.buckets[number].padded_numel for number in numbers)
-        begins = dict(zip(numbers, accumulate(sizes, initial=0), strict=False))
+        *offsets, numel = accumulate(sizes, initial=0)
+        flat = torch.zeros(numel, dtype=like.dtype, device=like.device)
+        begins = dict(zip(numbers, offsets, strict=True))
         starts = _move_data(plan, begins, parameters, flat)
         # After `_move_data`, which frees the parameters' old memory: as much as is allocated here.
         has_gradients = keeps_gradients or flat.dtype in LOW_PRECISION
@@ -305,7 +305,7 @@ def allocate(
             whole = slice(0, spec.padded_numel)
             own = whole if role.is_whole else shard_slice(whole.stop, rank, plan.world_size)
             place = flat[part], gradients[part], scratch
-            buckets[number] = _bucket(number, spec, role, *place, own)
+            buckets[number] = _bucket(number, spec, role, own, place)
     for bucket in buckets.values():
         bucket.shard.copy_(bucket.replica)
         bucket.note_published()
@@ -333,23 +333,25 @@ def shard_slice(padded_numel: int, rank: int, world_size: int) -> slice:
 
 
 def _bucket(
-    number: int,
-    spec: BucketSpec,
-    role: Role,
-    parameters: Tensor,
-    gradients: Tensor,
-    scratch: Tensor,
-    own: slice,
+    number: int, spec: BucketSpec, role: Role, own: slice, place: tuple[Tensor, Tensor, Tensor]
 ) -> Bucket:
-    """Returns a bucket with the tensors that its role needs; see the table of `Role`."""
+    """Returns a bucket with the tensors that its role needs; see the table of `Role`.
+
+    Args:
+        number: Number of the bucket in the plan.
+        spec: Tensors that the bucket holds.
+        role: Role of the bucket.
+        own: Range of the bucket that this rank steps.
+        place: The bucket's `parameters`, `gradients` and `received`.
+    """
+    parameters, gradients, _ = place
     replica, mean = parameters[own], gradients[own]
     shard = torch.empty_like(replica) if role.lags else replica
     if parameters.dtype in LOW_PRECISION:
         shard = torch.empty_like(replica, dtype=torch.float32)
         mean = torch.empty_like(shard)
     published = torch.empty_like(replica) if role.lags else replica[:0]
-    views = parameters, gradients, scratch, replica
-    return Bucket(number, spec, role, *views, shard, mean, published)
+    return Bucket(number, spec, role, *place, replica, shard, mean, published)
 
 
 def _move_data(
@@ -436,18 +438,10 @@ def shard_pieces(bucket: Bucket) -> list[Piece]:
         if lower >= upper:
             continue
         start = part.start + lower - part.offset
+        where = part.tensor, start, start + upper - lower, bucket.number, lower
         inside = slice(lower - own.start, upper - own.start)
-        piece = Piece(
-            tensor_index=part.tensor,
-            start=start,
-            stop=start + upper - lower,
-            bucket=bucket.number,
-            offset=lower,
-            parameter=bucket.shard[inside],
-            gradient=bucket.mean[inside] if bucket.mean.numel() else None,
-            role=bucket.role,
-        )
-        pieces.append(piece)
+        gradient = bucket.mean[inside] if bucket.mean.numel() else None
+        pieces.append(Piece(*where, bucket.shard[inside], gradient, bucket.role))
     return pieces
 
 

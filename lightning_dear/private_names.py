@@ -10,15 +10,13 @@ raises at once.
 """
 
 import warnings
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 _MISSING = object()
 
 
-@dataclass(frozen=True)
-class PrivateName:
+class PrivateName(NamedTuple):
     """Describes one private name.
 
     Attributes:

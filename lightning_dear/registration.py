@@ -21,7 +21,6 @@ and the configs always use `lightning`.
 """
 
 import ast
-import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -186,12 +185,7 @@ def _mirrored_spec(fullname: str, path: Sequence[str] | None) -> ModuleSpec | No
     found = PathFinder.find_spec(original, path)
     if found is None or found.origin is None:
         return None
-    return importlib.util.spec_from_file_location(
-        fullname,
-        found.origin,
-        loader=_MirrorLoader(fullname, found.origin),
-        submodule_search_locations=found.submodule_search_locations,
-    )
+    return importlib.util.spec_from_loader(fullname, _MirrorLoader(fullname, found.origin))
 
 
 class _AliasLoader(Loader):
@@ -236,8 +230,7 @@ class _Finder(MetaPathFinder):
             return spec
         if fullname.startswith(f"{_MIRROR}."):
             return _mirrored_spec(fullname, path)
-        if fullname.startswith(f"{_PACKAGE}.") and mirrored_name(fullname) != fullname:
-            if is_installed("lightning") or not is_installed("pytorch_lightning"):
-                return None
+        is_mirrored = fullname.startswith(f"{_PACKAGE}.") and mirrored_name(fullname) != fullname
+        if is_mirrored and not is_installed("lightning") and is_installed("pytorch_lightning"):
             return ModuleSpec(fullname, _AliasLoader())
         return None

@@ -33,24 +33,16 @@ def exact_products() -> Iterator[None]:
     settings are global, so that other threads are affected, too.
     """
     backends: Any = torch.backends
-    if not hasattr(backends.mkldnn, "matmul"):
-        # Before torch 2.9 there is only one setting, for all devices.
-        earlier = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(earlier)
-        return
-    settings = backends.cuda.matmul, backends.mkldnn.matmul
-    before = [setting.fp32_precision for setting in settings]
-    for setting in settings:
-        setting.fp32_precision = "ieee"
-    try:
+    with ExitStack() as stack:
+        if hasattr(backends.mkldnn, "matmul"):
+            for setting in (backends.cuda.matmul, backends.mkldnn.matmul):
+                stack.callback(setattr, setting, "fp32_precision", setting.fp32_precision)
+                setting.fp32_precision = "ieee"
+        else:
+            # Before torch 2.9 there is only one setting, for all devices.
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("highest")
         yield
-    finally:
-        for setting, earlier in zip(settings, before, strict=True):
-            setting.fp32_precision = earlier
 
 
 class Onlooker:

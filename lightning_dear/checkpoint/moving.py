@@ -48,8 +48,7 @@ class Wanted:
         return self.make()
 
 
-@dataclass
-class Item:
+class Item(NamedTuple):
     """One tensor to move: the chunks of it that this rank has, and the ranges that it wants.
 
     Attributes:

@@ -7,9 +7,8 @@ which has the shape, strides and dtype of the whole tensor and no data.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,8 +30,7 @@ _WHOLE = -1
 outside all buckets."""
 
 
-@dataclass(frozen=True)
-class Scalar:
+class Scalar(NamedTuple):
     """A state tensor that has no value for each element (`step`), as it is sent to other ranks.
 
     It is taken to be equal on all ranks that have the parameter's state.

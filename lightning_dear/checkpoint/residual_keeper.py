@@ -39,10 +39,7 @@ class ResidualKeeper:
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        present: Callable[[], Collectives],
-        options: ExchangeOptions,
+        self, optimizer: Optimizer, present: Callable[[], Collectives], options: ExchangeOptions
     ) -> None:
         self._optimizer, self._present, self._options = optimizer, present, options
         self._coded: Sequence[CompressedBucket] = ()

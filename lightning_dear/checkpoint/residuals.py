@@ -23,7 +23,7 @@ resumes from such state draws random numbers without a seed, as that version did
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -107,8 +107,7 @@ class Residuals:
         )
 
 
-@dataclass(frozen=True)
-class RowLayout:
+class RowLayout(NamedTuple):
     """Says which row of a saved residual belongs to which rank.
 
     Attributes:

@@ -12,9 +12,8 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -38,12 +37,13 @@ FilePlace = tuple[str, int, str, int, int]
 """Where a chunk is: tensor name, index of the chunk's first element, file name, offset in the file
 in bytes, length in bytes."""
 
+_Finish = Callable[[list[FilePlace]], None]
+
 
 # --- the nested checkpoint, taken apart and put together ------------------------------------------
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A tensor to write, with the chunks of it that this rank has.
 
     Attributes:
@@ -177,10 +177,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def write_tensors(
-    folder: Path,
-    tensors: Mapping[str, Stored],
-    finish: Callable[[list[FilePlace]], None],
-    target: Path,
+    folder: Path, tensors: Mapping[str, Stored], finish: _Finish, target: Path
 ) -> None:
     """Writes every rank's chunks of `tensors` into `folder`. Collective. Blocks.
 
@@ -318,9 +315,7 @@ class _Writer(dcp.filesystem.FileSystemWriter):
         target: Same as the argument of `write_tensors`.
     """
 
-    def __init__(
-        self, folder: Path, finish: Callable[[list[FilePlace]], None], target: Path
-    ) -> None:
+    def __init__(self, folder: Path, finish: _Finish, target: Path) -> None:
         super().__init__(folder)
         self._folder, self._finish, self._target = folder, finish, target
 

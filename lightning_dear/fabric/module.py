@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
-from weakref import WeakSet
 
 import torch
 from lightning.fabric.wrappers import is_wrapped
@@ -27,7 +26,7 @@ from lightning_dear.planning import FusionPlanner, SearchingPlanner
 _PART = "_lightning_dear_part"
 """Name of the attribute in which an optimizer that was set up has its `OptimizerPipeline`."""
 
-_training: "WeakSet[DearModule]" = WeakSet()
+_training: "weakref.WeakSet[DearModule]" = weakref.WeakSet()
 """Modules of this process that were set up with an optimizer and still exist."""
 
 
@@ -84,7 +83,8 @@ class DearModule(Module):
             self._was_called = True
         if self.pipeline is None:
             return self.module(*args, **kwargs)
-        if not (torch.is_grad_enabled() and self._may_train()):
+        trained = (p for part in self.pipeline.parts for p in part.parameters)
+        if not (torch.is_grad_enabled() and any(p.requires_grad for p in trained)):
             self.pipeline.complete_parameters("evaluation")
             return self.module(*args, **kwargs)
         with self.pipeline.forward():
@@ -102,11 +102,6 @@ class DearModule(Module):
                 " cannot be compiled. Compile the model in place: call model.compile() in place of"
                 " torch.compile(model), or fabric.setup(..., _reapply_compile=False)."
             )
-
-    def _may_train(self) -> bool:
-        assert self.pipeline is not None
-        trained = (p for part in self.pipeline.parts for p in part.parameters)
-        return any(p.requires_grad for p in trained)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -99,16 +99,9 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         self._take_options(given)
         self._setups: list[weakref.ref[DearModule]] = []
         self._num_optimizers, self._is_saving = 0, False
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout or NO_TIMEOUT,
-            start_method=start_method,
-        )
+        host = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision
+        ranks: Any = {"process_group_backend": process_group_backend, "start_method": start_method}
+        super().__init__(*host, timeout=timeout or NO_TIMEOUT, **ranks)
         private_names.FABRIC_BACKWARD_SYNC.replace_in(self, _DearBackwardSyncControl())
 
     # --- setting up -------------------------------------------------------------------------
@@ -190,8 +183,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         number = self._next_number(len(optimizers), taken)
         before = self._end_training_of(module)
         modules.check_apart(module, self._trained)
-        place = collectives, number, bool(taken)
-        pipeline = self._new_pipeline(module, optimizers, *place)
+        pipeline = self._new_pipeline(module, optimizers, collectives, number, bool(taken))
         for one in [*others, pipeline] if taken else []:
             one.hold_back()
         _sync(module, self.world_size)
@@ -296,14 +288,12 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         """
         mean = self._part(optimizer).mean
         self.precision.unscale_gradients(optimizer)
-        if error_if_nonfinite:
-            norm = mean.norm(float(norm_type))
-            if not torch.isfinite(norm):
-                raise RuntimeError(
-                    f"The total norm of order {norm_type} of the gradients is {float(norm)}, so"
-                    " they cannot be clipped. To scale them by it all the same, pass"
-                    " `error_if_nonfinite=False`."
-                )
+        if error_if_nonfinite and not torch.isfinite(norm := mean.norm(float(norm_type))):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} of the gradients is {float(norm)}, so"
+                " they cannot be clipped. To scale them by it all the same, pass"
+                " `error_if_nonfinite=False`."
+            )
         return mean.clip_by_norm(float(max_norm), float(norm_type))
 
     @override

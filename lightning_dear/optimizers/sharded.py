@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -113,8 +113,7 @@ class Shards:
     state: defaultdict[Tensor, Any] = field(default_factory=lambda: defaultdict(dict))
 
 
-@dataclass(frozen=True)
-class SpreadState:
+class SpreadState(NamedTuple):
     """Optimizer state by parameter, of which each rank has chunks.
 
     Attributes:
@@ -466,8 +465,7 @@ def step_runs(numbers: Sequence[int], pieces: Pieces, most: int) -> list[list[in
         most: Most elements of a run of several buckets. A run's gathers start only when the whole
             run is stepped, so long runs would delay them.
     """
-    runs: list[list[int]] = []
-    room = 0
+    runs, room = list[list[int]](), 0
     for number in numbers:
         numel = sum(piece.stop - piece.start for piece in pieces[number])
         if not runs or numel > room:

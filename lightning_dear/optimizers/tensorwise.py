@@ -8,7 +8,7 @@ options that are set later.
 
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from inspect import signature
 from typing import Any, NamedTuple
@@ -187,6 +187,9 @@ _SCALES = (1e-7, 1e-4, 1.0, 0.0, 1e4, 1.0, 1e-9, 1.0, 30.0, 1.0, 1e2, 1.0, 1.0, 
 
 _VARYING = {"params", "param_names", "lr", "initial_lr"}
 
+_Shapes = dict[int, set[tuple[int, ...]]]
+"""Index of the first parameter group with some options -> shapes to try with these options."""
+
 
 @torch.no_grad()
 def find_difference(optimizer: Optimizer, *, on_parts: bool) -> str | None:
@@ -227,7 +230,7 @@ def find_difference(optimizer: Optimizer, *, on_parts: bool) -> str | None:
         return f"stepping it on small tensors failed ({error}{hint})"
 
 
-def _shapes(optimizer: Optimizer, *, tries_all: bool) -> dict[int, set[tuple[int, ...]]]:
+def _shapes(optimizer: Optimizer, *, tries_all: bool) -> _Shapes:
     """Returns the shapes to try. Groups with the same options, except lr, share one entry.
 
     Args:
@@ -277,11 +280,7 @@ class _Trial:
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        device: torch.device,
-        way: str,
-        shapes: Mapping[int, Collection[tuple[int, ...]]],
+        self, optimizer: Optimizer, device: torch.device, way: str, shapes: _Shapes
     ) -> None:
         self._way, self.pieces = way, list[_TriedPart]()
         tried = [

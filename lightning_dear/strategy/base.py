@@ -97,11 +97,10 @@ class PipelineStrategy(ABC):
         """
         host: Any = self
         environment, device = host.cluster_environment, host.root_device
-        if not isinstance(environment, TorchElasticEnvironment):
-            return
-        if (store := attempt_store(host._timeout or NO_TIMEOUT)) is not None:
-            options = {"timeout": host._timeout, "store": store}
-            options["device_id"] = device if device.type != "cpu" else None
+        is_elastic = isinstance(environment, TorchElasticEnvironment)
+        if is_elastic and (store := attempt_store(host._timeout or NO_TIMEOUT)) is not None:
+            device_id = device if device.type != "cpu" else None
+            options = {"timeout": host._timeout, "store": store, "device_id": device_id}
             join = private_names.INIT_DIST_CONNECTION.of(distributed)
             join(environment, host._get_process_group_backend(), **options)
 

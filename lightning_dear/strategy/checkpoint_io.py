@@ -9,14 +9,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from typing_extensions import override
 
-from lightning_dear.checkpoint import folder
-from lightning_dear.checkpoint.files import (
-    CHECKPOINT_KEY,
-    CheckpointError,
-    forget_masters,
-    read,
-    write,
-)
+from lightning_dear.checkpoint import files, folder
 from lightning_dear.collectives.store import from_all_ranks
 
 
@@ -44,7 +37,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 an earlier file `path` is kept.
         """
         if storage_options is None and isinstance(get_filesystem(path), LocalFileSystem):
-            write(checkpoint, Path(LocalFileSystem._strip_protocol(str(path))))
+            files.write(checkpoint, Path(LocalFileSystem._strip_protocol(str(path))))
         else:
             super().save_checkpoint(checkpoint, path, storage_options)
 
@@ -81,9 +74,9 @@ def checked(
             checkpoint = folder.load(path, weights_only=weights_only, check_digests=check_digests)
         else:
             local = str(path).removeprefix("file://")
-            checkpoint = read(local, load, check_digests=check_digests)
+            checkpoint = files.read(local, load, check_digests=check_digests)
         if is_trainers and "state_dict" not in checkpoint:
-            raise CheckpointError(
+            raise files.CheckpointError(
                 f"{path} is no Trainer's checkpoint (no 'state_dict'). Load it with torch.load."
             )
     except Exception as error:
@@ -92,7 +85,7 @@ def checked(
     if wrong is not None:
         raise wrong
     for others in filter(None, said):
-        raise CheckpointError(others)
-    if CHECKPOINT_KEY not in checkpoint:
-        forget_masters(checkpoint)
+        raise files.CheckpointError(others)
+    if files.CHECKPOINT_KEY not in checkpoint:
+        files.forget_masters(checkpoint)
     return checkpoint

@@ -189,9 +189,8 @@ class StopRequest:
         self.heard = 0
         if before is not None and not before.heard:
             board.asked = before.asked
-        private_names.STOP_HANDLER.replace_in(
-            private_names.SIGNAL_CONNECTOR.of(trainer), self._on_signal
-        )
+        connector = private_names.SIGNAL_CONNECTOR.of(trainer)
+        private_names.STOP_HANDLER.replace_in(connector, self._on_signal)
 
     @property
     def asked(self) -> int:

@@ -140,12 +140,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._pipeline: Pipeline | None = None
         self._connected: Sequence[LightningOptimizer] = ()
         host = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
-        super().__init__(
-            *host,
-            process_group_backend=process_group_backend,
-            timeout=timeout or NO_TIMEOUT,
-            start_method=start_method,
-        )
+        ranks: Any = {"process_group_backend": process_group_backend, "start_method": start_method}
+        super().__init__(*host, timeout=timeout or NO_TIMEOUT, **ranks)
 
     # --- before training ------------------------------------------------------------------------
 
@@ -255,8 +251,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @property
     def _shows_gradients(self) -> bool:
         """Whether means are gathered for hooks: if the user wants it, and buckets are used."""
-        uses_buckets = self.pipeline_of().training.uses_buckets
-        return uses_buckets and self._gradients_in_hooks
+        return self.pipeline_of().training.uses_buckets and self._gradients_in_hooks
 
     def _expose_gradients(self, optimizer: Optimizer | None) -> None:
         if optimizer is not None:

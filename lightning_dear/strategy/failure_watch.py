@@ -16,13 +16,8 @@ from typing import Any
 from lightning_dear import private_names
 from lightning_dear.collectives.store import new_store_client
 from lightning_dear.collectives.work import Collectives
-from lightning_dear.strategy.failures import (
-    STORE_WAIT_S,
-    WATCH_POLL_S,
-    Failure,
-    FailureBoard,
-    is_late,
-)
+from lightning_dear.strategy import failures
+from lightning_dear.strategy.failures import STORE_WAIT_S, WATCH_POLL_S, Failure, FailureBoard
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +116,7 @@ class FailureWatch:
         self._is_over.set()
         if not asked:
             self.board.handle(exception)
-            if self.board.world_size > 1 and is_late(exception):
+            if self.board.world_size > 1 and failures.is_late(exception):
                 dump_flight_record(self.board.rank)
             return
         self.board.has_failed = True

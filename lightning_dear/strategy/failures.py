@@ -17,7 +17,6 @@ import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 from zlib import compress, decompress
 
@@ -72,8 +71,7 @@ _UNREADABLE = (
 _IS_LATE = re.compile(r"[Tt]imed out|[Tt]imeout")
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """Names the rank that failed first, with its error in one line."""
 
     rank: int
@@ -177,7 +175,7 @@ class FailureBoard:
         if self.rank == 0:
             # The store ends with this process, so the other ranks must have read it before.
             others = {*range(self.world_size)} - self._mute
-            self._poll(lambda store: others <= self._heard_by(store), REPORT_WAIT_S)
+            self._poll(lambda store: others <= self._heard_by(store))
             time.sleep(WATCH_POLL_S * is_suspicion)
 
     def report(self, rank: int, exception: BaseException) -> None:
@@ -266,16 +264,11 @@ class FailureBoard:
         """
         if not is_consequence(exception):
             return None
-        self._poll(
-            lambda store: len(self._heard_by(store)) == self.world_size or self.seen is not None,
-            REPORT_WAIT_S,
-        )
+        self._poll(lambda store: len(self._heard_by(store)) == self.world_size or bool(self.seen))
         closers = {int(rank) for rank in _CLOSED_BY.findall(str(exception))}
         if closers & {*self._texts("alive")}:
             # They live, and closed the connection because of a failure that they are to report.
-            self._poll(
-                lambda store: self.read(store) or closers <= {*self._texts(*_ENDS)}, REPORT_WAIT_S
-            )
+            self._poll(lambda store: self.read(store) or closers <= {*self._texts(*_ENDS)})
         sentence = str(self.seen) if self.seen is not None else self._suspicion()
         log.error("Rank %d ends because another rank failed. %s", self.rank, sentence)
         if hasattr(exception, "add_note"):
@@ -336,9 +329,10 @@ class FailureBoard:
         self._is_store_gone = answer is None
         return answer
 
-    def _poll(self, question: Callable[[Any], bool], timeout_s: float) -> bool | None:
-        timeout_s += _NUM_TRIPS * self.trip_s
-        return self._ask(
+    def _poll(self, question: Callable[[Any], bool]) -> None:
+        """Waits until `question` is answered with yes, for at most about `REPORT_WAIT_S`."""
+        timeout_s = REPORT_WAIT_S + _NUM_TRIPS * self.trip_s
+        self._ask(
             lambda store: _wait_until(lambda: question(store), timeout_s), timeout_s + STORE_WAIT_S
         )
 

@@ -93,11 +93,9 @@ def configure_launcher(strategy: Strategy) -> None:
         return
     if not launcher.cluster_environment.creates_processes_externally:
         _end_ranks_between_jobs()
-    if launcher.num_processes * launcher.num_nodes == 1:
-        private_names.LAUNCHER.replace_in(strategy, None)
-        return
+    is_alone = launcher.num_processes * launcher.num_nodes == 1
     place = launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
-    private_names.LAUNCHER.replace_in(strategy, JobLauncher(*place))
+    private_names.LAUNCHER.replace_in(strategy, None if is_alone else JobLauncher(*place))
 
 
 def _end_ranks_between_jobs() -> None:
@@ -186,10 +184,9 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
         # Reset, because the caller may go on after a launch that has failed or was interrupted.
         self._is_failing.clear()
         self.has_heard_signal = threading.Event()
-        self.cluster_environment.validate_settings(
-            num_devices=self.num_processes, num_nodes=self.num_nodes
-        )
-        if not self.cluster_environment.creates_processes_externally:
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally:
             self._call_children_scripts()
             atexit.register(self._end_children)
             _launched.append(self)
@@ -198,11 +195,10 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
         try:
             with call_if_unheard(self.has_heard_signal, BLOCKED_S, self._end_unheard):
                 return function(*args, **kwargs)
-        except _TunerExitException:
-            # No failure: Lightning's tuner ends its trial fit with this exception, on every rank.
-            raise
-        except BaseException:
-            self._is_failing.set()
+        except BaseException as error:
+            # Lightning's tuner ends its trial fit with this exception, on every rank: no failure.
+            if not isinstance(error, _TunerExitException):
+                self._is_failing.set()
             raise
 
     @override

@@ -38,8 +38,7 @@ class HostClock:
 
     def seconds(self, mark: Any) -> float:
         """Returns a mark in seconds of `time.perf_counter`. Does not block."""
-        known_s: float = mark
-        return known_s
+        return float(mark)
 
     def observe(self, lane: str, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
         """Makes a thread wait for a launched collective and then call `record`. Does not block.

@@ -3,10 +3,9 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_dear.names import need
 from lightning_dear.telemetry.clock import Clock, HostClock
@@ -37,8 +36,7 @@ _TRAVEL = ("reduce_scatter", "all_gather", "other")
 """Lanes of collectives. `first_hop` is left out, since its spans are parts of spans in these."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Describes one event of a timeline.
 
     Attributes:
@@ -161,7 +159,7 @@ def _in_turn(spans: Iterable[Span]) -> list[Span]:
     """
     turns, until_s = list[Span](), 0.0
     for span in spans:
-        turns.append(replace(span, start_s=min(max(span.start_s, until_s), span.end_s)))
+        turns.append(span._replace(start_s=min(max(span.start_s, until_s), span.end_s)))
         until_s = max(until_s, span.end_s)
     return turns
 

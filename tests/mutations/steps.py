@@ -327,7 +327,7 @@ FLUSHES = [
     Mutation(
         "forgetting masters that nobody has stepped",
         "checked",
-        "        forget_masters(checkpoint)\n",
+        "        files.forget_masters(checkpoint)\n",
         "        pass\n",
         (
             "tests/fabric/test_checkpoints.py"
