@@ -100,8 +100,12 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         self._setups: list[weakref.ref[DearModule]] = []
         self._num_optimizers, self._is_saving = 0, False
         host = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision
-        ranks: Any = {"process_group_backend": process_group_backend, "start_method": start_method}
-        super().__init__(*host, timeout=timeout or NO_TIMEOUT, **ranks)
+        super().__init__(
+            *host,
+            process_group_backend=process_group_backend,
+            timeout=timeout or NO_TIMEOUT,
+            start_method=start_method,
+        )
         private_names.FABRIC_BACKWARD_SYNC.replace_in(self, _DearBackwardSyncControl())
 
     # --- setting up -------------------------------------------------------------------------

@@ -140,8 +140,12 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._pipeline: Pipeline | None = None
         self._connected: Sequence[LightningOptimizer] = ()
         host = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
-        ranks: Any = {"process_group_backend": process_group_backend, "start_method": start_method}
-        super().__init__(*host, timeout=timeout or NO_TIMEOUT, **ranks)
+        super().__init__(
+            *host,
+            process_group_backend=process_group_backend,
+            timeout=timeout or NO_TIMEOUT,
+            start_method=start_method,
+        )
 
     # --- before training ------------------------------------------------------------------------
 
