@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.launch_log import TAGS_OF_ONE_OPTIMIZER, Logged
 from lightning_dear.collectives.shards import shard_of, sum_in_source_order, take_largest
-from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Work
+from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Work, blamed
 
 # Above the tags of all buckets.
 _FLAGS_TAG = 1 << 29
@@ -386,11 +386,26 @@ class PairwiseCollectives(Collectives):
 
     def _sends(self, lane: str, outgoing: RankRows, tag: int) -> Waits:
         place = self._place(lane, tag)
-        return [(peer, self.calls.isend(row, dst=peer, **place)) for peer, row in outgoing]
+        return [
+            (peer, self._post(lane, peer, partial(self.calls.isend, row, dst=peer, **place)))
+            for peer, row in outgoing
+        ]
 
     def _receive(self, lane: str, rows: RankRows, tag: int) -> Waits:
         place = self._place(lane, tag)
-        return [(source, self.calls.irecv(row, src=source, **place)) for source, row in rows]
+        return [
+            (peer, self._post(lane, peer, partial(self.calls.irecv, row, src=peer, **place)))
+            for peer, row in rows
+        ]
+
+    def _post(self, lane: str, peer: int, post: Callable[[], Any]) -> Any:
+        """Posts a message. If the connection to `peer` is closed already, the error names it."""
+        try:
+            return post()
+        except RuntimeError as error:
+            self.has_given_up = True
+            how = blamed(peer, 0.0, str(error))
+            raise RuntimeError(f"{lane.replace('_', '-')}: {how}") from error
 
     def _place(self, lane: str, tag: int) -> dict[str, Any]:
         """Returns the arguments of torch's calls that say in which group and with which tag."""

@@ -484,14 +484,14 @@ class Collectives(ABC):
                     work.wait(*([_AT_ONCE] if self.has_given_up else []))
                 except RuntimeError as error:
                     self.has_given_up = True
-                    how = _blame(peer, time.monotonic() - begin_s, str(error))
+                    how = blamed(peer, time.monotonic() - begin_s, str(error))
                     raise RuntimeError(f"{name}, {lane.replace('_', '-')}: {how}") from error
 
         return arrive
 
 
-def _blame(peer: int | None, late_s: float, said: str) -> str:
-    """Describes a failed wait, with the rank if it is known. `FailureBoard` parses the text."""
+def blamed(peer: int | None, late_s: float, said: str) -> str:
+    """Describes a failed message, with the rank if it is known. `FailureBoard` parses the text."""
     who = f"rank {peer}" if peer is not None else "a rank that the backend does not name"
     if re.search("[Tt]imed out|[Tt]imeout", said):
         return f"nothing from {who} for {late_s:.0f} s: link or rank. Check both. ({said})"

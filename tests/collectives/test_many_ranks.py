@@ -222,3 +222,18 @@ def test_what_was_not_passed_on_in_time_is_told() -> None:
             work.wait()
 
     _on_ranks(16, body)
+
+
+@pytest.mark.parametrize("door", ["isend", "irecv"])
+def test_posting_to_a_rank_that_is_gone_names_it(door: str) -> None:
+    """gloo raises at once then, and does not name the rank."""
+
+    def gone(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Connection reset by peer")
+
+    calls: Any = _Calls(_Network(), 1)
+    setattr(calls, door, gone)
+    collectives = PairwiseCollectives(calls, calls, None, World(1, 2), calls)
+    with pytest.raises(RuntimeError, match="all-gather: connection closed by rank 0: see its out"):
+        collectives.launch_all_gather(torch.zeros(4), tag=0)
+    assert collectives.has_given_up

@@ -12,6 +12,20 @@ BOARD = "tests/strategy/test_failures.py"
 
 LAUNCHES = [
     Mutation(
+        "the rank to which no message can be posted",
+        "PairwiseCollectives._post",
+        "            how = blamed(peer, 0.0, str(error))\n",
+        "            how = str(error)\n",
+        (f"{MANY}::test_posting_to_a_rank_that_is_gone_names_it",),
+    ),
+    Mutation(
+        "reports that name no rank",
+        "FailureBoard._suspect",
+        " and all(_CLOSED_BY.search(one) for one in reports)",
+        "",
+        (f"{BOARD}::test_a_report_that_names_no_rank_leaves_every_mute_rank_dead",),
+    ),
+    Mutation(
         "comparing launches in every round",
         "PlanLifecycle.__init__",
         "LaunchDigest(present, number), ",

@@ -228,6 +228,16 @@ def blamed(board: FailureBoard, message: str) -> str:
     return sentence
 
 
+def test_a_report_that_names_no_rank_leaves_every_mute_rank_dead(
+    boards: list[FailureBoard],
+) -> None:
+    """Rank 2 is dead. Rank 1 finds out in one of torch's own calls, and by ending ends rank 0."""
+    boards[1].report(1, RuntimeError(CLOSED))
+    closed = f"bucket 3, reduce-scatter: connection closed by rank 1. ({CLOSED})"
+    assert blamed(boards[0], closed).startswith("Ranks [2] are gone")
+    assert blamed(boards[1], CLOSED).startswith("Ranks [2] are gone")
+
+
 def test_one_that_is_silent_is_not_called_dead(
     boards: list[FailureBoard], store: dist.Store
 ) -> None:
