@@ -82,7 +82,7 @@ LAUNCHES = [
         "FailureBoard._poll",
         "        timeout_s = REPORT_WAIT_S + _NUM_TRIPS * self.trip_s\n",
         "        timeout_s = REPORT_WAIT_S\n",
-        (f"{BOARD}::test_no_rank_that_lives_is_called_dead_over_a_slow_link",),
+        (f"{BOARD}::test_where_the_store_is_far_reports_may_come_later",),
     ),
     Mutation(
         "aborting what other ranks never launch",

@@ -327,6 +327,21 @@ def test_no_rank_that_lives_is_called_dead_over_a_slow_link(
     }
 
 
+def test_where_the_store_is_far_reports_may_come_later(boards: list[FailureBoard]) -> None:
+    boards[0].trip_s = 0.2
+    boards[0].report(0, RuntimeError(CLOSED))
+
+    def report() -> None:
+        for rank in (1, 2):
+            boards[rank].report(rank, RuntimeError(CLOSED))
+
+    late = threading.Timer(failures.REPORT_WAIT_S + 4 * boards[0].trip_s, report)
+    late.start()
+    sentence = boards[0].blame(RuntimeError(CLOSED))
+    late.join()
+    assert sentence.startswith("No rank has reported a cause")
+
+
 def test_one_that_has_ended_well_is_named(boards: list[FailureBoard], store: dist.Store) -> None:
     boards[1].leave("has ended its training after 5 batches")
     boards[2].notice(store)
