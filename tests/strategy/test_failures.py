@@ -327,18 +327,25 @@ def test_no_rank_that_lives_is_called_dead_over_a_slow_link(
     }
 
 
-def test_where_the_store_is_far_reports_may_come_later(boards: list[FailureBoard]) -> None:
-    boards[0].trip_s = 0.2
+def test_where_the_store_is_far_reports_may_come_later(
+    boards: list[FailureBoard], store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trip_s = 0.5
+    far: Any = _Far(store, trip_s)
+    monkeypatch.setattr(failures, "default_store", lambda: far)
+    for board in boards:
+        board.read(far)  # which measures a trip
     boards[0].report(0, RuntimeError(CLOSED))
-
-    def report() -> None:
-        for rank in (1, 2):
-            boards[rank].report(rank, RuntimeError(CLOSED))
-
-    late = threading.Timer(failures.REPORT_WAIT_S + 4 * boards[0].trip_s, report)
-    late.start()
+    # A report is at the store after one and a half trips: later than without trips in the wait.
+    late = [
+        threading.Timer(failures.REPORT_WAIT_S + 2.8 * trip_s, board.report, args=(board.rank, one))
+        for board, one in zip(boards[1:], [RuntimeError(CLOSED)] * 2, strict=True)
+    ]
+    for timer in late:
+        timer.start()
     sentence = boards[0].blame(RuntimeError(CLOSED))
-    late.join()
+    for timer in late:
+        timer.join()
     assert sentence.startswith("No rank has reported a cause")
 
 
