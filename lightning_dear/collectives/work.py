@@ -193,8 +193,8 @@ class Collectives(ABC):
         matches_by_tag: Whether messages are matched by tag (gloo). If not, they are matched by
             order, and all ranks must launch in one order over all groups.
         has_variable_lengths: Whether a message may be shorter than the memory that receives it.
-        in_rings: Numbers of the optimizers whose all-gathers go in a ring (gloo), the same on all
-            ranks; to be changed between the all-gathers of two steps.
+        in_rings: Numbers of the optimizers that send to one rank at a time (gloo), the same on all
+            ranks; to be changed between a round and its step.
         log: What this rank has launched, to be compared between ranks.
         sums_in_fp32: Whether NCCL's reduce-scatters, too, sum 16-bit elements in fp32; to be
             assigned to before the first plan.

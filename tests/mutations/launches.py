@@ -6,11 +6,29 @@ from tests.mutations.mutation import Mutation
 
 LOG = "tests/collectives/test_launch_log.py"
 RING = "tests/collectives/test_many_ranks.py::test_in_a_ring_each_rank_sends_only_to_the_next"
+TURN = (
+    "tests/collectives/test_many_ranks.py::"
+    "test_in_turn_each_rank_waits_for_the_head_of_a_message_before_it_sends_to_the_next"
+)
 TRIAL = "tests/engine/test_ring_trial.py"
 MANY = "tests/collectives/test_many_ranks.py"
 BOARD = "tests/strategy/test_failures.py"
 
 LAUNCHES = [
+    Mutation(
+        "waiting for tails of messages that are sent in turn",
+        "PairwiseCollectives._reduce_in_turn",
+        "number % num_parts]",
+        "False]",
+        (TURN,),
+    ),
+    Mutation(
+        "waiting for the head of a message before the next is sent",
+        "PairwiseCollectives._reduce_in_turn",
+        "            return [receives[num_parts * number], *sends]\n",
+        "            tails.append(receives[num_parts * number])\n            return sends\n",
+        (TURN,),
+    ),
     Mutation(
         "the rank to which no message can be posted",
         "PairwiseCollectives._post",
