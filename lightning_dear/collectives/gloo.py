@@ -21,8 +21,8 @@ from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Wor
 _FLAGS_TAG = 1 << 29
 _BUFFERS_TAG = 1 << 30
 
-# Added to the tags of the buckets of `in_rings`. A receive that was posted for the other way, and
-# then not used, gets no message of a ring.
+# Added to the tags of the buckets of `in_rings`. A receive that was posted before the change, and
+# is still unused, gets no message of a bucket that is sent in turn or in a ring.
 _RING_TAGS = 1 << 20
 
 _HEAD_SHARE = 0.8
@@ -68,8 +68,8 @@ def rounds_of(size: int) -> list[list[int]]:
 def parent_of(rank: int, size: int) -> int:
     """Returns the rank from which `rank` gets rank 0's message, in the rounds of `rounds_of`.
 
-    Rank 0 sends to ranks 1 to 3. Every further rank's parent has that rank's number without the
-    highest bit. Rank 0 counts as its own parent.
+    Up to `_MOST_DIRECT` ranks it is rank 0. Above, it is rank 0 for ranks 1 to 3, and every further
+    rank's parent has that rank's number without the highest bit. Rank 0 is its own parent.
     """
     return 0 if rank < 4 or size <= _MOST_DIRECT else rank - (1 << rank.bit_length() - 1)
 

@@ -38,9 +38,9 @@ class TwoHopCollectives(PairwiseCollectives):
 
     A launch sends the first hop. A thread waits for that and sends the second hop. Each half of
     each optimizer has a thread of its own, which handles buckets in the order in which all ranks
-    launch them. A thread that several halves share could deadlock: it could wait for a first hop
-    that another rank launches only after it has received a second hop, which is queued in the
-    thread behind that wait.
+    launch them. With a shared thread ranks could wait for each other without end: a first hop would
+    be waited for in front of a second hop, which another rank needs before it launches that first
+    hop.
 
     All other messages go straight to the ranks that they are for.
 

@@ -199,7 +199,7 @@ class Collectives(ABC):
         sums_in_fp32: Whether NCCL's reduce-scatters, too, sum 16-bit elements in fp32; to be
             assigned to before the first plan.
         was_discarded: Whether `discard` has been called, after a failure.
-        has_given_up: Whether a wait here, or a rank, has failed. Then a wait for late data fails.
+        has_given_up: Whether a wait or a rank has failed. Then a wait lasts at most 1 ms.
         observer: Wraps each work's `arrive`, to record when data arrives. None means no timeline.
         showing: (lane, name) -> context around local work, for a timeline. None means no timeline.
     """

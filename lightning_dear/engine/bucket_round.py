@@ -25,9 +25,9 @@ from lightning_dear.exchange import Exchange
 
 UNUSED, USED, LATE = 0, 1, 2
 """A rank's flag for a parameter in one round, one byte. The maximum over ranks counts. UNUSED means
-that this rank has no gradient, or other value, for the parameter. USED means that it lies in its
-bucket; it may be 0. LATE means that a gradient came after its bucket was launched, so that one more
-round is needed."""
+that this rank has no gradient, or other value, for the parameter. USED means that this
+rank's gradient lies in the parameter's bucket, and may be 0. LATE means that a gradient came after
+its bucket was launched, so that one more round is needed."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class BucketRound:
     After the last round of a step every rank calls `Exchange.note_used`, which completes what a
     compressor keeps, and `Exchange.check`. With a compressor, on CPUs, that raises if values were
     not finite. Without one nan and inf arrive in the means, as in any sum. Then the means may be
-    used. Afterwards `end_step` keeps the residuals that encoding has left. `drop` instead
-    forgets the means, and restores the residuals of before. The round neither reads values from
+    used. Afterwards `end_step` keeps the residuals that encoding has left. `drop` instead forgets
+    the means, and restores the residuals from before the step. The round neither reads values from
     parameters nor writes means to them. A step usually has one round. It has another one for late
     gradients (LATE), or if a backward follows after the means were reduced. The means of all rounds
-    add up (`set_means_aside`). All ranks must launch the same buckets, and
-    call `finish`, `end_step` and `drop` equally often.
+    add up (`set_means_aside`). All ranks must launch the same buckets, and call `finish`,
+    `end_step` and `drop` equally often.
 
     `PlanLifecycle` makes rounds for training. Without a module, each rank averages the 8 elements
     of `values` so:

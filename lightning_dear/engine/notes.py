@@ -256,8 +256,8 @@ class RingTrial:
     steps. It stays in use if no rank's mean step becomes longer, and for as long as every rank
     waits for half of its steps. It changes no value that arrives.
 
-    Each rank sends 1 if it does not want that, and 0 otherwise. The maximum in every `_WINDOW`th round
-    decides, so that all ranks change in the same step.
+    Each rank sends 1 if it does not want that, and 0 otherwise. The maximum in every `_WINDOW`th
+    round decides, so that all ranks change in the same step.
 
     Args:
         instruments: Tell how long this rank waits in a step.
