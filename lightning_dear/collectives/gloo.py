@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
 from itertools import accumulate
+from math import ceil
 from operator import itemgetter
 from typing import Any
 
@@ -14,15 +15,19 @@ from typing_extensions import override
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.launch_log import TAGS_OF_ONE_OPTIMIZER, Logged
 from lightning_dear.collectives.shards import shard_of, sum_in_source_order, take_largest
-from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Work
+from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Work, blamed
 
 # Above the tags of all buckets.
 _FLAGS_TAG = 1 << 29
 _BUFFERS_TAG = 1 << 30
 
-# Added to the tags of buckets that are gathered in a ring. A receive that was posted for the other
-# way, and then not used, gets no message of a ring.
+# Added to the tags of the buckets of `in_rings`. A receive that was posted for the other way, and
+# then not used, gets no message of a ring.
 _RING_TAGS = 1 << 20
+
+_HEAD_SHARE = 0.8
+"""Share of a message that has arrived when a rank sends to its next peer. While the rest is under
+way, the rank has time to do so."""
 
 _MOST_DIRECT = 8
 """Largest number of ranks at which flags and module buffers go straight to all ranks."""
@@ -34,6 +39,13 @@ RankRows = Sequence[tuple[int, Tensor]]
 def nbytes_of(rows: RankRows) -> int:
     """Returns the bytes of all rows together."""
     return sum(row.nbytes for _, row in rows)
+
+
+def _in_parts(rows: RankRows) -> RankRows:
+    """Cuts each row into its head (`_HEAD_SHARE`) and, unless it is short, a tail."""
+    cuts = [(rank, row, ceil(_HEAD_SHARE * len(row))) for rank, row in rows]
+    parts = [(rank, part) for rank, row, cut in cuts for part in (row[:cut], row[cut:])]
+    return [(rank, part) for rank, part in parts if len(part)]
 
 
 def by_source(rows: RankRows) -> list[Tensor]:
@@ -69,11 +81,11 @@ class PairwiseCollectives(Collectives):
     that each rank sends (P-1)/P of the buffer with P ranks, and gloo's own threads make the
     progress. With one rank nothing is sent, and `launch_reduce_scatter` only copies.
 
-    All messages of a bucket are sent at once. Sending to one peer at a time, in step with the other
-    ranks, comes nearer to the link's rate for a single bucket (`tests/benchmarks/exchanges.py`). In
-    training with four ranks on 1 Gb/s it was slower, because a rank that comes late then holds up
-    the messages of all others. Only all-gathers of `in_rings` are sent so, see `RingTrial`. In a
-    ring no two messages meet, while flows of several ranks into one host share its link unevenly.
+    All messages of a bucket are sent at once, so that a rank that comes late does not hold up the
+    messages of others. But flows of several ranks into one host share its link unevenly, and the
+    last rank to have its shards decides. So the optimizers of `in_rings` send to one peer at a
+    time, see `RingTrial`: reduce-scatters in turn, all-gathers in a ring. No two messages meet
+    then.
 
     Flags and module buffers go straight to all other ranks up to `_MOST_DIRECT` ranks. With more
     ranks a thread passes them on, round by round (`rounds_of`), so that no rank sends to all.
@@ -125,14 +137,48 @@ class PairwiseCollectives(Collectives):
     ) -> Work:
         own = shard_of(buffer, self.world.rank, self.world.size)
         rows = self._reduce_rows(received)
+        parts, tag_sent = self._reduced_parts(rows, tag)
         outgoing = [(peer, shard_of(buffer, peer, self.world.size)) for peer in self._others(1)]
-        waits = self._exchange("reduce_scatter", received, rows, outgoing, tag)
+        if tag_sent != tag:
+            work = self._reduce_in_turn(received, parts, outgoing, tag, tag_sent)
+        else:
+            waits = self._exchange("reduce_scatter", received, rows, outgoing, tag)
+            work = self.new_work("reduce_scatter", f"bucket {tag}", waits)
         self.ledger["reduce_scatter"] += nbytes_of(outgoing)
         # Summed in rank order, and not in the order in which messages arrive, so that all runs have
         # the same bits.
         addends, size = by_source((*rows, (self.world.rank, own))), self.world.ranks_a_host
-        finish = partial(sum_in_source_order, addends, out, size)
-        return self.new_work("reduce_scatter", f"bucket {tag}", waits, finish)
+        return work.then(partial(sum_in_source_order, addends, out, size))
+
+    def _reduced_parts(self, rows: RankRows, tag: int) -> tuple[RankRows, int]:
+        """Returns the messages that fill `rows` in a reduce-scatter, and their tag."""
+        if tag // TAGS_OF_ONE_OPTIMIZER not in self.in_rings:
+            return rows, tag
+        return _in_parts(rows), tag + _RING_TAGS
+
+    def _reduce_in_turn(
+        self, received: Tensor, parts: RankRows, outgoing: RankRows, tag: int, tag_sent: int
+    ) -> Work:
+        """Has a thread send to one peer at a time. Does not block.
+
+        This rank sends to the peer at distance d + 1 once the head of the message from the rank at
+        distance -d has arrived. All ranks do so, hence each link carries one message.
+        """
+        lane, name, num_rows = "reduce_scatter", f"bucket {tag}", len(outgoing)
+        receives = self._receives(lane, received, parts, tag_sent)
+        self.log.add(Logged(lane, 0, received.dtype, received.numel(), tag, has_tag=True))
+        num_parts = len(parts) // num_rows
+        tails = [one for number, one in enumerate(receives) if number % num_parts]
+
+        def send(number: int) -> Waits:
+            sends = self._sends(lane, _in_parts([outgoing[number]]), tag_sent)
+            return [receives[num_parts * number], *sends]
+
+        later: list[Callable[[], Waits]] = [partial(send, number) for number in range(num_rows)]
+        later.append(lambda: tails)
+        names = [f"{name}, in turn"] * (num_rows + 2)
+        sent = self._pass_on(lane, names, [], later, tag // TAGS_OF_ONE_OPTIMIZER)
+        return Work(self.observed(lane, name, lambda: sent.result()()))
 
     @override
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, tag: int) -> Work:
@@ -307,7 +353,8 @@ class PairwiseCollectives(Collectives):
 
     @override
     def expect_reduce_scatter(self, received: Tensor, tag: int) -> None:
-        self._expect("reduce_scatter", received, self._reduce_rows(received), tag)
+        parts = self._reduced_parts(self._reduce_rows(received), tag)
+        self._expect("reduce_scatter", received, *parts)
 
     @override
     def expect_all_gather(self, buffer: Tensor, tag: int) -> None:
@@ -386,11 +433,26 @@ class PairwiseCollectives(Collectives):
 
     def _sends(self, lane: str, outgoing: RankRows, tag: int) -> Waits:
         place = self._place(lane, tag)
-        return [(peer, self.calls.isend(row, dst=peer, **place)) for peer, row in outgoing]
+        return [
+            (peer, self._post(lane, peer, partial(self.calls.isend, row, dst=peer, **place)))
+            for peer, row in outgoing
+        ]
 
     def _receive(self, lane: str, rows: RankRows, tag: int) -> Waits:
         place = self._place(lane, tag)
-        return [(source, self.calls.irecv(row, src=source, **place)) for source, row in rows]
+        return [
+            (peer, self._post(lane, peer, partial(self.calls.irecv, row, src=peer, **place)))
+            for peer, row in rows
+        ]
+
+    def _post(self, lane: str, peer: int, post: Callable[[], Any]) -> Any:
+        """Posts a message. If the connection to `peer` is closed already, the error names it."""
+        try:
+            return post()
+        except RuntimeError as error:
+            self.has_given_up = True
+            how = blamed(peer, 0.0, str(error))
+            raise RuntimeError(f"{lane.replace('_', '-')}: {how}") from error
 
     def _place(self, lane: str, tag: int) -> dict[str, Any]:
         """Returns the arguments of torch's calls that say in which group and with which tag."""

@@ -193,8 +193,8 @@ class Collectives(ABC):
         matches_by_tag: Whether messages are matched by tag (gloo). If not, they are matched by
             order, and all ranks must launch in one order over all groups.
         has_variable_lengths: Whether a message may be shorter than the memory that receives it.
-        in_rings: Numbers of the optimizers whose all-gathers go in a ring (gloo), the same on all
-            ranks; to be changed between the all-gathers of two steps.
+        in_rings: Numbers of the optimizers that send to one rank at a time (gloo), the same on all
+            ranks; to be changed between a round and its step.
         log: What this rank has launched, to be compared between ranks.
         sums_in_fp32: Whether NCCL's reduce-scatters, too, sum 16-bit elements in fp32; to be
             assigned to before the first plan.
@@ -484,14 +484,14 @@ class Collectives(ABC):
                     work.wait(*([_AT_ONCE] if self.has_given_up else []))
                 except RuntimeError as error:
                     self.has_given_up = True
-                    how = _blame(peer, time.monotonic() - begin_s, str(error))
+                    how = blamed(peer, time.monotonic() - begin_s, str(error))
                     raise RuntimeError(f"{name}, {lane.replace('_', '-')}: {how}") from error
 
         return arrive
 
 
-def _blame(peer: int | None, late_s: float, said: str) -> str:
-    """Describes a failed wait, with the rank if it is known. `FailureBoard` parses the text."""
+def blamed(peer: int | None, late_s: float, said: str) -> str:
+    """Describes a failed message, with the rank if it is known. `FailureBoard` parses the text."""
     who = f"rank {peer}" if peer is not None else "a rank that the backend does not name"
     if re.search("[Tt]imed out|[Tt]imeout", said):
         return f"nothing from {who} for {late_s:.0f} s: link or rank. Check both. ({said})"

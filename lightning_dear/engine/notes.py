@@ -248,14 +248,15 @@ _FIRST_REST = 32
 
 
 class RingTrial:
-    """Note of one byte: finds out whether an optimizer's all-gathers are faster in a ring.
+    """Note of one byte: finds out whether an optimizer should send to one rank at a time.
 
-    On slow links a ring is faster if each host has one rank. Beside much computing, or if messages
-    are long on their way, it is slower. So it is tried, where every rank waits for at least half of
-    its steps. The ring stays in use if no rank's mean step becomes longer, and for as long as every
-    rank waits for half of its steps. It changes no value that arrives.
+    Reduce-scatters go in turn then, and all-gathers in a ring, see `PairwiseCollectives`. On slow
+    links that is faster if each host has one rank. Beside much computing, or if messages are long
+    on their way, it is slower. So it is tried, where every rank waits for at least half of its
+    steps. It stays in use if no rank's mean step becomes longer, and for as long as every rank
+    waits for half of its steps. It changes no value that arrives.
 
-    Each rank sends 1 if it wants no ring, and 0 otherwise. The maximum in every `_WINDOW`th round
+    Each rank sends 1 if it does not want that, and 0 otherwise. The maximum in every `_WINDOW`th round
     decides, so that all ranks change in the same step.
 
     Args:
@@ -271,7 +272,7 @@ class RingTrial:
         self._began_s = time.monotonic()
         # Seconds of each step of this window, and how many of them this rank has waited.
         self._steps: list[tuple[float, float]] = []
-        # Largest mean step, in seconds, with which the ring stays in use.
+        # Largest mean step, in seconds, with which what is tried stays in use.
         self._limit_s = math.inf
         self._rest, self._next_rest = 0, _FIRST_REST
 
@@ -287,7 +288,7 @@ class RingTrial:
         return fmean(step_s for step_s in steps_s if step_s <= limit_s)
 
     def say(self, device: torch.device) -> Tensor:
-        """Returns 1 if this rank wants no ring, or 0; see `Note`."""
+        """Returns 1 if this rank wants to send to all ranks at once, or 0; see `Note`."""
         statistics, now_s = self._instruments.statistics, time.monotonic()
         waited_s = 0.0 if statistics is None else statistics.exposed_s
         self._steps.append((now_s - self._began_s, waited_s))
@@ -297,7 +298,7 @@ class RingTrial:
         return torch.full((1,), is_refused, dtype=torch.uint8, device=device)
 
     def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
-        """Begins or ends the use of a ring, at the end of a window; see `Note`."""
+        """Begins or ends a trial at the end of a window; see `Note`."""
         if len(self._steps) < _WINDOW:
             return
         in_rings, step_s = self._collectives().in_rings, self._mean_step_s()

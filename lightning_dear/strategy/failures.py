@@ -363,11 +363,14 @@ class FailureBoard:
         """
         silent = [rank for rank in range(self.world_size) if rank not in failed]
         mute = self._mute = {*silent} - {*self._texts(*_SIGNS_OF_LIFE)}
-        reports = " ".join(failed.values())
+        reports = failed.values()
         # A process that dies closes its connections, and one that is stopped does not. A rank that
         # times out closes them, too, but it reports a failure.
-        closed = {int(rank) for rank in _CLOSED_BY.findall(reports)}
-        dead = mute & closed if closed or _IS_LATE.search(reports) else mute
+        closed = {int(rank) for one in reports for rank in _CLOSED_BY.findall(one)}
+        # torch's own calls, such as Lightning's broadcasts, do not name the rank.
+        is_named = bool(closed) and all(_CLOSED_BY.search(one) for one in reports)
+        is_late = any(_IS_LATE.search(one) for one in reports)
+        dead = mute & closed if is_late or is_named else mute
         # If all ranks have ended, the failure came afterwards, and `left` does not explain it.
         ended = [*left.values()] if len(left) < self.world_size else []
         if dead:

@@ -205,6 +205,51 @@ def test_in_a_ring_each_rank_sends_only_to_the_next(size: int, expected: str) ->
         assert to == {rank: 0, **others, (rank + 1) % size: 1 + 2 * (size - 1)}
 
 
+@pytest.mark.parametrize("expected", ["not", "in turn", "the other way"])
+@pytest.mark.parametrize("size", [3, 4, 7])
+@pytest.mark.parametrize("numel", [1, 3, 40])
+def test_in_turn_each_rank_waits_for_the_head_of_a_message_before_it_sends_to_the_next(
+    numel: int, size: int, expected: str
+) -> None:
+    numbers = (0, 1, TAGS_OF_ONE_OPTIMIZER)
+
+    def body(collectives: PairwiseCollectives) -> None:
+        rank = collectives.world.rank
+        collectives.in_rings.update({0} if expected == "in turn" else ())
+        buffers = {number: values(rank, number) for number in numbers}
+        received = {number: torch.empty((size - 1) * numel) for number in numbers}
+        means = {number: torch.empty(numel) for number in numbers}
+        for number in () if expected == "not" else numbers:
+            collectives.expect_reduce_scatter(received[number], number)
+        collectives.in_rings.add(0)
+        works = [
+            collectives.launch_reduce_scatter(buffers[n], received[n], means[n], n) for n in numbers
+        ]
+        for work in works:
+            work.wait()
+        for number in numbers:
+            shards = [values(other, number).view(size, numel)[rank] for other in range(size)]
+            total = shards[0].clone()
+            for shard in shards[1:]:
+                total += shard
+            assert torch.equal(means[number], total)
+        sent_bytes = 3 * (size - 1) * numel * 4
+        assert collectives.ledger == Counter(reduce_scatter=sent_bytes)
+
+    def values(rank: int, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * number + rank)
+        return torch.randn(size * numel, generator=generator)
+
+    network = _on_ranks(size, body)
+    num_parts = 2 if numel == 40 else 1
+    assert network.num_sent == dict.fromkeys(range(size), (1 + 2 * num_parts) * (size - 1))
+    # A message follows the heads of those to the peers before, of earlier buckets, too.
+    for (sender, receiver, tag), messages in network.messages.items():
+        if (bucket := tag - gloo._RING_TAGS) in (0, 1):
+            earlier = (size - 1) * bucket + (receiver - sender) % size - 1
+            assert [arrives for _, arrives in messages] == [earlier + 1] * num_parts
+
+
 def test_what_was_not_passed_on_in_time_is_told() -> None:
     rounds = gloo.rounds_of(16)
     assert rounds == [[1, 2, 3], [4], [8]]
@@ -222,3 +267,18 @@ def test_what_was_not_passed_on_in_time_is_told() -> None:
             work.wait()
 
     _on_ranks(16, body)
+
+
+@pytest.mark.parametrize("door", ["isend", "irecv"])
+def test_posting_to_a_rank_that_is_gone_names_it(door: str) -> None:
+    """gloo raises at once then, and does not name the rank."""
+
+    def gone(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Connection reset by peer")
+
+    calls: Any = _Calls(_Network(), 1)
+    setattr(calls, door, gone)
+    collectives = PairwiseCollectives(calls, calls, None, World(1, 2), calls)
+    with pytest.raises(RuntimeError, match="all-gather: connection closed by rank 0: see its out"):
+        collectives.launch_all_gather(torch.zeros(4), tag=0)
+    assert collectives.has_given_up

@@ -6,11 +6,43 @@ from tests.mutations.mutation import Mutation
 
 LOG = "tests/collectives/test_launch_log.py"
 RING = "tests/collectives/test_many_ranks.py::test_in_a_ring_each_rank_sends_only_to_the_next"
+TURN = (
+    "tests/collectives/test_many_ranks.py::"
+    "test_in_turn_each_rank_waits_for_the_head_of_a_message_before_it_sends_to_the_next"
+)
 TRIAL = "tests/engine/test_ring_trial.py"
 MANY = "tests/collectives/test_many_ranks.py"
 BOARD = "tests/strategy/test_failures.py"
 
 LAUNCHES = [
+    Mutation(
+        "waiting for tails of messages that are sent in turn",
+        "PairwiseCollectives._reduce_in_turn",
+        "number % num_parts]",
+        "False]",
+        (TURN,),
+    ),
+    Mutation(
+        "waiting for the head of a message before the next is sent",
+        "PairwiseCollectives._reduce_in_turn",
+        "            return [receives[num_parts * number], *sends]\n",
+        "            tails.append(receives[num_parts * number])\n            return sends\n",
+        (TURN,),
+    ),
+    Mutation(
+        "the rank to which no message can be posted",
+        "PairwiseCollectives._post",
+        "            how = blamed(peer, 0.0, str(error))\n",
+        "            how = str(error)\n",
+        (f"{MANY}::test_posting_to_a_rank_that_is_gone_names_it",),
+    ),
+    Mutation(
+        "reports that name no rank",
+        "FailureBoard._suspect",
+        " and all(_CLOSED_BY.search(one) for one in reports)",
+        "",
+        (f"{BOARD}::test_a_report_that_names_no_rank_leaves_every_mute_rank_dead",),
+    ),
     Mutation(
         "comparing launches in every round",
         "PlanLifecycle.__init__",
@@ -68,7 +100,7 @@ LAUNCHES = [
         "FailureBoard._poll",
         "        timeout_s = REPORT_WAIT_S + _NUM_TRIPS * self.trip_s\n",
         "        timeout_s = REPORT_WAIT_S\n",
-        (f"{BOARD}::test_no_rank_that_lives_is_called_dead_over_a_slow_link",),
+        (f"{BOARD}::test_where_the_store_is_far_reports_may_come_later",),
     ),
     Mutation(
         "aborting what other ranks never launch",

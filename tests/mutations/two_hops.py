@@ -34,8 +34,8 @@ TWO_HOPS = [
     Mutation(
         "summing hosts in order without hops",
         "PairwiseCollectives.launch_reduce_scatter",
-        "partial(sum_in_source_order, addends, out, size)\n",
-        "partial(sum_in_source_order, addends, out)\n",
+        "partial(sum_in_source_order, addends, out, size))\n",
+        "partial(sum_in_source_order, addends, out))\n",
         (BITS,),
     ),
     Mutation(

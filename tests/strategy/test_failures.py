@@ -228,6 +228,16 @@ def blamed(board: FailureBoard, message: str) -> str:
     return sentence
 
 
+def test_a_report_that_names_no_rank_leaves_every_mute_rank_dead(
+    boards: list[FailureBoard],
+) -> None:
+    """Rank 2 is dead. Rank 1 finds out in one of torch's own calls, and by ending ends rank 0."""
+    boards[1].report(1, RuntimeError(CLOSED))
+    closed = f"bucket 3, reduce-scatter: connection closed by rank 1. ({CLOSED})"
+    assert blamed(boards[0], closed).startswith("Ranks [2] are gone")
+    assert blamed(boards[1], CLOSED).startswith("Ranks [2] are gone")
+
+
 def test_one_that_is_silent_is_not_called_dead(
     boards: list[FailureBoard], store: dist.Store
 ) -> None:
@@ -315,6 +325,28 @@ def test_no_rank_that_lives_is_called_dead_over_a_slow_link(
     assert {sentence[:40] for sentence in sentences if sentence} == {
         "Ranks [2] neither send nor answer. See wh"[:40]
     }
+
+
+def test_where_the_store_is_far_reports_may_come_later(
+    boards: list[FailureBoard], store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trip_s = 0.5
+    far: Any = _Far(store, trip_s)
+    monkeypatch.setattr(failures, "default_store", lambda: far)
+    for board in boards:
+        board.read(far)  # which measures a trip
+    boards[0].report(0, RuntimeError(CLOSED))
+    # A report is at the store after one and a half trips: later than without trips in the wait.
+    late = [
+        threading.Timer(failures.REPORT_WAIT_S + 2.8 * trip_s, board.report, args=(board.rank, one))
+        for board, one in zip(boards[1:], [RuntimeError(CLOSED)] * 2, strict=True)
+    ]
+    for timer in late:
+        timer.start()
+    sentence = boards[0].blame(RuntimeError(CLOSED))
+    for timer in late:
+        timer.join()
+    assert sentence.startswith("No rank has reported a cause")
 
 
 def test_one_that_has_ended_well_is_named(boards: list[FailureBoard], store: dist.Store) -> None:
