@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import warnings
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -197,9 +198,9 @@ def _process_groups(
     kept from the fit before, those for two hops on NCCL may follow. They are kept in
     `reusable_groups`.
     """
-    default_group, groups = reusable_groups.get(timeout, (None, []))
+    default_group, groups = reusable_groups.get(timeout, (lambda: None, []))
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (default_group is dist.group.WORLD, info))
+    dist.all_gather_object(told, (default_group() is dist.group.WORLD, info))
     # Either all ranks make new groups or none does: making one is collective, and a rank that
     # reused its old group would not take part.
     if not all(can_reuse for can_reuse, _ in told):
@@ -207,7 +208,10 @@ def _process_groups(
         if backend != "gloo":
             groups.append(dist.new_group(timeout=timeout, backend="gloo"))
         reusable_groups.clear()
-        reusable_groups[timeout] = dist.group.WORLD, groups
+        # Once the user has destroyed the default group, nothing must keep its store: the next group
+        # would find the addresses of this one's ranks there.
+        default = weakref.ref(dist.group.WORLD, lambda _: forget_process_groups())
+        reusable_groups[timeout] = default, groups
     return groups, [info for _, info in told]
 
 

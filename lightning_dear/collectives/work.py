@@ -153,8 +153,8 @@ alive: "WeakSet[Collectives]" = WeakSet()
 """All collectives that may hold groups. Weak, so that trainings that are over can be deleted."""
 
 reusable_groups: dict[timedelta | None, tuple[Any, list[Any]]] = {}
-"""Timeout -> (default group, groups made under it). The next fit with this timeout reuses them and
-their sockets, if all ranks still have that default group."""
+"""Timeout -> (weak reference to the default group, groups made under it). The next fit with this
+timeout reuses them and their sockets, if all ranks still have that default group."""
 
 LEAVE_S = 2.0
 """Seconds that a rank that has failed waits for its device before it aborts its collectives."""

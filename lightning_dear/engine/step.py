@@ -28,7 +28,7 @@ from lightning_dear.planning import BucketPlan, TensorSpec
 _WERE_CHANGED = (StepState.CHANGED, StepState.EXPOSED)
 _NOTHING_IS_SENT = (StepState.EMPTY, StepState.ACCUMULATING)
 # Constants, since to read a member of an Enum takes longer than the comparison.
-_LOCAL, _NONE = Backward.LOCAL, Backward.NONE
+_LOCAL, _LAST = Backward.LOCAL, Backward.LAST
 
 
 class OptimizerPipeline:
@@ -179,18 +179,9 @@ class OptimizerPipeline:
         active = self.plans.active
         if active is not None and active.gatherer.pending:
             active.gatherer.check_was_complete(index, self.plans.trained.names[index])
-        if self._backward is _LOCAL:
-            if self.progress.state is StepState.EMPTY:
-                self.progress.enter(StepState.ACCUMULATING)
+        if self._backward is not _LAST:
+            self._keep_in_grad(index)
             return
-        if self._backward is _NONE and self.progress.has_means:
-            # Such a gradient needs another round, and perhaps only this rank has one.
-            raise RuntimeError(
-                f"A gradient for '{self.plans.trained.names[index]}' came from no backward of the"
-                " strategy's, after the mean gradient had been read or changed, such as by"
-                " clipping. Call self.manual_backward(loss) or fabric.backward(loss) in place of"
-                " loss.backward(), on all ranks."
-            )
         if self.progress.state is not StepState.SENDING:
             self.progress.enter(StepState.SENDING)
         if self.timer.is_on:
@@ -206,6 +197,28 @@ class OptimizerPipeline:
         else:
             # Runs for every gradient, so that even an empty context would take noticeable time.
             self._collect(active, index)
+
+    def _keep_in_grad(self, index: int) -> None:
+        """Leaves a gradient in `.grad`, since its backward sends nothing.
+
+        Other ranks may run no such backward, if the strategy was not told of it. So it does not
+        change the state of the step, which is equal on all ranks.
+
+        Raises:
+            RuntimeError: If the strategy was not told of this backward, and the mean gradient is
+                there.
+        """
+        if self._backward is _LOCAL:
+            if self.progress.state is StepState.EMPTY:
+                self.progress.enter(StepState.ACCUMULATING)
+        elif self.progress.has_means:
+            # Such a gradient needs another round, and perhaps only this rank has one.
+            raise RuntimeError(
+                f"A gradient for '{self.plans.trained.names[index]}' came from no backward of the"
+                " strategy's, after the mean gradient had been read or changed, such as by"
+                " clipping. Call self.manual_backward(loss) or fabric.backward(loss) in place of"
+                " loss.backward(), on all ranks."
+            )
 
     def _collect(self, active: ActivePlan, index: int) -> None:
         active.collector.on_gradient(index)

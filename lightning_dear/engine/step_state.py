@@ -8,7 +8,7 @@ Events move the step from one `StepState` to the next ("backward" is `Pipeline.b
     SENDING                        backward(synchronize=False)                  SENDING
     REDUCED, CHANGED, EXPOSED      backward(synchronize=False)                  ACCUMULATING
     EMPTY                          a gradient in backward(synchronize=False)    ACCUMULATING
-    EMPTY, ACCUMULATING            a gradient outside any backward              SENDING
+    EMPTY, ACCUMULATING, SENDING   a gradient outside any backward              unchanged
     REDUCED, CHANGED, EXPOSED      a gradient outside any backward              raises
     EMPTY, ACCUMULATING, SENDING   reduce (step, norm, clip, unscale, expose)   REDUCED
     EXPOSED                        reduce (by step)                             CHANGED
@@ -51,7 +51,7 @@ class StepState(Enum):
 class Backward(Enum):
     """The kind of backward that runs at present. It decides whether its gradients go to buckets."""
 
-    NONE = "no backward that the strategy was told of; its gradients are sent like those of LAST"
+    NONE = "no backward that the strategy was told of; its gradients add up in `.grad`"
     LOCAL = "gradient accumulation: more backwards of the step follow; gradients add up in `.grad`"
     LAST = "the last backward of a step: its gradients are sent while it runs, or before the step"
 

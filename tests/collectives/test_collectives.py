@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from unittest import mock
 
 import pytest
@@ -17,6 +18,7 @@ from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.shards import shard_of, sum_in_source_order
 from lightning_dear.collectives.streams import Streams
 from lightning_dear.collectives.two_hops import NativeTwoHopCollectives
+from lightning_dear.collectives.work import reusable_groups
 from tests.distributed.harness import distributed, run_ranks
 from tests.distributed.rank import on_hosts
 
@@ -210,3 +212,15 @@ def test_sum_writes_into_the_given_row(num_rows: int, own: int, dtype: torch.dty
     out = rows[own]
     sum_in_source_order(rows, out)
     assert torch.equal(out, expected.to(dtype))
+
+
+@distributed(world_sizes=(2,), keeps_ranks=False)
+def test_a_default_group_that_is_destroyed_is_let_go() -> None:
+    """Otherwise the next group would find this one's addresses in the store."""
+    collectives = new_collectives(torch.device("cpu"))
+    default = weakref.ref(dist.group.WORLD)
+    dist.barrier()
+    dist.destroy_process_group()
+    assert default() is None
+    assert collectives.reduce_group is None
+    assert not reusable_groups

@@ -99,7 +99,7 @@ class Steps(RuleBasedStateMachine):
             self.zero_grad()
             return
         self._loss().backward()
-        self._check(StepState.SENDING)
+        self._check(self.expected)
 
     @precondition(lambda self: self.expected is not StepState.ENDED)
     @rule()

@@ -30,6 +30,15 @@ LAUNCHES = [
         (TURN,),
     ),
     Mutation(
+        "letting go of groups whose default group was destroyed",
+        "_process_groups",
+        "weakref.ref(dist.group.WORLD, lambda _: forget_process_groups())",
+        "weakref.ref(dist.group.WORLD)",
+        (
+            "tests/collectives/test_collectives.py::test_a_default_group_that_is_destroyed_is_let_go",
+        ),
+    ),
+    Mutation(
         "the rank to which no message can be posted",
         "PairwiseCollectives._post",
         "            how = blamed(peer, 0.0, str(error))\n",

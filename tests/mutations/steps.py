@@ -6,6 +6,7 @@ from tests.mutations.mutation import Mutation, row
 
 MODULES = "tests/engine/test_modules.py"
 READING = "tests/engine/test_reading.py"
+PLAIN = "tests/engine/test_plain_backward.py"
 GRADIENTS = "tests/engine/test_gradients.py"
 CONTRACT = "tests/optimizers/test_optimizer_contract.py"
 CALLS = "tests/engine/test_saved_calls.py"
@@ -105,6 +106,20 @@ WAITS = [
 ]
 
 GUARDS = [
+    Mutation(
+        "leaving the gradients of a plain backward in `.grad`",
+        "OptimizerPipeline._on_gradient",
+        "        if self._backward is not _LAST:\n",
+        "        if self._backward is _LOCAL:\n",
+        (f"{PLAIN}::test_it_launches_nothing",),
+    ),
+    Mutation(
+        "a plain backward leaves the state of the step as it is",
+        "OptimizerPipeline._keep_in_grad",
+        "        if self._backward is _LOCAL:\n",
+        "        if not self.progress.has_means:\n",
+        ("tests/engine/test_step_states.py",),
+    ),
     Mutation(
         "bumping versions",
         "ParameterGatherer._wait",

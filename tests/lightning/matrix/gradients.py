@@ -94,6 +94,34 @@ def _after_backward(folder: Path) -> Sequence[Callback]:
     return [_AfterBackward()]
 
 
+class _Saliency(RowNet):
+    """On rank 0 alone, in some steps: a plain backward for the gradient of the input."""
+
+    def _look(self, batch: list[Tensor], times: int) -> None:
+        for _ in range(times if self.global_rank == 0 else 0):
+            self.loss(batch).backward()
+            self.note("saliency", [p.grad for p in self.parameters()])
+            self.zero_grad()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self._look(batch, batch_idx % 3)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: list[Tensor], batch_idx: int) -> None:
+        self.zero_grad()
+        self._look(batch, batch_idx % 2)
+
+
+class _Probe(RowNet):
+    """Between steps, on all ranks: the gradients of another loss, by a plain backward."""
+
+    def on_train_batch_end(self, outputs: Any, batch: list[Tensor], batch_idx: int) -> None:
+        self.zero_grad()
+        (-2 * self.loss(batch)).backward()
+        self.note("probe", [parameter.grad for parameter in self.parameters()])
+        self.zero_grad()
+
+
 class _Clearing(RowNet):
     """Clears gradients in its own way, another one in every step."""
 
@@ -148,6 +176,8 @@ FEATURES = (
         num_batches=5,
         num_steps=5 + 3 + 2,
     ),
+    row(name="loss.backward() on rank 0 alone, for a look at gradients", net=_Saliency),
+    row(name="loss.backward() of another loss between steps", net=_Probe),
     row(name="clearing gradients in every way", net=_Clearing),
     row(
         name="clearing gradients in every way while accumulating",
