@@ -427,8 +427,12 @@ class PairwiseCollectives(Collectives):
         data_ptr, receives = self._expected.pop((lane, tag), (0, None))
         # A posted receive writes into the memory that the `expect_...` call was given, whatever
         # this launch asks for.
-        if receives is not None and data_ptr != buffer.data_ptr():
-            raise RuntimeError(f"{lane} {tag} got another tensor than expect_{lane}. Pass that.")
+        if receives and data_ptr != buffer.data_ptr():
+            raise RuntimeError(
+                f"{lane} {tag} got another tensor than expect_{lane}. Pass that. If you have caught"
+                " an error of optimizer.step(), begin another fit: plan and parameters may no"
+                " longer change, since messages are still expected in the old plan's buffers."
+            )
         return self._receive(lane, rows, tag) if receives is None else receives
 
     def _sends(self, lane: str, outgoing: RankRows, tag: int) -> Waits:
