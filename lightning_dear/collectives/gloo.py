@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.launch_log import TAGS_OF_ONE_OPTIMIZER, Logged
 from lightning_dear.collectives.shards import shard_of, sum_in_source_order, take_largest
-from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Work, blamed
+from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Work, blamed, under_way
 
 # Above the tags of all buckets.
 _FLAGS_TAG = 1 << 29
@@ -372,6 +372,17 @@ class PairwiseCollectives(Collectives):
             heard = torch.empty(len(sources), num_flags, dtype=torch.uint8)
             rows = [*zip(sources, heard, strict=True)]
             self._heard[tag] = heard, self._receive("reduce_scatter", rows, _FLAGS_TAG + tag)
+
+    @override
+    def end_training(self) -> None:
+        """Keeps later fits from reusing the groups, if receives are posted that no launch has used.
+
+        A step that raised leaves such receives. A later fit's messages would arrive in them.
+        """
+        if any(waits for _, waits in (*self._expected.values(), *self._heard.values())):
+            # gloo may still write into the memory of these receives.
+            under_way.append(self)
+            self.discard()
 
     def _reduce_rows(self, received: Tensor) -> RankRows:
         """Cuts the scratch of a reduce-scatter into rows, one shard for each other rank."""

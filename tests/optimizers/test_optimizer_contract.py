@@ -270,6 +270,7 @@ def _fail_in_a_step(model: nn.Module, optimizer: _Failing) -> Pipeline:
     # One bucket: those that are stepped before the error keep their new values.
     pipeline = new_pipeline(model, optimizer, ThresholdFusion())
     train_steps(pipeline, model, [0])
+    optimizer.zero_grad()
     optimizer.fails = True
     with pytest.raises(ArithmeticError, match="not this time"):
         optimizer.step(lambda: _backward(pipeline, model))
@@ -298,6 +299,15 @@ def test_training_goes_on_after_a_step_whose_error_was_caught(world_size: int) -
         other.step()
     for a, b in zip(weights(model), weights(plain), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@distributed(world_sizes=(2,), timeout_s=30)
+def test_a_training_that_ends_with_a_step_whose_error_was_caught_may_be_followed() -> None:
+    model = build("mlp")
+    _fail_in_a_step(model, _Failing(model.parameters(), lr=0.05)).detach()
+    pipeline = new_pipeline(model, _sgd(model))
+    train_steps(pipeline, model, [2, 3])
+    pipeline.detach()
 
 
 @pytest.mark.filterwarnings("ignore:No optimizer of the training holds")
