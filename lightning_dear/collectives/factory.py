@@ -12,6 +12,7 @@ import atexit
 import os
 import socket
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -94,6 +95,8 @@ def new_collectives(
     _connect(collectives, device, sends_rows=any(sends for sends, *_ in infos))
     return collectives
 
+
+_leaving = threading.Lock()
 
 _TRUE = ("1", "y", "yes", "t", "true")
 """What torch takes as true in the environment."""
@@ -270,9 +273,21 @@ def leave_process_groups() -> None:
     For a process that goes on after a job. The job must have ended without an error on this rank,
     or all other ranks must have ended: on NCCL destroying may wait for them.
     """
-    forget_process_groups()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with _leaving:
+        forget_process_groups()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def hang_up(when: threading.Event) -> None:
+    """After a failure: closes this rank's connections, so that ranks that wait for it raise.
+
+    Only on gloo, whose waits nothing else interrupts. To be called in a thread of its own: it
+    waits for `when` first, and then blocks as long as an all-reduce is under way.
+    """
+    when.wait()
+    if dist.is_initialized() and _has_only_gloo():
+        leave_process_groups()
 
 
 def end_process_groups() -> None:

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.launch_log import TAGS_OF_ONE_OPTIMIZER, Logged
 from lightning_dear.collectives.shards import shard_of, sum_in_source_order, take_largest
-from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Work, blamed
+from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Work, blamed, under_way
 
 # Above the tags of all buckets.
 _FLAGS_TAG = 1 << 29
@@ -373,6 +373,17 @@ class PairwiseCollectives(Collectives):
             rows = [*zip(sources, heard, strict=True)]
             self._heard[tag] = heard, self._receive("reduce_scatter", rows, _FLAGS_TAG + tag)
 
+    @override
+    def end_training(self) -> None:
+        """Keeps later fits from reusing the groups, if receives are posted that no launch has used.
+
+        A step that raised leaves such receives. A later fit's messages would arrive in them.
+        """
+        if any(waits for _, waits in (*self._expected.values(), *self._heard.values())):
+            # gloo may still write into the memory of these receives.
+            under_way.append(self)
+            self.discard()
+
     def _reduce_rows(self, received: Tensor) -> RankRows:
         """Cuts the scratch of a reduce-scatter into rows, one shard for each other rank."""
         return [
@@ -427,8 +438,12 @@ class PairwiseCollectives(Collectives):
         data_ptr, receives = self._expected.pop((lane, tag), (0, None))
         # A posted receive writes into the memory that the `expect_...` call was given, whatever
         # this launch asks for.
-        if receives is not None and data_ptr != buffer.data_ptr():
-            raise RuntimeError(f"{lane} {tag} got another tensor than expect_{lane}. Pass that.")
+        if receives and data_ptr != buffer.data_ptr():
+            raise RuntimeError(
+                f"{lane} {tag} got another tensor than expect_{lane}. Pass that. If you have caught"
+                " an error of optimizer.step(), begin another fit: plan and parameters may no"
+                " longer change, since messages are still expected in the old plan's buffers."
+            )
         return self._receive(lane, rows, tag) if receives is None else receives
 
     def _sends(self, lane: str, outgoing: RankRows, tag: int) -> Waits:

@@ -127,10 +127,7 @@ class Work:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the data is known to be here, so that `wait` does not block the host.
-
-        False may also mean that it is not known, as before `await_in` is called.
-        """
+        """Whether the data is known to be here, so that `wait` does not block the host."""
         return self.is_done or (self._arrival is not None and self._arrival.done())
 
 
@@ -428,6 +425,9 @@ class Collectives(ABC):
         """After a failure: keeps later fits from reusing groups with messages still in flight."""
         self.was_discarded = True
         reusable_groups.clear()
+
+    def end_training(self) -> None:
+        """Called where a training ends; see `PairwiseCollectives`. Does nothing on NCCL."""
 
     @property
     def device_groups(self) -> list[Any]:

@@ -365,6 +365,7 @@ class Pipeline:
             )
         for part in self.parts:
             part.detach()
+        self.collectives.end_training()
 
     def abandon(self) -> None:
         """After an exception: restores the optimizers' parameter groups if a step has raised.

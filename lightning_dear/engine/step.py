@@ -91,9 +91,11 @@ class OptimizerPipeline:
     def prepare_forward(self) -> bool:
         """Puts back replaced parameters. If modules were replaced, blocks for all parameters.
 
+        If a step has raised, restores the optimizer's groups first, which hold pieces since then.
+
         Returns True if the optimizer's own parameters have changed: then `follow` must be called.
         """
-        self._end_broken_step()
+        self.abandon()
         self.plans.follow_parameters()
         return self.plans.trained.have_changed()
 
@@ -341,12 +343,6 @@ class OptimizerPipeline:
         if self._step_hooks.are_behind:
             self.plans.complete_parameters("optimizer step hook")
 
-    def _end_broken_step(self) -> None:
-        """If a step has raised, lets other threads read parameters. If not, does nothing."""
-        if self.plans.active is not None:
-            self.plans.active.gatherer.end_step()
-        self.progress.end_broken_step()
-
     def _on_arrival(self, number: int) -> None:
         """Steps bucket `number`, whose gathered means the calling thread has waited for."""
         assert isinstance(self.stepper, ReplicatedOptimizer)
@@ -455,9 +451,14 @@ class OptimizerPipeline:
         self.plans.take_over()
 
     def abandon(self) -> None:
-        """If a step has raised, restores the optimizer's groups. If not, does nothing. Local."""
+        """If a step has raised, restores the optimizer's groups. If not, does nothing. Local.
+
+        Also lets other threads read parameters again.
+        """
         self.stepper.restore()
-        self._end_broken_step()
+        if self.plans.active is not None:
+            self.plans.active.gatherer.end_step()
+        self.progress.end_broken_step()
 
     def detach(self) -> None:
         """Removes hooks and flat buffers from module and optimizer. Local.

@@ -287,7 +287,9 @@ class SteppedPieces:
         """Puts the user's parameters and state back, if pieces have taken their place."""
         if self._params is None:
             return
-        for group, parameters in zip(self.optimizer.param_groups, self._params, strict=True):
+        # Groups that the user has added after a step that raised stay as they are.
+        groups = self.optimizer.param_groups[: len(self._params)]
+        for group, parameters in zip(groups, self._params, strict=True):
             group["params"] = parameters
         if self._state is not None:
             # Read back, because a step may assign a new object to `optimizer.state`.

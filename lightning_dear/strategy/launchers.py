@@ -33,7 +33,8 @@ from lightning.pytorch.utilities import exceptions
 from typing_extensions import override
 
 from lightning_dear import private_names
-from lightning_dear.collectives.factory import leave_process_groups
+from lightning_dear.collectives.factory import hang_up, leave_process_groups
+from lightning_dear.collectives.store import default_store
 from lightning_dear.strategy import failure_watch, failures
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
         self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
-        self._is_failing = threading.Event()
+        self._is_failing, self._is_over = threading.Event(), threading.Event()
         self.has_heard_signal = threading.Event()
         self._watcher: threading.Thread | None = None
         watch_parent()
@@ -199,6 +200,8 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
             # Lightning's tuner ends its trial fit with this exception, on every rank: no failure.
             if not isinstance(error, _TunerExitException):
                 self._is_failing.set()
+                # Started now, since no thread can be started at exit.
+                threading.Thread(target=hang_up, args=[self._is_over], daemon=True).start()
             raise
 
     @override
@@ -257,12 +260,14 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
     def _end_children(self, end: Callable[[str], Any] | None = None) -> None:
         """Waits for the children, and ends this process if one has failed and rank 0 has not.
 
-        Kills children that do not end in time. Runs at exit and at the end of a job.
-
-        Args:
-            end: Called with the reason to end this process. None means that it ends at once.
+        Kills children that do not end in time. Runs at exit and at the end of a job. Calls `end`
+        with the reason to end this process. None means that it ends at once.
         """
         is_failing = self._is_failing.is_set()
+        # Held until the children have ended: in the store they read which rank failed first.
+        _store = default_store()
+        if is_failing:
+            self._is_over.set()
         codes = end_processes(self.procs, GRACE_S if is_failing else END_S)
         # Stops the watching thread, since no child is left.
         self._is_failing.set()
@@ -361,10 +366,8 @@ def _end_after(parent: int) -> None:
 def child_command(local_rank: int) -> tuple[list[str], str | None]:
     """Returns the command line of a child rank, and the folder to start it in.
 
-    None as the folder means the present one.
-
-    Args:
-        local_rank: The child's rank on this host; only the name of its log file depends on it.
+    None as the folder means the present one. Only the name of the child's log file depends on
+    `local_rank`, its rank on this host.
     """
     # Not imported: if Hydra has not been imported, this process runs no job of it.
     hydra = sys.modules.get("hydra.core.hydra_config")
@@ -408,11 +411,9 @@ def job_arguments(config: HydraConf, local_rank: int) -> list[str]:
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> list[int]:
-    """Waits for processes, kills those that still run after `grace_s` seconds; returns exit codes.
+    """Waits for child processes, kills those that still run after `grace_s`; returns exit codes.
 
-    Args:
-        processes: Child processes of this one.
-        grace_s: Seconds to wait for all processes together.
+    `grace_s` is the number of seconds for all of them together.
     """
     deadline = time.monotonic() + grace_s
     for process in processes:
@@ -426,8 +427,7 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) 
 def first_ending(codes: Sequence[int | None]) -> str:
     """Returns which local rank has failed and how, such as "1 exited with code 3".
 
-    Args:
-        codes: Exit codes of local ranks 1, 2, ..., of which the first that is not 0 counts.
+    `codes` are the exit codes of local ranks 1, 2, .... The first that is not 0 counts.
     """
     rank, code = next((rank, code) for rank, code in enumerate(codes, start=1) if code)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_dear.collectives import factory
 from lightning_dear.collectives.factory import forget_process_groups, new_collectives
@@ -109,6 +110,25 @@ def test_our_traffic_leaves_the_default_group_free() -> None:
     else:
         dist.barrier()
         collectives.launch_all_gather(buffer, 0).wait()
+
+
+@distributed(world_sizes=(2,), keeps_ranks=False)
+def test_groups_with_receives_that_no_launch_has_used_are_not_used_again() -> None:
+    first = new_collectives(torch.device("cpu"))
+    first.end_training()
+    second = new_collectives(torch.device("cpu"))
+    assert second.gather_group is first.gather_group
+    buffer = torch.zeros(2)
+    memory = StorageWeakRef(buffer.untyped_storage())
+    if dist.get_rank() == 0:
+        second.expect_all_gather(buffer, 0)
+    second.end_training()
+    before = second.gather_group
+    del buffer, first, second
+    third = new_collectives(torch.device("cpu"))
+    assert third.gather_group is not before
+    # A message may still arrive in it.
+    assert memory.expired() == (dist.get_rank() > 0)
 
 
 @distributed(world_sizes=(2,))

@@ -9,14 +9,17 @@ import re
 import subprocess
 import sys
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import nn
 
+from lightning_dear.collectives.work import reusable_groups
 from lightning_dear.fabric.module import DearModule
 from tests.distributed.harness import distributed
 from tests.fabric.running import dear, new_fabric
@@ -140,6 +143,26 @@ def test_a_model_deleted_in_mid_step_launches_nothing() -> None:
     assert_same(copies(third[0]), copies(first[0]), "weights")
     assert_same(copies(fourth[0]), copies(first[0]), "weights")
     assert_ranks_agree([copies(first[0])])
+
+
+@distributed([2])
+def test_a_model_deleted_after_a_step_that_raised_leaves_nothing_to_the_next() -> None:
+    fabric = new_fabric(dear())
+    raw = build("mlp")
+    model, optimizer = fabric.setup(raw, optimizer_for("sgd", raw))
+    _train(fabric, model, optimizer, range(2))
+    fabric.backward(loss_of(model, *batch("mlp", 2, fabric.global_rank)))
+    with (
+        mock.patch("torch.optim.sgd.sgd", side_effect=ArithmeticError),
+        suppress(ArithmeticError),
+    ):
+        optimizer.step()
+    del model, optimizer, raw
+    gc.collect()
+    assert not reusable_groups
+    raw = build("mlp")
+    model, optimizer = fabric.setup(raw, optimizer_for("sgd", raw))
+    _train(fabric, model, optimizer, range(2))
 
 
 @distributed([2])

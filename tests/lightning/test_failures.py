@@ -121,6 +121,15 @@ def test_every_launcher_ends_all_ranks(launcher: str, kind: str, rank: int, tmp_
     assert torch.load(tmp_path / "kept.ckpt", weights_only=True)["global_step"] == 2
 
 
+def test_a_failing_rank_0_lets_ranks_that_wait_for_it_know(tmp_path: Path) -> None:
+    fault = Fault("raise", "forward", 0, 3)
+    code, output = Job("popen", tmp_path, fault, FAULT_LONG_TIMEOUT="1").end()
+    assert code != 0, output
+    # Said when rank 1's callbacks see the exception.
+    assert f"Rank 1 ends because another rank failed. {FIRST.format(0)}" in output, output
+    assert output.rstrip().splitlines()[-1] == FIRST.format(0), output
+
+
 @pytest.mark.parametrize(
     ("launcher", "kind", "signum"),
     [

@@ -45,8 +45,8 @@ GATHERING = [
     Mutation(
         "ending a step that broke off",
         "OptimizerPipeline.abandon",
-        "        self.stepper.restore()\n        self._end_broken_step()\n",
-        "        self.stepper.restore()\n",
+        "            self.plans.active.gatherer.end_step()\n",
+        "            pass\n",
         (f"{THREADS}::test_a_step_that_breaks_off_keeps_no_thread_waiting",),
     ),
     Mutation(

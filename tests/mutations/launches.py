@@ -46,6 +46,16 @@ LAUNCHES = [
         (f"{MANY}::test_posting_to_a_rank_that_is_gone_names_it",),
     ),
     Mutation(
+        "new groups after receives that no launch has used",
+        "Pipeline.detach",
+        "        self.collectives.end_training()\n",
+        "",
+        (
+            "tests/fabric/test_life.py"
+            "::test_a_model_deleted_after_a_step_that_raised_leaves_nothing_to_the_next",
+        ),
+    ),
+    Mutation(
         "reports that name no rank",
         "FailureBoard._suspect",
         " and all(_CLOSED_BY.search(one) for one in reports)",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.planning import ThresholdFusion
 from tests.distributed.harness import distributed
 from tests.optimizers.strangers import Sharpness
 from tests.training.delays import Delays
@@ -244,6 +248,82 @@ def test_a_step_after_an_interrupted_one_finds_the_users_groups() -> None:
     optimizer.step()
     assert optimizer.param_groups[0]["params"] is parameters
     pipeline.detach()
+
+
+class _Failing(torch.optim.SGD):
+    """Raises in the step after `fails` is set, once it has the gradients."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            self.fails = False
+            assert closure is not None
+            with torch.enable_grad():
+                closure()
+            raise ArithmeticError("not this time")
+        return super().step(closure)
+
+
+def _fail_in_a_step(model: nn.Module, optimizer: _Failing) -> Pipeline:
+    """Trains, with an error in the second step, which the caller catches."""
+    # One bucket: those that are stepped before the error keep their new values.
+    pipeline = new_pipeline(model, optimizer, ThresholdFusion())
+    train_steps(pipeline, model, [0])
+    optimizer.zero_grad()
+    optimizer.fails = True
+    with pytest.raises(ArithmeticError, match="not this time"):
+        optimizer.step(lambda: _backward(pipeline, model))
+    optimizer.zero_grad()
+    return pipeline
+
+
+def _backward(pipeline: Pipeline, model: nn.Module) -> None:
+    with pipeline.forward():
+        loss = loss_of(model, *batch("mlp", 1, dist.get_rank()))
+    with pipeline.backward():
+        loss.backward()
+
+
+@distributed(world_sizes=(1, 2))
+def test_training_goes_on_after_a_step_whose_error_was_caught(world_size: int) -> None:
+    model, plain = build("mlp"), build("mlp")
+    pipeline = _fail_in_a_step(model, _Failing(model.parameters(), lr=0.05))
+    train_steps(pipeline, model, [2, 3])
+    pipeline.detach()
+    other = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for step in (0, 2, 3):
+        other.zero_grad()
+        for rank in range(world_size):
+            (loss_of(plain, *batch("mlp", step, rank)) / world_size).backward()
+        other.step()
+    for a, b in zip(weights(model), weights(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@distributed(world_sizes=(2,), timeout_s=30)
+def test_a_training_that_ends_with_a_step_whose_error_was_caught_may_be_followed() -> None:
+    model = build("mlp")
+    _fail_in_a_step(model, _Failing(model.parameters(), lr=0.05)).detach()
+    pipeline = new_pipeline(model, _sgd(model))
+    train_steps(pipeline, model, [2, 3])
+    pipeline.detach()
+
+
+@pytest.mark.filterwarnings("ignore:No optimizer of the training holds")
+@distributed(world_sizes=(1, 2))
+def test_a_group_may_be_added_after_a_step_whose_error_was_caught(world_size: int) -> None:
+    model = build("mlp")
+    optimizer, spare = _Failing(model.layers[1:].parameters(), lr=0.05), model.layers[0]
+    pipeline, before = _fail_in_a_step(model, optimizer), spare.weight.detach().clone()
+    optimizer.add_param_group({"params": [*spare.parameters()]})
+    # Other ranks' shards are still expected in the buffers of the plan that ends now.
+    refused = pytest.raises(RuntimeError, match="begin another fit")
+    with refused if world_size > 1 else nullcontext():
+        train_steps(pipeline, model, [2, 3])
+    if world_size == 1:
+        assert [len(group["params"]) for group in optimizer.param_groups] == [4, 2]
+        assert not torch.equal(spare.weight, before)
 
 
 @distributed(world_sizes=(1,))
