@@ -90,10 +90,15 @@ def describe(exception: BaseException) -> str:
 def is_consequence(exception: BaseException) -> bool:
     """Tells whether the exception was caused only by a peer that is gone or timed out.
 
-    The first exception of its chain decides, by its class (RuntimeError) and its message.
+    The first exception of its chain decides, by its class (RuntimeError) and its message. A chain
+    that comes back to an earlier exception, as `raise e from e` makes it, ends in front of that.
     """
-    root = exception
+    # By id, since exceptions may be equal, and some have no hash.
+    root, seen = exception, {id(exception)}
     while (before := root.__cause__ if root.__suppress_context__ else root.__context__) is not None:
+        if id(before) in seen:
+            break
+        seen.add(id(before))
         root = before
     return isinstance(root, RuntimeError) and bool(_CONSEQUENCE.search(str(root)))
 

@@ -112,6 +112,18 @@ def test_the_root_of_a_chain_decides() -> None:
     assert not is_consequence(chained(mistake, RuntimeError(CLOSED), "while"))
 
 
+@pytest.mark.parametrize("message", [CLOSED, "mistake"])
+def test_errors_that_cause_each_other_have_an_end(message: str) -> None:
+    def caused_by(error: BaseException, causes: list[BaseException]) -> BaseException:
+        for one, cause in zip([error, *causes], [*causes, error], strict=True):
+            one.__cause__ = cause
+        return error
+
+    for causes in ([], [RuntimeError(message)], [ValueError("wrapped"), RuntimeError(message)]):
+        error = caused_by(RuntimeError(message), causes)
+        assert in_time(lambda error=error: is_consequence(error)) == (message == CLOSED)
+
+
 def test_describe() -> None:
     assert describe(ValueError("bad batch")) == "ValueError: bad batch"
     assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
