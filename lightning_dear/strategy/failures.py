@@ -51,7 +51,8 @@ _MAX_MESSAGE_CHARS = 2000
 _QUOTED, _QUOTED_CHARS = 4, 300
 
 _CONSEQUENCE = re.compile(
-    r"Connection (was likely )?(closed|reset|refused)|Broken pipe|[Ss]ocket (is )?closed"
+    r"Connection (was likely )?(closed|reset|refused|timed out)|Broken pipe|[Ss]ocket (is )?closed"
+    r"|No route to host|Network is unreachable"
     r"|Timed out waiting \d+ ?ms|[Ww]ait timeout|Socket Timeout|timeout caused pair closure"
     r"|monitoredBarrier|remote process exited|communicator was aborted|collective operation timeout"
     r"|NCCL operations have failed or timed out"
