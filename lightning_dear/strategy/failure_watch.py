@@ -106,7 +106,8 @@ class FailureWatch:
     def handle(self, exception: BaseException, asked: str = "") -> None:
         """Ends the watch and reports `exception`, with which this rank's run ends.
 
-        Blocks as long as `FailureBoard.handle`.
+        Blocks as long as `FailureBoard.handle`. Only the first call in a run reports, and writes
+        torch's record after a timeout.
 
         Args:
             exception: The exception.
@@ -115,8 +116,9 @@ class FailureWatch:
         """
         self._is_over.set()
         if not asked:
+            is_first = not self.board.has_failed
             self.board.handle(exception)
-            if self.board.world_size > 1 and failures.is_late(exception):
+            if is_first and self.board.world_size > 1 and failures.is_late(exception):
                 dump_flight_record(self.board.rank)
             return
         self.board.has_failed = True

@@ -183,9 +183,12 @@ def test_after_a_timeout_torchs_own_record_is_written(
     watches = [FailureWatch(board, timedelta(seconds=40)) for board in boards]
     watches[0].handle(RuntimeError(CLOSED))
     assert not [*tmp_path.iterdir()]
-    watches[1].handle(RuntimeError(LATE))
+    # `CompletionGuard` calls it, and later `on_exception`.
+    for _ in range(2):
+        watches[1].handle(RuntimeError(LATE))
     assert {"version", "entries"} <= {*pickle.loads((tmp_path / "rank_1").read_bytes())}
-    assert f"Rank 1 has written its last collectives to {tmp_path / 'rank_1'}." in caplog.text
+    told = f"Rank 1 has written its last collectives to {tmp_path / 'rank_1'}."
+    assert caplog.text.count(told) == 1
     # A torch without it writes nothing, and says nothing.
     gone = PrivateName("torch._C._distributed_c10d", "_no_such_name")
     monkeypatch.setattr(private_names, "FLIGHT_RECORD", gone)
