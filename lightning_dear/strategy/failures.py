@@ -243,14 +243,16 @@ class FailureBoard:
     def notice(self, store: Any) -> bool:
         """Reads the board. Returns whether a rank has reported a failure.
 
-        If one has, also writes on the board, once, that this rank lives. If this rank has a wish to
-        stop, writes it on the board. Otherwise reads another rank's wish into `asked`.
+        If one has, also writes on the board, once, that this rank lives. Reads the largest wish to
+        stop into `asked`. If this rank's own is larger, writes it on the board.
         """
         self.read(store)
         told = max(map(int, self._texts("stop").values()), default=0)
         if self.asked > told:
             self._write(store, Line(self.rank, "stop", str(self.asked)))
-        self.asked = self.asked or told
+        # Not written otherwise: a signal may have set it since it was read.
+        if told > self.asked:
+            self.asked = told
         if not self._texts("cause", "consequence"):
             return False
         if self.rank not in self._texts(*_SIGNS_OF_LIFE):

@@ -398,6 +398,43 @@ def test_a_wish_to_stop_reaches_all(boards: list[FailureBoard], store: dist.Stor
     assert [board.asked for board in boards] == [3] * NUM_RANKS
 
 
+def test_the_largest_wish_to_stop_reaches_all(
+    boards: list[FailureBoard], store: dist.Store
+) -> None:
+    sigterm, ctrl_c = 1, 130
+    boards[0].asked, boards[1].asked = sigterm, ctrl_c
+    for board in [*boards, *boards]:
+        board.notice(store)
+    assert [board.asked for board in boards] == [ctrl_c] * NUM_RANKS
+
+
+class _Signalled(FailureBoard):
+    """A board whose rank gets a signal right after one of the times that `asked` is read."""
+
+    _asked, num_reads = 0, -1
+
+    @property
+    def asked(self) -> int:
+        before = self._asked
+        self.num_reads -= 1
+        self._asked = 130 if self.num_reads == 0 else before
+        return before
+
+    @asked.setter
+    def asked(self, value: int) -> None:
+        self._asked = value
+
+
+@pytest.mark.parametrize("num_reads", [1, 2])
+def test_a_signal_that_comes_while_the_board_is_read_is_kept(
+    num_reads: int, store: dist.Store
+) -> None:
+    board = _Signalled("attempt", 0, NUM_RANKS)
+    board.num_reads = num_reads
+    board.notice(store)
+    assert board.asked == 130
+
+
 def test_a_suspicion_outlives_the_store(
     boards: list[FailureBoard], store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
