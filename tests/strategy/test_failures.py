@@ -5,6 +5,7 @@ Several boards in one process stand for ranks; they share a store as ranks do.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pickle
 import sys
@@ -587,6 +588,63 @@ def test_a_rank_whose_store_is_gone_is_ended(
     watch.close()
     assert time.monotonic() - start_s > 0.9
     assert len(ended) == (0 if comes_back else 1)
+
+
+@pytest.mark.parametrize("num_failures", [1, 10**9])
+def test_a_watch_that_cannot_connect_at_first_tries_again(
+    num_failures: int,
+    boards: list[FailureBoard],
+    store: dist.Store,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(failure_watch, "WATCH_POLL_S", 0.05)
+    ended = list[str]()
+    monkeypatch.setattr(FailureWatch, "_end", lambda _, why: ended.append(why))
+    tries = itertools.count()
+
+    def connect(*_: float) -> dist.Store:
+        if next(tries) < num_failures:
+            raise RuntimeError("Connection refused")
+        return store
+
+    monkeypatch.setattr(failure_watch, "new_store_client", connect)
+    watch = FailureWatch(boards[1], timedelta(seconds=1))
+    boards[0].report(0, ValueError("bad batch"))
+    end_s = time.monotonic() + 20
+    while not (ended or boards[1].seen) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    watch.close()
+    assert boards[1].seen if num_failures == 1 else ended == ["Rank 0 does not answer."]
+
+
+def test_a_watch_goes_on_although_a_wish_to_stop_cannot_be_passed_on(
+    boards: list[FailureBoard],
+    store: dist.Store,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(failure_watch, "WATCH_POLL_S", 0.05)
+    ended = list[str]()
+    monkeypatch.setattr(FailureWatch, "_end", lambda _, why: ended.append(why))
+    watch = FailureWatch(boards[1], timedelta(seconds=0))
+
+    def fail(asked: int) -> None:
+        raise AttributeError("no trainer")
+
+    watch.on_asked = fail
+    boards[0].asked = 3
+    boards[0].notice(store)
+    # Longer than until a watch that reads nothing ends its rank.
+    time.sleep(failure_watch.RAISING_S + 1.0)
+    assert not ended
+    boards[0].report(0, ValueError("bad batch"))
+    end_s = time.monotonic() + 10
+    while not boards[1].seen and time.monotonic() < end_s:
+        time.sleep(0.05)
+    watch.close()
+    assert boards[1].seen
+    assert caplog.text.count("Rank 1 cannot be told to stop") == 1
+    assert "no trainer" in caplog.text
 
 
 def test_a_rank_whose_store_does_not_answer_is_ended(
