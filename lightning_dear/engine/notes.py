@@ -318,9 +318,10 @@ class RingTrial:
 
 OptionValues = Mapping[tuple[int, str], Any]
 """(number of a parameter group, name of an option) -> value of the option, as `options_of` has it:
-tensors as numbers, so that values can be compared, pickled and hashed by their `repr`."""
+tensors as numbers, and whole numbers as int, so that values can be compared, pickled and hashed.
+Equal values have the same `repr`: 0.0 and False become 0. None is left out."""
 
-_KINDS = (bool, int, float, str, tuple, type(None), Tensor)
+_KINDS = (bool, int, float, str, tuple, Tensor)
 
 
 def options_of(optimizer: Optimizer) -> OptionValues:
@@ -328,7 +329,8 @@ def options_of(optimizer: Optimizer) -> OptionValues:
 
     Tensors of one element on the CPU count as their value. Other tensors count as None, so that
     they are not compared: the host would have to wait for values on a device. Options of other
-    types than `_KINDS`, such as the list of parameters, are left out.
+    types than `_KINDS`, such as the list of parameters, are left out. So is None, which
+    `check_options` takes for equal to an option that is not there.
     """
     return {
         (number, key): _as_plain(value)
@@ -343,7 +345,10 @@ def _as_plain(value: Any) -> Any:
         return tuple(map(_as_plain, value))
     if isinstance(value, Tensor):
         # The value is copied: a scheduler may later write to this tensor.
-        return value.tolist() if value.is_cpu and value.numel() == 1 else None
+        return _as_plain(value.item()) if value.is_cpu and value.numel() == 1 else None
+    if isinstance(value, int | float):
+        # Also for bools and for subclasses, such as NumPy's. Infinities and NaN are not whole.
+        return int(value) if isinstance(value, int) or value.is_integer() else float(value)
     return value
 
 
@@ -394,7 +399,7 @@ class SharedOptions(Digest):
         self._before = self._options
         if self._have_changed():
             self._options = options_of(self._optimizer)
-            self._hash = hash_of(repr(self._options))
+            self._hash = hash_of(repr(sorted(self._options.items())))
         return self._hash
 
     def _have_changed(self) -> bool:
