@@ -69,6 +69,8 @@ _UNREADABLE = (
     " what rank 0 printed last."
 )
 
+_NO_CAUSE = "No rank has reported a cause of its own. See what each printed first."
+
 _IS_LATE = re.compile(r"[Tt]imed out|[Tt]imeout")
 
 
@@ -351,8 +353,9 @@ class FailureBoard:
         if self._ask(lambda store: self.read(store) or True) is None:
             return (said or [_UNREADABLE])[0]
         sentence = self._suspect(self._texts("cause", "consequence"), self._texts("left"))
-        if not self._mute:
-            sentence = " ".join(filter(None, [self._ask(self._divergence), sentence]))
+        if not self._mute and (found := self._ask(self._divergence)):
+            # That is the cause, and what each rank printed tells only that it has waited.
+            sentence = found if sentence.startswith(_NO_CAUSE) else f"{found} {sentence}"
         self._ask(lambda store: self._write(store, Line(self.rank, "suspicion", sentence)))
         return sentence
 
@@ -398,9 +401,7 @@ class FailureBoard:
         heads = [
             f"Rank {rank} says: {failed[rank][:_QUOTED_CHARS]}" for rank in [*failed][:_QUOTED]
         ]
-        return " ".join(
-            ["No rank has reported a cause of its own. See what each printed first.", *heads]
-        )
+        return " ".join([_NO_CAUSE, *heads])
 
     def _verdict(self, store: Any, key: str, state: str, timeout_s: float) -> str:
         store.append(f"{key}/states", f"{json.dumps([self.rank, state])}\n")

@@ -290,6 +290,20 @@ def test_ranks_that_wait_for_each_other_in_vain_are_told_so(boards: list[Failure
     assert sentences[-1].startswith(
         "Ranks may have launched different messages: rank 0 norm, and rank 1 weights. Call"
     )
+    # What each printed first is that it waited.
+    assert sentences[-1].endswith("in the same order on all ranks.")
+
+
+def test_one_that_did_not_come_is_also_named(boards: list[FailureBoard], store: dist.Store) -> None:
+    for board, last in zip(boards, ("norm", "weights", "weights"), strict=True):
+        board.launches = lambda last=last: [(last, 1, -1)]
+    boards[0].report(0, RuntimeError(LATE))
+    boards[1].notice(store)
+    boards[2].notice(store)
+    said = boards[0].blame(RuntimeError(LATE))
+    assert said is not None
+    assert said.startswith("Ranks may have launched different messages: rank 0 norm, and rank 1 we")
+    assert " on all ranks. Ranks [1, 2] did not come to a collective." in said
 
 
 @given(st.lists(st.tuples(st.text(), st.integers(), st.integers())))
