@@ -1,8 +1,9 @@
 """Notes: a few bytes of each rank that travel with the flags of a round, see `BucketRound`.
 
-`Digest` is a note that compares a number between ranks. `SharedOptions` and `LaunchDigest` are two:
-the first finds options of optimizers that differ between ranks. An option is an entry of a
-parameter group: a learning rate, Adam's betas, weight decay. The second finds other launches.
+`Digest` is a note that compares a number between ranks. Two digests: `SharedOptions` finds options
+that differ between ranks, `LaunchDigest` launches that differ. An option is an entry of an
+optimizer's parameter group: a learning rate, Adam's betas, weight decay. Also here: `Signal`,
+`RingTrial`.
 """
 
 import math
@@ -252,12 +253,13 @@ class RingTrial:
 
     Reduce-scatters go in turn then, and all-gathers in a ring, see `PairwiseCollectives`. On slow
     links that is faster if each host has one rank. Beside much computing, or if messages are long
-    on their way, it is slower. So it is tried, where every rank waits for at least half of its
-    steps. It stays in use if no rank's mean step becomes longer, and for as long as every rank
-    waits for half of its steps. It changes no value that arrives.
+    on their way, it is slower. So it is tried, where every rank waits during at least half of its
+    step time. After the first 8 steps in a trial, it stays if no rank's mean step is longer than
+    before. Later only waits decide: it stays as long as every rank waits during at least half of
+    its step time. It changes no value that arrives.
 
-    Each rank sends 1 if it does not want that, and 0 otherwise. The maximum in every `_WINDOW`th round
-    decides, so that all ranks change in the same step.
+    Each rank sends 1 if it does not want that, and 0 otherwise. The maximum in every `_WINDOW`th
+    round decides, so that all ranks change in the same step.
 
     Args:
         instruments: Tell how long this rank waits in a step.

@@ -5,8 +5,9 @@ reason of its own writes the reason on a board: a key in the store of the defaul
 which every rank appends lines. The other ranks read it there before they end. `FailureWatch` reads
 the board during a run.
 
-If the store is gone, only `agree` raises. All other functions go on without an answer. Every wait
-has the time limit that is documented with it.
+If the store is gone, `agree` raises, and so do `read` and `notice`, which `FailureWatch` catches.
+All other functions go on without an answer. Every wait has the time limit that is documented with
+it.
 """
 
 import json
@@ -172,8 +173,9 @@ class FailureBoard:
     def handle(self, exception: BaseException) -> None:
         """Reports this rank's failure and, if another rank caused it, logs which one.
 
-        Blocks for at most about `2 * REPORT_WAIT_S`, and longer if the store does not answer. Only
-        the first call in a run acts.
+        Blocks for at most about `2 * REPORT_WAIT_S`, and longer if the store does not answer or is
+        far. On rank 0, which waits for the others to read, add up to `REPORT_WAIT_S` and, if
+        another rank caused the failure, `WATCH_POLL_S`. Only the first call in a run acts.
         """
         has_failed, self.has_failed = self.has_failed, True
         if has_failed or self.world_size == 1:
