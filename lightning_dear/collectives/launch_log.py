@@ -13,10 +13,15 @@ TAGS_OF_ONE_OPTIMIZER = 1 << 12
 """Number of tags for the buckets of one optimizer; optimizer n has those from n times this on."""
 
 BUCKET_TAGS = 1 << 19
-"""Tags of all buckets are below this. The bits from here on say which message of a bucket it is."""
+"""Tags of the first messages of all buckets are below this. This bit marks messages of no bucket:
+the norm. Higher bits say which message of a bucket it is."""
+
+NORM_TAG = BUCKET_TAGS
+"""Tag of the message that adds up the gradient norm."""
 
 _OTHER_TAGS = 1 << 24
-"""Tags from here on belong to no bucket: flags and module buffers."""
+"""Logged tags from here on belong to no bucket: flags and module buffers. Second hops, whose tags
+are also above it, are not logged."""
 
 _ALL = -1
 _NUM_KEPT = 64
@@ -25,7 +30,7 @@ _FACTOR = 6364136223846793005
 
 
 class Logged(NamedTuple):
-    """One launch, as it must be on all ranks.
+    """What must be equal on all ranks about one launch.
 
     Attributes:
         call: Name of the collective.
@@ -44,7 +49,10 @@ class Logged(NamedTuple):
     has_tag: bool
 
     def __str__(self) -> str:
-        of = f"bucket {self.tag}" if self.tag < BUCKET_TAGS else f"tag {self.tag}"
+        optimizer, bucket = divmod(self.tag, TAGS_OF_ONE_OPTIMIZER)
+        of = f"bucket {bucket} of optimizer {optimizer}" if optimizer else f"bucket {bucket}"
+        if self.tag >= BUCKET_TAGS:
+            of = "the gradient norm" if self.tag == NORM_TAG else f"tag {self.tag}"
         parts = [f"{self.call.replace('_', '-')} of {of}", str(self.dtype).removeprefix("torch.")]
         parts += [] if self.elements is None else [f"{self.elements} elements"]
         return ", ".join([*parts, f"group {self.group}"])
@@ -60,9 +68,9 @@ Report = Sequence[tuple[int, Logged]]
 
 
 LastLaunches = Sequence[tuple[str, int, int]]
-"""Triples, in order: launch, how often it was launched by then, number of the optimizer with whose
-launches it keeps its order. See `LaunchLog.last`. The number `_ALL` means that the launch keeps its
-order with all others."""
+"""Triples, in order: launch, how often it was launched by then, number of the optimizer. Launches
+of one optimizer have the same order on all ranks. See `LaunchLog.last`. The number `_ALL` means
+that the launch keeps its order with all others."""
 
 
 class _Kind:

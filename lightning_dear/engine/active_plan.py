@@ -11,6 +11,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import FlatBuffers, Piece
+from lightning_dear.collectives.launch_log import NORM_TAG
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec
 from lightning_dear.engine.bucket_round import BucketRound
@@ -25,8 +26,6 @@ from lightning_dear.exchange.sparse.figures import figures_of
 from lightning_dear.optimizers.sharded import SteppedPieces
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, check_plan
-
-_NORM_TAG = 1 << 19
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +112,7 @@ class ActivePlan:
         if gradients:
             norms = _norms(gradients, norm_type)
             parts[rank] = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
-        collectives.launch_all_gather(parts, _NORM_TAG).wait()
+        collectives.launch_all_gather(parts, NORM_TAG).wait()
         total = parts.max() if math.isinf(norm_type) else parts.sum().pow(1.0 / norm_type)
         return total.to(like.dtype)
 

@@ -1,8 +1,9 @@
 """Notes: a few bytes of each rank that travel with the flags of a round, see `BucketRound`.
 
-`Digest` is a note that compares a number between ranks. `SharedOptions` and `LaunchDigest` are two:
-the first finds options of optimizers that differ between ranks. An option is an entry of a
-parameter group: a learning rate, Adam's betas, weight decay. The second finds other launches.
+`Digest` is a note that compares a number between ranks. Two digests: `SharedOptions` finds options
+that differ between ranks, `LaunchDigest` launches that differ. An option is an entry of an
+optimizer's parameter group: a learning rate, Adam's betas, weight decay. Also here: `Signal`,
+`RingTrial`.
 """
 
 import math
@@ -252,9 +253,10 @@ class RingTrial:
 
     Reduce-scatters go in turn then, and all-gathers in a ring, see `PairwiseCollectives`. On slow
     links that is faster if each host has one rank. Beside much computing, or if messages are long
-    on their way, it is slower. So it is tried, where every rank waits for at least half of its
-    steps. It stays in use if no rank's mean step becomes longer, and for as long as every rank
-    waits for half of its steps. It changes no value that arrives.
+    on their way, it is slower. So it is tried, where every rank waits during at least half of its
+    step time. After the first 8 steps in a trial, it stays if no rank's mean step is longer than
+    before. Later only waits decide: it stays as long as every rank waits during at least half of
+    its step time. It changes no value that arrives.
 
     Each rank sends 1 if it does not want that, and 0 otherwise. The maximum in every `_WINDOW`th
     round decides, so that all ranks change in the same step.
@@ -318,9 +320,10 @@ class RingTrial:
 
 OptionValues = Mapping[tuple[int, str], Any]
 """(number of a parameter group, name of an option) -> value of the option, as `options_of` has it:
-tensors as numbers, so that values can be compared, pickled and hashed by their `repr`."""
+tensors as numbers, and whole numbers as int, so that values can be compared, pickled and hashed.
+Equal values have the same `repr`: 0.0 and False become 0. None is left out."""
 
-_KINDS = (bool, int, float, str, tuple, type(None), Tensor)
+_KINDS = (bool, int, float, str, tuple, Tensor)
 
 
 def options_of(optimizer: Optimizer) -> OptionValues:
@@ -328,7 +331,8 @@ def options_of(optimizer: Optimizer) -> OptionValues:
 
     Tensors of one element on the CPU count as their value. Other tensors count as None, so that
     they are not compared: the host would have to wait for values on a device. Options of other
-    types than `_KINDS`, such as the list of parameters, are left out.
+    types than `_KINDS`, such as the list of parameters, are left out. So is None, which
+    `check_options` takes for equal to an option that is not there.
     """
     return {
         (number, key): _as_plain(value)
@@ -343,7 +347,10 @@ def _as_plain(value: Any) -> Any:
         return tuple(map(_as_plain, value))
     if isinstance(value, Tensor):
         # The value is copied: a scheduler may later write to this tensor.
-        return value.tolist() if value.is_cpu and value.numel() == 1 else None
+        return _as_plain(value.item()) if value.is_cpu and value.numel() == 1 else None
+    if isinstance(value, int | float):
+        # Also for bools and for subclasses, such as NumPy's. Infinities and NaN are not whole.
+        return int(value) if isinstance(value, int) or value.is_integer() else float(value)
     return value
 
 
@@ -394,7 +401,7 @@ class SharedOptions(Digest):
         self._before = self._options
         if self._have_changed():
             self._options = options_of(self._optimizer)
-            self._hash = hash_of(repr(self._options))
+            self._hash = hash_of(repr(sorted(self._options.items())))
         return self._hash
 
     def _have_changed(self) -> bool:

@@ -77,7 +77,8 @@ class FailureWatch:
         on_failed: Called once, in a thread of its own, if this rank's run still goes on `ABORT_S`
             after it has read that a rank has failed. May block.
         on_asked: Called in the reading thread with `FailureBoard.asked`, after each read of the
-            board, as long as a rank wishes to stop.
+            board, as long as a rank wishes to stop. If it raises, the error is logged, and that was
+            the last call.
     """
 
     def __init__(self, board: FailureBoard, timeout: timedelta) -> None:
@@ -106,7 +107,8 @@ class FailureWatch:
     def handle(self, exception: BaseException, asked: str = "") -> None:
         """Ends the watch and reports `exception`, with which this rank's run ends.
 
-        Blocks as long as `FailureBoard.handle`.
+        Blocks as long as `FailureBoard.handle`. Only the first call in a run reports, and writes
+        torch's record after a timeout.
 
         Args:
             exception: The exception.
@@ -115,8 +117,9 @@ class FailureWatch:
         """
         self._is_over.set()
         if not asked:
+            is_first = not self.board.has_failed
             self.board.handle(exception)
-            if self.board.world_size > 1 and failures.is_late(exception):
+            if is_first and self.board.world_size > 1 and failures.is_late(exception):
                 dump_flight_record(self.board.rank)
             return
         self.board.has_failed = True
@@ -139,13 +142,17 @@ class FailureWatch:
     def _run(self) -> None:
         # A client of its own: a store client has one lock, and the main thread may hold it as long
         # as it waits for a key.
-        client = new_store_client()
+        client: Any = None
+        # At first the store may have all ranks to answer.
+        connect_s = 10.0
         abort = threading.Timer(ABORT_S, lambda: self._is_over.is_set() or self.on_failed())
         abort.daemon = True
         # Another thread, because a read may hang if the process that has the store is stopped.
         threading.Thread(target=self._end_in_time, daemon=True, name="failure end").start()
-        while client is not None and not self._is_over.wait(WATCH_POLL_S):
+        while not self._is_over.wait(WATCH_POLL_S):
             try:
+                if client is None and (client := new_store_client(connect_s)) is None:
+                    break
                 # Also read after a failure: its cause may be written later than the failure itself.
                 noticed = self.board.notice(client)
                 if not self._has_noticed:
@@ -155,10 +162,14 @@ class FailureWatch:
                 self._has_noticed = noticed
             except Exception:
                 # A network outage may pass, but the lost connection must be made anew.
-                with suppress(Exception):
-                    client = new_store_client(STORE_WAIT_S)
-            if self.board.asked:
-                self.on_asked(self.board.asked)
+                client, connect_s = None, STORE_WAIT_S
+            try:
+                if self.board.asked:
+                    self.on_asked(self.board.asked)
+            except Exception:
+                # This thread must go on, or `_end_in_time` would end a healthy run.
+                log.exception("Rank %d cannot be told to stop. End it by hand.", self.board.rank)
+                self.on_asked = int
         self._is_over.set()
 
     def _end_in_time(self) -> None:

@@ -5,8 +5,9 @@ reason of its own writes the reason on a board: a key in the store of the defaul
 which every rank appends lines. The other ranks read it there before they end. `FailureWatch` reads
 the board during a run.
 
-If the store is gone, only `agree` raises. All other functions go on without an answer. Every wait
-has the time limit that is documented with it.
+If the store is gone, `agree` raises, and so do `read` and `notice`, which `FailureWatch` catches.
+All other functions go on without an answer. Every wait has the time limit that is documented with
+it.
 """
 
 import json
@@ -51,7 +52,8 @@ _MAX_MESSAGE_CHARS = 2000
 _QUOTED, _QUOTED_CHARS = 4, 300
 
 _CONSEQUENCE = re.compile(
-    r"Connection (was likely )?(closed|reset|refused)|Broken pipe|[Ss]ocket (is )?closed"
+    r"Connection (was likely )?(closed|reset|refused|timed out)|Broken pipe|[Ss]ocket (is )?closed"
+    r"|No route to host|Network is unreachable"
     r"|Timed out waiting \d+ ?ms|[Ww]ait timeout|Socket Timeout|timeout caused pair closure"
     r"|monitoredBarrier|remote process exited|communicator was aborted|collective operation timeout"
     r"|NCCL operations have failed or timed out"
@@ -67,6 +69,8 @@ _UNREADABLE = (
     "No rank's report can be read: rank 0, which keeps them, is gone, stopped or out of reach. See"
     " what rank 0 printed last."
 )
+
+_NO_CAUSE = "No rank has reported a cause of its own. See what each printed first."
 
 _IS_LATE = re.compile(r"[Tt]imed out|[Tt]imeout")
 
@@ -90,10 +94,15 @@ def describe(exception: BaseException) -> str:
 def is_consequence(exception: BaseException) -> bool:
     """Tells whether the exception was caused only by a peer that is gone or timed out.
 
-    The first exception of its chain decides, by its class (RuntimeError) and its message.
+    The first exception of its chain decides, by its class (RuntimeError) and its message. A chain
+    that comes back to an earlier exception, as `raise e from e` makes it, ends in front of that.
     """
-    root = exception
+    # By id, since exceptions may be equal, and some have no hash.
+    root, seen = exception, {id(exception)}
     while (before := root.__cause__ if root.__suppress_context__ else root.__context__) is not None:
+        if id(before) in seen:
+            break
+        seen.add(id(before))
         root = before
     return isinstance(root, RuntimeError) and bool(_CONSEQUENCE.search(str(root)))
 
@@ -164,8 +173,9 @@ class FailureBoard:
     def handle(self, exception: BaseException) -> None:
         """Reports this rank's failure and, if another rank caused it, logs which one.
 
-        Blocks for at most about `2 * REPORT_WAIT_S`, and longer if the store does not answer. Only
-        the first call in a run acts.
+        Blocks for at most about `2 * REPORT_WAIT_S`, and longer if the store does not answer or is
+        far. On rank 0, which waits for the others to read, add up to `REPORT_WAIT_S` and, if
+        another rank caused the failure, `WATCH_POLL_S`. Only the first call in a run acts.
         """
         has_failed, self.has_failed = self.has_failed, True
         if has_failed or self.world_size == 1:
@@ -237,14 +247,16 @@ class FailureBoard:
     def notice(self, store: Any) -> bool:
         """Reads the board. Returns whether a rank has reported a failure.
 
-        If one has, also writes on the board, once, that this rank lives. If this rank has a wish to
-        stop, writes it on the board. Otherwise reads another rank's wish into `asked`.
+        If one has, also writes on the board, once, that this rank lives. Reads the largest wish to
+        stop into `asked`. If this rank's own is larger, writes it on the board.
         """
         self.read(store)
         told = max(map(int, self._texts("stop").values()), default=0)
         if self.asked > told:
             self._write(store, Line(self.rank, "stop", str(self.asked)))
-        self.asked = self.asked or told
+        # Not written otherwise: a signal may have set it since it was read.
+        if told > self.asked:
+            self.asked = told
         if not self._texts("cause", "consequence"):
             return False
         if self.rank not in self._texts(*_SIGNS_OF_LIFE):
@@ -343,8 +355,9 @@ class FailureBoard:
         if self._ask(lambda store: self.read(store) or True) is None:
             return (said or [_UNREADABLE])[0]
         sentence = self._suspect(self._texts("cause", "consequence"), self._texts("left"))
-        if not self._mute:
-            sentence = " ".join(filter(None, [self._ask(self._divergence), sentence]))
+        if not self._mute and (found := self._ask(self._divergence)):
+            # That is the cause, and what each rank printed tells only that it has waited.
+            sentence = found if sentence.startswith(_NO_CAUSE) else f"{found} {sentence}"
         self._ask(lambda store: self._write(store, Line(self.rank, "suspicion", sentence)))
         return sentence
 
@@ -390,9 +403,7 @@ class FailureBoard:
         heads = [
             f"Rank {rank} says: {failed[rank][:_QUOTED_CHARS]}" for rank in [*failed][:_QUOTED]
         ]
-        return " ".join(
-            ["No rank has reported a cause of its own. See what each printed first.", *heads]
-        )
+        return " ".join([_NO_CAUSE, *heads])
 
     def _verdict(self, store: Any, key: str, state: str, timeout_s: float) -> str:
         store.append(f"{key}/states", f"{json.dumps([self.rank, state])}\n")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from typing_extensions import override
 
 from lightning_dear.collectives.launch_log import (
+    NORM_TAG,
     TAGS_OF_ONE_OPTIMIZER,
     LastLaunches,
     LaunchLog,
@@ -97,6 +98,22 @@ def test_the_last_launches_tell_whose_order_they_keep() -> None:
     last = log_of([*of_buckets, launch(FLAGS_TAG)]).last()
     assert [rest for _, *rest in last] == [[1, 0], [2, 0], [1, 1], [1, -1], [1, -1]]
     assert last[0][0] == last[1][0] == str(launch(0))
+
+
+@pytest.mark.parametrize(
+    ("tag", "name"),
+    [
+        (3, "bucket 3"),
+        (TAGS_OF_ONE_OPTIMIZER, "bucket 0 of optimizer 1"),
+        (2 * TAGS_OF_ONE_OPTIMIZER + 5, "bucket 5 of optimizer 2"),
+        (NORM_TAG, "the gradient norm"),
+        (STATE_TAGS, f"tag {STATE_TAGS}"),
+        (FLAGS_TAG, f"tag {FLAGS_TAG}"),
+    ],
+)
+def test_a_launch_is_named_as_users_know_it(tag: int, name: str) -> None:
+    said = str(Logged("all_gather", 1, torch.float64, 2, tag, has_tag=True))
+    assert said == f"all-gather of {name}, float64, 2 elements, group 1"
 
 
 def told(logs: Sequence[LaunchLog], *, matches_by_tag: bool) -> str | None:

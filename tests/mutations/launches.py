@@ -110,8 +110,8 @@ LAUNCHES = [
     Mutation(
         "launches of ranks that hang",
         "FailureBoard._suspicion",
-        "if not self._mute:",
-        "if False:",
+        "if not self._mute and (",
+        "if False and (",
         (f"{BOARD}::test_ranks_that_wait_for_each_other_in_vain_are_told_so",),
     ),
     Mutation(

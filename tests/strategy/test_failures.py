@@ -5,6 +5,7 @@ Several boards in one process stand for ranks; they share a store as ranks do.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pickle
 import sys
@@ -72,6 +73,9 @@ def in_time(call: Callable[[], Any], seconds: float = 5.0) -> Any:
         CLOSED,
         "Connection closed by peer [127.0.0.1]:46760. This is typically caused by a crash.",
         "[unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete",
+        "[pair.cc:553] Read error [10.0.0.2]:5412: Connection timed out",
+        "[pair.cc:553] Read error [10.0.0.2]:5412: No route to host",
+        "[pair.cc:553] writev [10.0.0.2]:5412: Network is unreachable",
         "Application timeout caused pair closure",
         "wait timeout after 300000ms, keys: /default_pg/0/store_based_barrier",
         "NCCL communicator was aborted on rank 2.",
@@ -110,6 +114,18 @@ def test_the_root_of_a_chain_decides() -> None:
     closed, mistake = RuntimeError(CLOSED), ValueError("mistake")
     assert is_consequence(chained(closed, ValueError("wrapped"), "from"))
     assert not is_consequence(chained(mistake, RuntimeError(CLOSED), "while"))
+
+
+@pytest.mark.parametrize("message", [CLOSED, "mistake"])
+def test_errors_that_cause_each_other_have_an_end(message: str) -> None:
+    def caused_by(error: BaseException, causes: list[BaseException]) -> BaseException:
+        for one, cause in zip([error, *causes], [*causes, error], strict=True):
+            one.__cause__ = cause
+        return error
+
+    for causes in ([], [RuntimeError(message)], [ValueError("wrapped"), RuntimeError(message)]):
+        error = caused_by(RuntimeError(message), causes)
+        assert in_time(lambda error=error: is_consequence(error)) == (message == CLOSED)
 
 
 def test_describe() -> None:
@@ -168,9 +184,12 @@ def test_after_a_timeout_torchs_own_record_is_written(
     watches = [FailureWatch(board, timedelta(seconds=40)) for board in boards]
     watches[0].handle(RuntimeError(CLOSED))
     assert not [*tmp_path.iterdir()]
-    watches[1].handle(RuntimeError(LATE))
+    # `CompletionGuard` calls it, and later `on_exception`.
+    for _ in range(2):
+        watches[1].handle(RuntimeError(LATE))
     assert {"version", "entries"} <= {*pickle.loads((tmp_path / "rank_1").read_bytes())}
-    assert f"Rank 1 has written its last collectives to {tmp_path / 'rank_1'}." in caplog.text
+    told = f"Rank 1 has written its last collectives to {tmp_path / 'rank_1'}."
+    assert caplog.text.count(told) == 1
     # A torch without it writes nothing, and says nothing.
     gone = PrivateName("torch._C._distributed_c10d", "_no_such_name")
     monkeypatch.setattr(private_names, "FLIGHT_RECORD", gone)
@@ -271,6 +290,20 @@ def test_ranks_that_wait_for_each_other_in_vain_are_told_so(boards: list[Failure
     assert sentences[-1].startswith(
         "Ranks may have launched different messages: rank 0 norm, and rank 1 weights. Call"
     )
+    # What each printed first is that it waited.
+    assert sentences[-1].endswith("in the same order on all ranks.")
+
+
+def test_one_that_did_not_come_is_also_named(boards: list[FailureBoard], store: dist.Store) -> None:
+    for board, last in zip(boards, ("norm", "weights", "weights"), strict=True):
+        board.launches = lambda last=last: [(last, 1, -1)]
+    boards[0].report(0, RuntimeError(LATE))
+    boards[1].notice(store)
+    boards[2].notice(store)
+    said = boards[0].blame(RuntimeError(LATE))
+    assert said is not None
+    assert said.startswith("Ranks may have launched different messages: rank 0 norm, and rank 1 we")
+    assert " on all ranks. Ranks [1, 2] did not come to a collective." in said
 
 
 @given(st.lists(st.tuples(st.text(), st.integers(), st.integers())))
@@ -378,6 +411,43 @@ def test_a_wish_to_stop_reaches_all(boards: list[FailureBoard], store: dist.Stor
     boards[2].asked = 3
     assert [board.notice(store) for board in reversed(boards)] == [False] * NUM_RANKS
     assert [board.asked for board in boards] == [3] * NUM_RANKS
+
+
+def test_the_largest_wish_to_stop_reaches_all(
+    boards: list[FailureBoard], store: dist.Store
+) -> None:
+    sigterm, ctrl_c = 1, 130
+    boards[0].asked, boards[1].asked = sigterm, ctrl_c
+    for board in [*boards, *boards]:
+        board.notice(store)
+    assert [board.asked for board in boards] == [ctrl_c] * NUM_RANKS
+
+
+class _Signalled(FailureBoard):
+    """A board whose rank gets a signal right after one of the times that `asked` is read."""
+
+    _asked, num_reads = 0, -1
+
+    @property
+    def asked(self) -> int:
+        before = self._asked
+        self.num_reads -= 1
+        self._asked = 130 if self.num_reads == 0 else before
+        return before
+
+    @asked.setter
+    def asked(self, value: int) -> None:
+        self._asked = value
+
+
+@pytest.mark.parametrize("num_reads", [1, 2])
+def test_a_signal_that_comes_while_the_board_is_read_is_kept(
+    num_reads: int, store: dist.Store
+) -> None:
+    board = _Signalled("attempt", 0, NUM_RANKS)
+    board.num_reads = num_reads
+    board.notice(store)
+    assert board.asked == 130
 
 
 def test_a_suspicion_outlives_the_store(
@@ -532,6 +602,63 @@ def test_a_rank_whose_store_is_gone_is_ended(
     watch.close()
     assert time.monotonic() - start_s > 0.9
     assert len(ended) == (0 if comes_back else 1)
+
+
+@pytest.mark.parametrize("num_failures", [1, 10**9])
+def test_a_watch_that_cannot_connect_at_first_tries_again(
+    num_failures: int,
+    boards: list[FailureBoard],
+    store: dist.Store,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(failure_watch, "WATCH_POLL_S", 0.05)
+    ended = list[str]()
+    monkeypatch.setattr(FailureWatch, "_end", lambda _, why: ended.append(why))
+    tries = itertools.count()
+
+    def connect(*_: float) -> dist.Store:
+        if next(tries) < num_failures:
+            raise RuntimeError("Connection refused")
+        return store
+
+    monkeypatch.setattr(failure_watch, "new_store_client", connect)
+    watch = FailureWatch(boards[1], timedelta(seconds=1))
+    boards[0].report(0, ValueError("bad batch"))
+    end_s = time.monotonic() + 20
+    while not (ended or boards[1].seen) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    watch.close()
+    assert boards[1].seen if num_failures == 1 else ended == ["Rank 0 does not answer."]
+
+
+def test_a_watch_goes_on_although_a_wish_to_stop_cannot_be_passed_on(
+    boards: list[FailureBoard],
+    store: dist.Store,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(failure_watch, "WATCH_POLL_S", 0.05)
+    ended = list[str]()
+    monkeypatch.setattr(FailureWatch, "_end", lambda _, why: ended.append(why))
+    watch = FailureWatch(boards[1], timedelta(seconds=0))
+
+    def fail(asked: int) -> None:
+        raise AttributeError("no trainer")
+
+    watch.on_asked = fail
+    boards[0].asked = 3
+    boards[0].notice(store)
+    # Longer than until a watch that reads nothing ends its rank.
+    time.sleep(failure_watch.RAISING_S + 1.0)
+    assert not ended
+    boards[0].report(0, ValueError("bad batch"))
+    end_s = time.monotonic() + 10
+    while not boards[1].seen and time.monotonic() < end_s:
+        time.sleep(0.05)
+    watch.close()
+    assert boards[1].seen
+    assert caplog.text.count("Rank 1 cannot be told to stop") == 1
+    assert "no trainer" in caplog.text
 
 
 def test_a_rank_whose_store_does_not_answer_is_ended(
