@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.launch_log import TAGS_OF_ONE_OPTIMIZER, Logged
 from lightning_dear.collectives.shards import shard_of, sum_in_source_order, take_largest
-from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Work, blamed, under_way
+from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Work, blamed
 
 # Above the tags of all buckets.
 _FLAGS_TAG = 1 << 29
@@ -380,9 +380,7 @@ class PairwiseCollectives(Collectives):
         A step that raised leaves such receives. A later fit's messages would arrive in them.
         """
         if any(waits for _, waits in (*self._expected.values(), *self._heard.values())):
-            # gloo may still write into the memory of these receives.
-            under_way.append(self)
-            self.discard()
+            self.discard(has_failed=False)
 
     def _reduce_rows(self, received: Tensor) -> RankRows:
         """Cuts the scratch of a reduce-scatter into rows, one shard for each other rank."""

@@ -421,9 +421,10 @@ class Collectives(ABC):
         if self.was_aborted:
             raise RuntimeError("A rank failed. Read its error: the communicator was aborted.")
 
-    def discard(self) -> None:
-        """After a failure: keeps later fits from reusing groups with messages still in flight."""
-        self.was_discarded = True
+    def discard(self, *, has_failed: bool = True) -> None:
+        """Keeps later fits from reusing groups with messages still in flight, as after a failure."""
+        self.was_discarded |= has_failed
+        under_way.append(self)
         reusable_groups.clear()
 
     def end_training(self) -> None:
