@@ -190,8 +190,7 @@ class Collectives(ABC):
         matches_by_tag: Whether messages are matched by tag (gloo). If not, they are matched by
             order, and all ranks must launch in one order over all groups.
         has_variable_lengths: Whether a message may be shorter than the memory that receives it.
-        in_rings: Numbers of the optimizers that send to one rank at a time (gloo), the same on all
-            ranks; to be changed between a round and its step.
+        in_rings: Numbers of optimizers that send to one rank at a time (gloo); see `RingTrial`.
         log: What this rank has launched, to be compared between ranks.
         sums_in_fp32: Whether NCCL's reduce-scatters, too, sum 16-bit elements in fp32; to be
             assigned to before the first plan.
@@ -422,7 +421,7 @@ class Collectives(ABC):
             raise RuntimeError("A rank failed. Read its error: the communicator was aborted.")
 
     def discard(self, *, has_failed: bool = True) -> None:
-        """Keeps later fits from reusing groups with messages still in flight, as after a failure."""
+        """Keeps later fits from reusing groups with messages in flight, as after a failure."""
         self.was_discarded |= has_failed
         under_way.append(self)
         reusable_groups.clear()
