@@ -201,7 +201,8 @@ class LaunchDigest(Digest):
     """Compares between ranks what they have launched, in each round of gradients.
 
     Ranks that launch different collectives would add up values of different steps, or wait for each
-    other. It happens if only some ranks call a backward, a step, or a method that exchanges.
+    other. It happens if only some ranks call a backward or a method that exchanges. A whole step
+    more on one rank is not found: its launches are those of the next step of the others.
 
     Args:
         collectives: Returns the present collectives, whose launches are compared.
@@ -212,7 +213,7 @@ class LaunchDigest(Digest):
         super().__init__(collectives)
         self._number = number
         # Last launches up to the present round, and up to the round before. Where messages are
-        # matched by tag, no launch is lost from the log, which is then asked in `explain`.
+        # matched by tag, both stay empty: `explain` asks the log, when it needs them.
         self._report: Report = ()
         self._before: Report = ()
 
