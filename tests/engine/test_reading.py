@@ -141,8 +141,9 @@ def test_a_second_gradient_that_nobody_could_know_of_names_the_remedy() -> None:
     pipeline.collectives.wait_blocks_host = False  # as on NCCL
     with pipeline.forward():
         loss = loss_of(model, *batch("mlp", 1, dist.get_rank()))
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="block_backward_sync"):
+    with pipeline.backward():
+        loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="block_backward_sync"), pipeline.backward():
         loss.backward()
 
 
