@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.engine.step_state import StepState
 from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
 from tests.training.models import batch, build, loss_of, optimizer_for, weights
@@ -141,6 +142,7 @@ def test_it_launches_nothing() -> None:
     before = dict(pipeline.collectives.ledger)
     if dist.get_rank() == 0:
         _loss(model, EXTRA, 0).backward()
+        assert pipeline.parts[0].progress.state is StepState.EMPTY
         optimizer.zero_grad()  # does not wait for ranks that never come
     assert dict(pipeline.collectives.ledger) == before
     pipeline.detach()

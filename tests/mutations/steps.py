@@ -118,7 +118,7 @@ GUARDS = [
         "OptimizerPipeline._keep_in_grad",
         "        if self._backward is _LOCAL:\n",
         "        if not self.progress.has_means:\n",
-        ("tests/engine/test_step_states.py",),
+        (f"{PLAIN}::test_it_launches_nothing",),
     ),
     Mutation(
         "bumping versions",
