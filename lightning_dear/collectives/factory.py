@@ -213,8 +213,8 @@ def _process_groups(
         reusable_groups.clear()
         # Once the user has destroyed the default group, nothing must keep its store: the next group
         # would find the addresses of this one's ranks there.
-        default = weakref.ref(dist.group.WORLD, lambda _: forget_process_groups())
-        reusable_groups[timeout] = default, groups
+        weakref.finalize(dist.group.WORLD, forget_process_groups).atexit = False
+        reusable_groups[timeout] = weakref.ref(dist.group.WORLD), groups
     return groups, [info for _, info in told]
 
 

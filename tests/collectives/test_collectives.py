@@ -234,10 +234,13 @@ def test_sum_writes_into_the_given_row(num_rows: int, own: int, dtype: torch.dty
     assert torch.equal(out, expected.to(dtype))
 
 
+@pytest.mark.parametrize("has_failed", [False, True])
 @distributed(world_sizes=(2,), keeps_ranks=False)
-def test_a_default_group_that_is_destroyed_is_let_go() -> None:
+def test_a_default_group_that_is_destroyed_is_let_go(has_failed: bool) -> None:
     """Otherwise the next group would find this one's addresses in the store."""
     collectives = new_collectives(torch.device("cpu"))
+    if has_failed:
+        collectives.discard()
     default = weakref.ref(dist.group.WORLD)
     dist.barrier()
     dist.destroy_process_group()

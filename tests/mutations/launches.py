@@ -32,8 +32,8 @@ LAUNCHES = [
     Mutation(
         "letting go of groups whose default group was destroyed",
         "_process_groups",
-        "weakref.ref(dist.group.WORLD, lambda _: forget_process_groups())",
-        "weakref.ref(dist.group.WORLD)",
+        "        weakref.finalize(dist.group.WORLD, forget_process_groups).atexit = False\n",
+        "",
         (
             "tests/collectives/test_collectives.py::test_a_default_group_that_is_destroyed_is_let_go",
         ),
