@@ -96,8 +96,6 @@ def new_collectives(
     return collectives
 
 
-_leaving = threading.Lock()
-
 _TRUE = ("1", "y", "yes", "t", "true")
 """What torch takes as true in the environment."""
 
@@ -265,6 +263,10 @@ def forget_process_groups() -> None:
     under_way.clear()
     for collectives in alive:
         collectives.forget_groups()
+
+
+_leaving = threading.Lock()
+"""Held while groups are destroyed: `hang_up` does so in another thread than the end of a job."""
 
 
 def leave_process_groups() -> None:

@@ -536,6 +536,15 @@ def test_ranks_at_different_steps_do_not_agree(boards: list[FailureBoard]) -> No
 
 
 @pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The reasons for which watches would have ended this process. They look often."""
+    monkeypatch.setattr(failure_watch, "WATCH_POLL_S", 0.05)
+    reasons: list[str] = []
+    monkeypatch.setattr(FailureWatch, "_end", lambda _, why: reasons.append(why))
+    return reasons
+
+
+@pytest.fixture
 def watch_all(
     boards: list[FailureBoard], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[float], list[FailureWatch]]]:
@@ -584,11 +593,9 @@ def test_a_rank_whose_store_is_gone_is_ended(
     comes_back: bool,
     boards: list[FailureBoard],
     store: dist.Store,
+    ended: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(failure_watch, "WATCH_POLL_S", 0.05)
-    ended: list[str] = []
-    monkeypatch.setattr(FailureWatch, "_end", lambda _, why: ended.append(why))
     clients = [_DeadStore(), _DeadStore(), store if comes_back else _DeadStore()]
     monkeypatch.setattr(
         failure_watch,
@@ -609,11 +616,9 @@ def test_a_watch_that_cannot_connect_at_first_tries_again(
     num_failures: int,
     boards: list[FailureBoard],
     store: dist.Store,
+    ended: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(failure_watch, "WATCH_POLL_S", 0.05)
-    ended = list[str]()
-    monkeypatch.setattr(FailureWatch, "_end", lambda _, why: ended.append(why))
     tries = itertools.count()
 
     def connect(*_: float) -> dist.Store:
@@ -634,12 +639,9 @@ def test_a_watch_that_cannot_connect_at_first_tries_again(
 def test_a_watch_goes_on_although_a_wish_to_stop_cannot_be_passed_on(
     boards: list[FailureBoard],
     store: dist.Store,
-    monkeypatch: pytest.MonkeyPatch,
+    ended: list[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(failure_watch, "WATCH_POLL_S", 0.05)
-    ended = list[str]()
-    monkeypatch.setattr(FailureWatch, "_end", lambda _, why: ended.append(why))
     watch = FailureWatch(boards[1], timedelta(seconds=0))
 
     def fail(asked: int) -> None:
@@ -662,13 +664,10 @@ def test_a_watch_goes_on_although_a_wish_to_stop_cannot_be_passed_on(
 
 
 def test_a_rank_whose_store_does_not_answer_is_ended(
-    boards: list[FailureBoard], monkeypatch: pytest.MonkeyPatch
+    boards: list[FailureBoard], ended: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 is stopped: whoever asks its store waits for ever."""
-    monkeypatch.setattr(failure_watch, "WATCH_POLL_S", 0.05)
     monkeypatch.setattr(failure_watch, "new_store_client", lambda *_: _StuckStore())
-    ended: list[str] = []
-    monkeypatch.setattr(FailureWatch, "_end", lambda _, why: ended.append(why))
     start_s = time.monotonic()
     watch = FailureWatch(boards[1], timedelta(seconds=1))
     while not ended and time.monotonic() < start_s + 20:
