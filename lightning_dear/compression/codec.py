@@ -318,6 +318,15 @@ class FewOfMany(Compressor):
         # would return 8.
         return max(1, math.ceil(round(self.density * numel, 6))) if numel else 0
 
+    @property
+    def gradients_at_once(self) -> float:
+        """Returns of how many gradients an average number is the sum when it arrives.
+
+        That is the number of steps for which it waits, 1 / density, in this base class. It is 1
+        without error feedback, where numbers that are not sent are lost.
+        """
+        return 1 / self.density if self.has_feedback else 1.0
+
     @override
     def at_density(self, density: float) -> Self:
         """Returns a copy of this compressor with another density, in (0, 1].
