@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 from lightning_dear.compression import (
@@ -24,10 +24,10 @@ from lightning_dear.compression import (
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.strategy import refusals
 from tests.distributed.harness import distributed
-from tests.fabric.running import dear, new_fabric
 from tests.lightning.fitting import dear as dear_of_trainer
 from tests.lightning.fitting import fit
 from tests.lightning.nets import Net
+from tests.training.waiting import clouds, train
 
 WEIGHTS = [nn.Parameter(torch.ones(3))]
 
@@ -100,48 +100,10 @@ def test_a_trainer_says_it_once() -> None:
     assert len([one for one in heard if "training learns more slowly" in one]) == 1
 
 
-def _net() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Linear(20, 64),
-        nn.LayerNorm(64),
-        nn.ReLU(),
-        nn.Linear(64, 64),
-        nn.LayerNorm(64),
-        nn.ReLU(),
-        nn.Linear(64, 5),
-    )
-
-
-def _data() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    labels = torch.randint(0, 5, (2000,), generator=generator)
-    centres = torch.randn(5, 20, generator=generator)
-    return centres[labels] + torch.randn(2000, 20, generator=generator), labels
-
-
-def _losses(codec: RandomK, num_steps: int = 120) -> tuple[float, float]:
-    """Losses of all samples before and after a training with a usual SGD."""
-    fabric, criterion, raw = new_fabric(dear(compressor=codec)), nn.CrossEntropyLoss(), _net()
-    inputs, labels = _data()
-    model, optimizer = fabric.setup(raw, SGD(raw.parameters(), lr=0.05, momentum=0.9))
-    generator = torch.Generator().manual_seed(3 + fabric.global_rank)
-    with torch.no_grad():
-        losses = [float(criterion(model(inputs), labels))]
-    for _ in range(num_steps):
-        chosen = torch.randint(0, len(inputs), (16,), generator=generator)
-        optimizer.zero_grad()
-        fabric.backward(criterion(model(inputs[chosen]), labels[chosen]))
-        optimizer.step()
-    with torch.no_grad():
-        losses.append(float(criterion(model(inputs), labels)))
-    return losses[0], losses[1]
-
-
 @distributed([2, 3])
 def test_randomk_trains_with_a_usual_sgd() -> None:
-    before, after = _losses(RandomK())
+    before, after = train(RandomK(), 0.9, clouds, num_steps=120)
     assert after < before / 3
-    # Where nothing fades, steps that are 100 times as large make it worse than before.
-    before, after = _losses(RandomK(decay=1.0))
-    assert not after < before
+    # Where nothing fades, steps that are 100 times as large undo what was learned.
+    before, after = train(RandomK(decay=1.0), 0.9, clouds, num_steps=120)
+    assert not after < before / 2
