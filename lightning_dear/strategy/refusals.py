@@ -161,7 +161,7 @@ def say_what_waits(options: ExchangeOptions, optimizers: Sequence[Optimizer]) ->
         return
     steps = dict.fromkeys(_steps_on(codec, one) for one in optimizers)
     rank_zero_info(
-        f"With compressor={codec.name!r} training learns more slowly, above all at first. With"
+        f"With compressor={codec.name!r} training learns more slowly at first: with"
         f" density={codec.density:g} an average number of a gradient waits about"
         f" {_short(1 / codec.density)} steps. {' '.join(steps)}"
     )
