@@ -24,7 +24,8 @@ Kind = Literal["contractive", "unbiased", "vote"]
 """What holds for C(x), the values that arrive when x is sent.
 
 contractive: |C(x) - x|^2 <= (1 - d) |x|^2 for a d > 0. Unless error_feedback=False, the error
-x - C(x) is kept and added to the next gradient (error feedback), so that it arrives later.
+x - C(x) is kept and added to the next gradient (error feedback), so that it arrives later. With
+`RandomK` it fades while it waits.
 unbiased: E[C(x)] = x. The error is not kept: error feedback would diverge.
 vote: Each rank sends only the sign of each element, and the sign of the majority comes back. With
 halves="reduce" the mean of the signs comes back.

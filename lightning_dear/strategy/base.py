@@ -131,7 +131,7 @@ class PipelineStrategy(ABC):
         and how much is sent between hosts with several ranks. The arguments are `Pipeline`'s.
         """
         refusals.say_what_is_gathered(self._gather, self._options)
-        refusals.say_what_waits(self._options, optimizers)
+        refusals.say_what_waits(self._options, optimizers, collectives.world.size)
         pipeline = Pipeline(
             module,
             optimizers,

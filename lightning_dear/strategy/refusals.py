@@ -23,7 +23,7 @@ from torch.optim import SGD, Optimizer
 from lightning_dear import private_names
 from lightning_dear.callbacks.fusion_tuner import option_of
 from lightning_dear.collectives.store import from_all_ranks
-from lightning_dear.compression import class_with
+from lightning_dear.compression import SparseAllReduce, class_with
 from lightning_dear.compression.codec import FewOfMany
 from lightning_dear.engine.module_tree import ignored_names
 from lightning_dear.engine.pipeline import Pipeline
@@ -147,7 +147,9 @@ def say_what_is_gathered(gather: str | None, options: ExchangeOptions) -> None:
         )
 
 
-def say_what_waits(options: ExchangeOptions, optimizers: Sequence[Optimizer]) -> None:
+def say_what_waits(
+    options: ExchangeOptions, optimizers: Sequence[Optimizer], num_ranks: int
+) -> None:
     """Tells the user on rank 0 how late and how large numbers arrive, and what that asks of SGD.
 
     Says nothing if the compressor sends all numbers, or loses those that it does not send.
@@ -155,8 +157,11 @@ def say_what_waits(options: ExchangeOptions, optimizers: Sequence[Optimizer]) ->
     Args:
         options: Options with the compressor.
         optimizers: The user's optimizers. Options of their first groups are named.
+        num_ranks: Number of ranks. With one, a sparse all-reduce sends nothing, and nothing waits.
     """
     codec = options.compressor
+    if isinstance(codec, SparseAllReduce) and num_ranks == 1:
+        return
     if not isinstance(codec, FewOfMany) or not codec.has_feedback or codec.density > _MOST_DENSE:
         return
     steps = dict.fromkeys(_steps_on(codec, one) for one in optimizers)
@@ -179,7 +184,8 @@ def _steps_on(codec: FewOfMany, optimizer: Optimizer) -> str:
     """Returns sentences on how large the optimizer's steps are where a number arrives."""
     name, group = type(optimizer).__name__, optimizer.param_groups[0]
     times = _short(codec.gradients_at_once)
-    comes = f"It comes as a sum of about {times} gradients"
+    has_faded = codec.gradients_at_once < 1 / codec.density
+    comes = f"It comes as a sum of about {times} gradients{' (older ones have faded)' * has_faded}"
     if not isinstance(optimizer, SGD):
         same = f". The steps of {name} do not grow with it" if "betas" in group else ""
         return f"{comes}{same}."

@@ -32,11 +32,11 @@ from tests.training.waiting import clouds, train
 WEIGHTS = [nn.Parameter(torch.ones(3))]
 
 
-def _heard(compressor: Compressor | None, *optimizers: Optimizer) -> list[str]:
+def _heard(compressor: Compressor | None, *optimizers: Optimizer, num_ranks: int = 2) -> list[str]:
     said: list[str] = []
     with mock.patch.object(refusals, "rank_zero_info", said.append):
         options = ExchangeOptions("gradients", compressor=compressor)
-        refusals.say_what_waits(options, optimizers)
+        refusals.say_what_waits(options, optimizers, num_ranks)
     return said
 
 
@@ -54,7 +54,11 @@ def _usual() -> SGD:
             r" step of SGD .* 100 times as large, and momentum=0.9 makes it 10 times that\. If"
             r" the loss rises, divide lr=0.05 by up to 100, lower momentum, or set a larger",
         ),
-        (RandomK(), _usual(), "100 steps.* 2.5 gradients: .* divide lr=0.05 by up to 2.5, lower"),
+        (
+            RandomK(),
+            _usual(),
+            r"100 steps.* 2.5 gradients \(older ones have faded\): .* divide lr=0.05 by up to 2.5",
+        ),
         (RandomK(decay=1.0), _usual(), "100 gradients: .* divide lr=0.05 by up to 100, lower"),
         (
             DGC(density=0.01),
@@ -83,6 +87,11 @@ def test_people_hear_how_late_and_how_large(
 )
 def test_nobody_hears_of_what_does_not_wait(compressor: Compressor | None) -> None:
     assert not _heard(compressor, _usual())
+
+
+def test_with_one_rank_only_codecs_let_numbers_wait() -> None:
+    assert _heard(TopK(), _usual(), num_ranks=1)
+    assert not _heard(OkTopk(), _usual(), num_ranks=1)
 
 
 def test_all_compressors_with_a_density_say_it() -> None:

@@ -66,7 +66,7 @@ CODECS = [
     Mutation(
         "saying that numbers wait",
         "PipelineStrategy._new_pipeline",
-        "        refusals.say_what_waits(self._options, optimizers)\n",
+        "        refusals.say_what_waits(self._options, optimizers, collectives.world.size)\n",
         "",
         ("tests/fabric/test_waiting.py::test_a_trainer_says_it_once",),
     ),
