@@ -127,10 +127,11 @@ class PipelineStrategy(ABC):
     ) -> Pipeline:
         """Returns a pipeline with this strategy's options. Collective. Blocks.
 
-        Rank 0 tells the user if the choice of what is gathered costs memory, and how much is sent
-        between hosts with several ranks. The arguments are those of `Pipeline`.
+        Rank 0 tells the user if the choice of what is gathered costs memory, if numbers wait long,
+        and how much is sent between hosts with several ranks. The arguments are `Pipeline`'s.
         """
         refusals.say_what_is_gathered(self._gather, self._options)
+        refusals.say_what_waits(self._options, optimizers, collectives.world.size)
         pipeline = Pipeline(
             module,
             optimizers,
