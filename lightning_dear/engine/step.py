@@ -23,6 +23,7 @@ from lightning_dear.engine.trained_parameters import check_momentum
 from lightning_dear.engine.training import Training
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer, warn_of_zeros
+from lightning_dear.optimizers.tensorwise import TriedOptions
 from lightning_dear.planning import BucketPlan, TensorSpec
 
 _WERE_CHANGED = (StepState.CHANGED, StepState.EXPOSED)
@@ -78,6 +79,7 @@ class OptimizerPipeline:
         )
         called = self._on_gradient, self._on_arrival
         self.plans = PlanLifecycle(training, self.stepper, number, *called)
+        self._tried = TriedOptions(optimizer, training.options)
         self.mean = MeanGradient(training, self.progress, self.plans, self.stepper)
 
     def _hook_into(self, optimizer: Optimizer) -> list[Any]:
@@ -129,6 +131,7 @@ class OptimizerPipeline:
                 " backward whose gradients no step has used yet. Change parameters between an"
                 " optimizer step and the next forward."
             )
+        self._tried = TriedOptions(self.optimizer, self._training.options)
         self.plans.dissolve()
 
     def watching(self, *, audits: bool) -> AbstractContextManager[Any]:
@@ -315,6 +318,7 @@ class OptimizerPipeline:
         """Reduces, which makes the first plan. Adopts weights and state that the user wrote."""
         check_momentum(self.optimizer, self._training.options)
         self.mean.reduce()
+        self._tried.check()
         active = self.plans.present
         active.exchange.check()
         self.plans.take_over()
@@ -349,6 +353,7 @@ class OptimizerPipeline:
         active.collector.begin()
         self.progress.enter(StepState.EMPTY)
         self.mean.has_leftovers = self._training.uses_buckets
+        self._tried.note()
         self.num_steps += 1
         self.timer.step_ends()
         self._training.finish_buffers()

@@ -16,6 +16,7 @@ MASTERS = "tests/optimizers/test_masters.py"
 DELETED = "tests/fabric/test_life.py::test_a_model_deleted_in_mid_step_launches_nothing"
 EXCHANGED = "tests/engine/test_exchanged_optimizers.py"
 
+CARRIED = "tests/optimizers/test_what_parameters_carry.py"
 BETWEEN = "tests/engine/test_state_between_steps.py"
 
 WAITS = [
@@ -163,6 +164,41 @@ GUARDS = [
         "self.progress.state in _HAS_OWN_GRADIENTS",
         "False",
         (f"{BETWEEN}::test_with_gathered_gradients_reads_are_of_the_last_step",),
+    ),
+    Mutation(
+        "pieces carry the attributes of their parameters",
+        "SteppedPieces._carry_attributes",
+        "                setattr(piece.parameter, key, cut_state(key, value, parameter, piece))\n",
+        "                pass\n",
+        (f"{CARRIED}::test_it_is_found_as_under_torch",),
+    ),
+    Mutation(
+        "pieces have the names of their parameters",
+        "SteppedPieces._put",
+        "            if NAMES in group:\n",
+        "            if False:\n",
+        (f"{CARRIED}::test_it_is_found_as_under_torch",),
+    ),
+    Mutation(
+        "a late step sees the attributes of its time",
+        "DeferredStep._newer_attributes",
+        "if before.get(key, before) is not value",
+        "if False",
+        (f"{CARRIED}::test_it_is_found_as_under_torch",),
+    ),
+    Mutation(
+        "an optimizer that looks parameters up is stepped whole",
+        "_keeper",
+        "            return name\n",
+        "            return None\n",
+        (f"{CARRIED}::test_what_cannot_be_carried_is_stepped_whole",),
+    ),
+    Mutation(
+        "an option that is set later is tried",
+        "TriedOptions.check",
+        "        if not new:\n",
+        "        if True:\n",
+        (f"{CARRIED}::test_an_option_that_is_set_later_is_tried_then",),
     ),
     Mutation(
         "bumping versions",
