@@ -5,7 +5,7 @@ parameter becomes a view of it, so that an all-gather can write parameters in pl
 contiguous range of the buffer, and a shard is a rank's contiguous 1/world_size of a bucket.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -185,6 +185,8 @@ class Placement:
             that there is no such buffer, and that the optimizer reads `parameter.grad`.
         buckets: Numbers of the buckets that hold the parameter.
         data_ptr: Address of `view`. If `parameter.data` has another one, the user has replaced it.
+        former: The memory that the parameter had before, if processes share it (`share_memory`).
+            None means that no process reads it any more.
     """
 
     parameter: Parameter
@@ -192,6 +194,7 @@ class Placement:
     gradient: Tensor | None
     buckets: tuple[int, ...]
     data_ptr: int
+    former: Tensor | None
 
     def was_replaced(self) -> bool:
         """Tells whether `parameter.data` is no longer the view of the flat buffer."""
@@ -243,6 +246,37 @@ class FlatBuffers:
             return []
         return [placement for placement in self.placements if placement.was_replaced()]
 
+    @cached_property
+    def shared(self) -> Mapping[int, tuple[list[Tensor], list[Tensor]]]:
+        """Bucket number -> slices of `Placement.former`, and the bucket's slices that go there.
+
+        Empty if no parameter was in shared memory.
+        """
+        pairs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        for bucket in self.buckets:
+            for part in bucket.spec.slices:
+                placement = self.placements[part.tensor]
+                to, values = placement.former, placement.view
+                if to is not None:
+                    # Only gapless memory can be cut where the bucket cuts the tensor.
+                    if to.stride() == values.stride():
+                        own = slice(part.offset, part.offset + part.numel)
+                        to = as_flat(to, to.stride())[part.start : part.start + part.numel]
+                        values = bucket.parameters[own]
+                    both = pairs.setdefault(bucket.number, ([], []))
+                    both[0].append(to)
+                    both[1].append(values)
+        return pairs
+
+    def copy_to_shared(self, numbers: Iterable[int]) -> None:
+        """Copies buckets that were stepped or have arrived into the memory in `shared`. Local.
+
+        Processes that read that memory meanwhile may see values of two steps.
+        """
+        for number in numbers:
+            if number in self.shared:
+                torch._foreach_copy_(*self.shared[number])
+
     @torch.no_grad()
     def adopt_writes(self) -> bool:
         """Takes over values that the user wrote to parameters, or set as new `data` of them. Local.
@@ -272,7 +306,8 @@ def allocate(
 ) -> FlatBuffers:
     """Makes the buffers of `plan`, and moves the parameters into them. Local.
 
-    Mutates `data` of each parameter: the values stay, the storage changes.
+    Mutates `data` of each parameter: the values stay, the storage changes. Memory that processes
+    share is kept in `Placement.former`.
 
     Args:
         plan: Plan over exactly these parameters, by their index.
@@ -292,12 +327,15 @@ def allocate(
         *offsets, numel = accumulate(sizes, initial=0)
         flat = torch.zeros(numel, dtype=like.dtype, device=like.device)
         begins = dict(zip(numbers, offsets, strict=True))
+        # On CUDA every tensor says that its memory is shared.
+        former = {n: p.data for n, p in enumerate(parameters) if p.is_cpu and p.is_shared()}
         starts = _move_data(plan, begins, parameters, flat)
         # After `_move_data`, which frees the parameters' old memory: as much as is allocated here.
         has_gradients = keeps_gradients or flat.dtype in LOW_PRECISION
         gradients = torch.zeros_like(flat) if has_gradients else flat.new_empty(0)
         for tensor, start in starts.items():
-            placements[tensor] = _place(parameters[tensor], gradients, start, homes[tensor])
+            where = start, homes[tensor], former.get(tensor)
+            placements[tensor] = _place(parameters[tensor], gradients, *where)
         for number, offset in begins.items():
             spec, role = plan.buckets[number], role_of(number, flat.dtype)
             part = slice(offset, offset + spec.padded_numel)
@@ -375,11 +413,13 @@ def _move_data(
     return starts
 
 
-def _place(parameter: Parameter, gradients: Tensor, start: int, homes: list[int]) -> Placement:
+def _place(
+    parameter: Parameter, gradients: Tensor, start: int, homes: list[int], former: Tensor | None
+) -> Placement:
     view, gradient = parameter.data, None
     if gradients.numel():
         gradient = gradients.as_strided(view.size(), view.stride(), start)
-    return Placement(parameter, view, gradient, tuple(homes), view.data_ptr())
+    return Placement(parameter, view, gradient, tuple(homes), view.data_ptr(), former)
 
 
 @dataclass(frozen=True, eq=False)

@@ -190,6 +190,7 @@ class ParameterGatherer:
         Blocks until `ungatable` buckets are complete, since reads of their parameters cannot be
         made to wait.
         """
+        self._buffers.copy_to_shared(self._buffers.shared.keys() - self.pending.keys())
         with self.arriving:
             for reader in self._readers:
                 if reader.is_free(self.pending):
@@ -237,6 +238,7 @@ class ParameterGatherer:
             work.wait()
         if self._on_arrival is not None:
             self._on_arrival(number)
+        self._buffers.copy_to_shared([number])
         # Other streams will read the bucket without a gate, and the stepping stream will free and
         # overwrite what was gathered. Both must come after this stream's wait.
         self._streams.lead_readers()

@@ -452,6 +452,8 @@ class PlanLifecycle:
     def release(self) -> None:
         """Removes hooks and gates, and gives each parameter its own memory again. Local.
 
+        A parameter that was in shared memory before goes back there.
+
         Parameters keep the values that they have. Buckets that are pending would keep old values.
         """
         self.trained.hooks.remove()
@@ -462,8 +464,10 @@ class PlanLifecycle:
         # To save memory, buffers of gradients are freed before parameters are copied, one by one.
         views = () if self.active is None else self.active.release()
         self.active = None
-        for parameter in views:
-            parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+        for parameter, former in views:
+            values = parameter.data
+            # In shared memory other processes still read, and a next training finds it again.
+            parameter.data = values.clone() if former is None else former.copy_(values)
 
     def detach(self) -> None:
         """Ends the training: removes hooks, gates and flat buffers. Local.
