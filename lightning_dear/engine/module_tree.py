@@ -1,13 +1,15 @@
-"""The modules of a model, and a cheap check whether they still hold the same parameters."""
+"""The modules of a model, a cheap check whether they hold the same parameters, and who else does."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from lightning_dear import private_names
 
@@ -18,6 +20,38 @@ def ignored_names(module: Module) -> frozenset[str]:
     Ranks do not compare, average or broadcast them. Empty if the user has told DDP nothing.
     """
     return frozenset(getattr(module, private_names.IGNORED_NAMES.name, ()))
+
+
+def aliased_names(module: Module) -> AbstractSet[str]:
+    """Names of parameters whose memory is held by a tensor that is not the module's. Local.
+
+    Such a tensor is in a `state_dict()` that the user has kept, under a NumPy array, or a flat
+    vector of which the parameters are views. Also one that a graph holds for backward. Parameters
+    in shared memory do not count.
+    """
+    address, count = private_names.STORAGE_ADDRESS, private_names.STORAGE_USE_COUNT.of(torch._C)
+    fresh = torch.empty(1)
+    usual, names_in = count(address.of(fresh.untyped_storage())), dict[int, list[str]]()
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        is_plain = type(tensor) in (Parameter, Tensor) and tensor.layout is torch.strided
+        if is_plain and not (tensor.is_cpu and tensor.is_shared()):
+            names_in.setdefault(address.of(tensor.untyped_storage()), []).append(name)
+    # Each of the module's own tensors holds its storage once.
+    held = (names for at, names in names_in.items() if count(at) - len(names) > usual - 1)
+    return frozenset(chain.from_iterable(held))
+
+
+def warn_of_aliases(names: Sequence[str]) -> None:
+    """Warns that tensors which hold the memory of the named parameters will not follow them."""
+    if names:
+        warnings.warn(
+            f"Other tensors share the memory of '{names[0]}' ({len(names)} such parameters), such"
+            " as those of a state_dict() or .data that was kept, a NumPy array or a flat vector."
+            " They keep their present values, since strategy='dear' moves parameters to other"
+            " memory. Take them anew after the first step, or call module.share_memory() before"
+            " the fit: that memory is kept up to date.",
+            stacklevel=2,
+        )
 
 
 def other_forward(own: Mapping[str, Any]) -> Any:

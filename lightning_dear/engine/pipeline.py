@@ -37,7 +37,7 @@ from lightning_dear.collectives.shards import SUMMED_IN_FP32
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Compressor
 from lightning_dear.engine.hooks import before_every_step
-from lightning_dear.engine.module_tree import ModuleTree, ignored_names
+from lightning_dear.engine.module_tree import ModuleTree, aliased_names, ignored_names
 from lightning_dear.engine.read_order import has_compiled_region
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.step_state import StepState
@@ -280,6 +280,8 @@ class Pipeline:
         training = self.training
         training.finish_buffers()
         self._look()
+        if training.aliased is None and training.world.rank == 0:
+            training.aliased = aliased_names(training.module)
         with ExitStack() as stack:
             if changed := [part for part in self.parts if part.prepare_forward()]:
                 self._follow(changed)

@@ -18,6 +18,7 @@ from lightning_dear.engine.active_plan import ActivePlan, Recording
 from lightning_dear.engine.bucket_round import BucketRound
 from lightning_dear.engine.gradient_collector import GradientCollector
 from lightning_dear.engine.hooks import OnGradient
+from lightning_dear.engine.module_tree import aliased_names, warn_of_aliases
 from lightning_dear.engine.notes import LaunchDigest, Notes, RingTrial, SharedOptions
 from lightning_dear.engine.parameter_gatherer import ParameterGatherer
 from lightning_dear.engine.trained_parameters import TrainedParameters
@@ -126,6 +127,11 @@ class PlanLifecycle:
         training, collectives = self._training, self._training.collectives
         self.recording = Recording.agreed(self.trained, collectives, training.options)
         tensors = self.recording.tensors
+        if training.aliased:
+            # Looked at twice: before the first forward a module may still hold an alias itself
+            # (spectral_norm), and after it a graph may.
+            still = training.aliased & aliased_names(training.module)
+            warn_of_aliases([name for name in self.trained.names if name in still])
         found = None if self.find_plan is None else self.find_plan(tensors)
         plan = training.fusion.plan(tensors, training.world.size) if found is None else found
         self.recording.check(plan, collectives)

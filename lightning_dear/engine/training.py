@@ -45,6 +45,8 @@ class Training:
         is_in_forward: Whether a training forward runs at present.
         optimizers: The optimizers of the training.
         parameters: All parameters of the module, frozen ones too, without `ignored_names`.
+        aliased: What `aliased_names` returned on rank 0 before the first training forward. None
+            means that there was no such forward on this rank, or that it is not rank 0.
         signal: Note that carries each rank's wish to stop; it travels with each round.
     """
 
@@ -60,6 +62,7 @@ class Training:
     is_in_forward: bool = False
     optimizers: Sequence[Optimizer] = ()
     parameters: AbstractSet[Parameter] = frozenset()
+    aliased: AbstractSet[str] | None = None
     signal: Signal = field(default_factory=Signal)
 
     @property
