@@ -131,8 +131,9 @@ class ModuleTree:
     def buffers(self) -> Sequence[list[Tensor]]:
         """Returns the module's buffers, one list for each dtype, without `ignored_names`. Local.
 
-        Buffers that were replaced in a module since the last call are found. Buffers of modules
-        that were put into the tree since the last `look` may be missing.
+        Buffers that were replaced in a module since the last call are found. If there are none, the
+        same object is returned. Buffers of modules that were put into the tree since the last
+        `look` may be missing.
         """
         dicts = map(itemgetter(private_names.BUFFERS.name), self._dicts)
         own = chain.from_iterable(map(dict.values, dicts))
@@ -143,11 +144,15 @@ class ModuleTree:
         if ignored != self._ignored or not _are_same(self._seen_buffers, seen):
             self._seen_buffers, self._ignored = seen, ignored
             by_dtype: dict[torch.dtype, list[Tensor]] = {}
-            for name, buffer in self._root.named_buffers():
-                if name not in ignored:
-                    by_dtype.setdefault(buffer.dtype, []).append(buffer)
+            for _, buffer in self.named_buffers():
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
             self._by_dtype = [*by_dtype.values()]
         return self._by_dtype
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, buffer) of the module's buffers, without `ignored_names`. Local, slow."""
+        ignored = ignored_names(self._root)
+        return (one for one in self._root.named_buffers() if one[0] not in ignored)
 
 
 def _are_same(before: Sequence[Any], now: Sequence[Any]) -> bool:

@@ -84,7 +84,8 @@ class PlanLifecycle:
         self.residuals = ResidualKeeper(stepper.optimizer, present, training.options)
         shared = SharedOptions(present, stepper.optimizer, number)
         ring = RingTrial(training.instruments, present, number)
-        self._notes = Notes((shared, LaunchDigest(present, number), training.signal, ring))
+        notes = shared, LaunchDigest(present, number), training.signal, ring, training.broadcast
+        self._notes = Notes([note for note in notes if note is not None])
         self.loss_scale: LossScale = lambda: None
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
         self.number, self._stepper = number, stepper

@@ -273,9 +273,16 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             self._stop.take_ctrl_c()
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if batch_idx == 0 and (broadcast := self.pipeline_of().training.broadcast) is not None:
+            broadcast.asks = True
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._check_optimizers()
-        with nullcontext() if self._pipeline is None else self._pipeline.forward():
+        synchronize, pipeline = not self._is_sync_blocked, self._pipeline
+        with nullcontext() if pipeline is None else pipeline.forward(synchronize=synchronize):
             return super().training_step(*args, **kwargs)
 
     @override
@@ -313,6 +320,12 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             yield
         finally:
             self._is_sync_blocked = before
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._pipeline is not None:
+            self._pipeline.training.prepare_buffers(synchronize=False, asks=True)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
