@@ -5,7 +5,7 @@ parameter becomes a view of it, so that an all-gather can write parameters in pl
 contiguous range of the buffer, and a shard is a rank's contiguous 1/world_size of a bucket.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -246,37 +246,6 @@ class FlatBuffers:
             return []
         return [placement for placement in self.placements if placement.was_replaced()]
 
-    @cached_property
-    def shared(self) -> Mapping[int, tuple[list[Tensor], list[Tensor]]]:
-        """Bucket number -> slices of `Placement.former`, and the bucket's slices that go there.
-
-        Empty if no parameter was in shared memory.
-        """
-        pairs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        for bucket in self.buckets:
-            for part in bucket.spec.slices:
-                placement = self.placements[part.tensor]
-                to, values = placement.former, placement.view
-                if to is not None:
-                    # Only gapless memory can be cut where the bucket cuts the tensor.
-                    if to.stride() == values.stride():
-                        own = slice(part.offset, part.offset + part.numel)
-                        to = as_flat(to, to.stride())[part.start : part.start + part.numel]
-                        values = bucket.parameters[own]
-                    both = pairs.setdefault(bucket.number, ([], []))
-                    both[0].append(to)
-                    both[1].append(values)
-        return pairs
-
-    def copy_to_shared(self, numbers: Iterable[int]) -> None:
-        """Copies buckets that were stepped or have arrived into the memory in `shared`. Local.
-
-        Processes that read that memory meanwhile may see values of two steps.
-        """
-        for number in numbers:
-            if number in self.shared:
-                torch._foreach_copy_(*self.shared[number])
-
     @torch.no_grad()
     def adopt_writes(self) -> bool:
         """Takes over values that the user wrote to parameters, or set as new `data` of them. Local.
@@ -327,8 +296,7 @@ def allocate(
         *offsets, numel = accumulate(sizes, initial=0)
         flat = torch.zeros(numel, dtype=like.dtype, device=like.device)
         begins = dict(zip(numbers, offsets, strict=True))
-        # On CUDA every tensor says that its memory is shared.
-        former = {n: p.data for n, p in enumerate(parameters) if p.is_cpu and p.is_shared()}
+        former = {n: p.data for n, p in enumerate(parameters) if is_in_shared_memory(p)}
         starts = _move_data(plan, begins, parameters, flat)
         # After `_move_data`, which frees the parameters' old memory: as much as is allocated here.
         has_gradients = keeps_gradients or flat.dtype in LOW_PRECISION
@@ -351,6 +319,12 @@ def allocate(
         [buckets[number] for number in range(len(buckets))],
         [placements[index] for index in range(len(parameters))],
     )
+
+
+def is_in_shared_memory(tensor: Tensor) -> bool:
+    """Whether other processes may read the tensor's memory, since `share_memory` was called."""
+    # On CUDA every tensor says so.
+    return tensor.is_cpu and bool(tensor.is_shared())  # type: ignore[no-untyped-call]
 
 
 def _by_family_and_tensor(plan: BucketPlan) -> tuple[dict[str, list[int]], dict[int, list[int]]]:

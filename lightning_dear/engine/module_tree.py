@@ -1,4 +1,4 @@
-"""The modules of a model, a cheap check whether they hold the same parameters, and who else does."""
+"""The modules of a model, a cheap check whether they hold the same parameters, and aliases."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_dear import private_names
+from lightning_dear.bucket import is_in_shared_memory
 
 
 def ignored_names(module: Module) -> frozenset[str]:
@@ -34,7 +35,7 @@ def aliased_names(module: Module) -> AbstractSet[str]:
     usual, names_in = count(address.of(fresh.untyped_storage())), dict[int, list[str]]()
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         is_plain = type(tensor) in (Parameter, Tensor) and tensor.layout is torch.strided
-        if is_plain and not (tensor.is_cpu and tensor.is_shared()):
+        if is_plain and not is_in_shared_memory(tensor):
             names_in.setdefault(address.of(tensor.untyped_storage()), []).append(name)
     # Each of the module's own tensors holds its storage once.
     held = (names for at, names in names_in.items() if count(at) - len(names) > usual - 1)
