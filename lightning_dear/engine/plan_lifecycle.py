@@ -18,6 +18,7 @@ from lightning_dear.engine.active_plan import ActivePlan, Recording
 from lightning_dear.engine.bucket_round import BucketRound
 from lightning_dear.engine.gradient_collector import GradientCollector
 from lightning_dear.engine.hooks import OnGradient
+from lightning_dear.engine.module_tree import aliased_names, warn_of_aliases
 from lightning_dear.engine.notes import LaunchDigest, Notes, RingTrial, SharedOptions
 from lightning_dear.engine.parameter_gatherer import ParameterGatherer
 from lightning_dear.engine.trained_parameters import TrainedParameters
@@ -85,7 +86,8 @@ class PlanLifecycle:
         written = partial(getattr, stepper, "written")
         shared = SharedOptions(present, stepper.optimizer, number, written)
         ring = RingTrial(training.instruments, present, number)
-        self._notes = Notes((shared, LaunchDigest(present, number), training.signal, ring))
+        notes = shared, LaunchDigest(present, number), training.signal, ring, training.broadcast
+        self._notes = Notes([note for note in notes if note is not None])
         self.loss_scale: LossScale = lambda: None
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
         self.number, self._stepper = number, stepper
@@ -128,6 +130,11 @@ class PlanLifecycle:
         training, collectives = self._training, self._training.collectives
         self.recording = Recording.agreed(self.trained, collectives, training.options)
         tensors = self.recording.tensors
+        if training.aliased:
+            # Looked at twice: before the first forward a module may still hold an alias itself
+            # (spectral_norm), and after it a graph may.
+            still = training.aliased & aliased_names(training.module)
+            warn_of_aliases([name for name in self.trained.names if name in still])
         found = None if self.find_plan is None else self.find_plan(tensors)
         plan = training.fusion.plan(tensors, training.world.size) if found is None else found
         self.recording.check(plan, collectives)
@@ -456,6 +463,8 @@ class PlanLifecycle:
     def release(self) -> None:
         """Removes hooks and gates, and gives each parameter its own memory again. Local.
 
+        A parameter that was in shared memory before goes back there.
+
         Parameters keep the values that they have. Buckets that are pending would keep old values.
         """
         self.trained.hooks.remove()
@@ -466,8 +475,10 @@ class PlanLifecycle:
         # To save memory, buffers of gradients are freed before parameters are copied, one by one.
         views = () if self.active is None else self.active.release()
         self.active = None
-        for parameter in views:
-            parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+        for parameter, former in views:
+            values = parameter.data
+            # In shared memory other processes still read, and a next training finds it again.
+            parameter.data = values.clone() if former is None else former.copy_(values)
 
     def detach(self) -> None:
         """Ends the training: removes hooks, gates and flat buffers. Local.
