@@ -83,7 +83,8 @@ class PlanLifecycle:
         self.residuals = ResidualKeeper(stepper.optimizer, present, training.options)
         shared = SharedOptions(present, stepper.optimizer, number)
         ring = RingTrial(training.instruments, present, number)
-        self._notes = Notes((shared, LaunchDigest(present, number), training.signal, ring))
+        signals = training.signal, training.unheld.signal
+        self._notes = Notes((shared, LaunchDigest(present, number), *signals, ring))
         self.loss_scale: LossScale = lambda: None
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
         self.number, self._stepper = number, stepper

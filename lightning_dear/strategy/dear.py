@@ -250,7 +250,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         if readers:
             refusals.warn_about_readers(readers)
         tell = self.complete_parameters, self.report_failure
-        callbacks.insert(0, CompletionGuard(*tell, readers, self._expose_gradients))
+        called = self._expose_gradients, self.pipeline_of().end_backward
+        callbacks.insert(0, CompletionGuard(*tell, readers, *called))
 
     @property
     def _shows_gradients(self) -> bool:

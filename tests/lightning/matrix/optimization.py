@@ -16,6 +16,7 @@ from tests.lightning.matrix.manual import FEATURES as MANUAL
 from tests.lightning.matrix.nets import RowNet
 from tests.lightning.matrix.rows import Feature, fit_and_validate
 from tests.lightning.matrix.seen import Seen
+from tests.lightning.matrix.unheld import FEATURES as UNHELD
 from tests.lightning.nets import copies
 
 row = partial(Feature, section="Optimisation")
@@ -131,6 +132,7 @@ def _every_epoch_trains(seen: Seen) -> None:
 
 FEATURES = (
     *MANUAL,
+    *UNHELD,
     row(
         name="other parameters put into an optimizer's groups",
         net=_Blocks,
