@@ -187,15 +187,28 @@ def _call(method: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         on_step(optimizer)
 
 
-def warn_of_hooks(optimizer: Optimizer) -> None:
-    """Warns that `.grad` is None in hooks of `step` that other code has registered."""
-    warnings.warn(
-        f"Hooks of the step of {type(optimizer).__name__} find no gradient in .grad under"
-        " strategy='dear'. Move code that reads .grad to on_before_optimizer_step, or before the"
-        " step into `with strategy.whole_gradients():`. If no hook reads it, pass"
-        " DearStrategy(gradients_in_hooks=False).",
-        stacklevel=2,
-    )
+def warn_of_hooks(optimizer: Optimizer, *, finds_mean: bool) -> None:
+    """Warns of what hooks of `step` that other code has registered find in `.grad`.
+
+    Args:
+        optimizer: The optimizer that steps.
+        finds_mean: Whether it is the mean gradient, which has to be gathered. If not, it is None.
+    """
+    kind = type(optimizer).__name__
+    if finds_mean:
+        said = (
+            f"strategy='dear' gathers the mean gradient into .grad for hooks before the step of"
+            f" {kind}, which costs one more all-gather in every step. If .grad is not needed there,"
+            " pass gradients_in_hooks=False to the strategy."
+        )
+    else:
+        said = (
+            f"Hooks of the step of {kind} find no gradient in .grad under strategy='dear'. Move"
+            " code that reads .grad to on_before_optimizer_step, or before the step into `with"
+            " strategy.whole_gradients():`. If no hook reads it, pass gradients_in_hooks=False to"
+            " the strategy."
+        )
+    warnings.warn(said, stacklevel=2)
 
 
 def warn_of_leftovers(optimizer: Optimizer) -> None:

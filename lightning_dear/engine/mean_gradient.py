@@ -43,6 +43,7 @@ class MeanGradient:
     plans: PlanLifecycle
     stepper: SteppedPieces
     has_leftovers: bool = False
+    _have_asked: bool = False
 
     def reduce(self) -> None:
         """Blocks until this rank's shards hold the mean gradient. Collective, idempotent.
@@ -118,6 +119,28 @@ class MeanGradient:
         self._bring()
         self.plans.present.whole_gradients.expose()
         self.progress.enter(StepState.EXPOSED)
+
+    def expose_to_hooks(self, *, is_here: bool) -> bool:
+        """Exposes the mean gradient if any rank has pre-hooks of `step`. Collective, blocks.
+
+        Ranks tell each other in each round whether they have any. A rank that registers its first
+        one after the round (on NCCL: the round before) is heard in the next step.
+
+        Args:
+            is_here: Whether this rank has any now.
+
+        Returns:
+            Whether the mean gradient is exposed, the same on all ranks.
+        """
+        self._bring()
+        collectives, is_anywhere = self.training.collectives, bool(self.plans.hooks_signal.heard)
+        if not collectives.wait_blocks_host and not self._have_asked:
+            # On NCCL no round has brought anything before the second step.
+            self._have_asked = True
+            is_anywhere = any(collectives.all_gather_object(is_here))
+        if is_anywhere:
+            self.expose()
+        return is_anywhere
 
     @contextmanager
     def _on_shards(self, *, mutates: bool) -> Iterator[list[Tensor]]:

@@ -18,7 +18,7 @@ from lightning_dear.engine.active_plan import ActivePlan, Recording
 from lightning_dear.engine.bucket_round import BucketRound
 from lightning_dear.engine.gradient_collector import GradientCollector
 from lightning_dear.engine.hooks import OnGradient
-from lightning_dear.engine.notes import LaunchDigest, Notes, RingTrial, SharedOptions
+from lightning_dear.engine.notes import LaunchDigest, Notes, RingTrial, SharedOptions, Signal
 from lightning_dear.engine.parameter_gatherer import ParameterGatherer
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.engine.training import Training
@@ -63,6 +63,7 @@ class PlanLifecycle:
             planner, so that a plan found by an earlier run is used again. It must return the same
             on all ranks. If it returns None, or is None, the planner makes the plan. To be assigned
             to.
+        hooks_signal: Note that tells whether a rank has step hooks that may read gradients.
         is_moving: Whether state is being moved to another plan. If that has raised, it stays True:
             part of the state is lost, and `OptimizerPipeline.prepare_state` raises.
     """
@@ -83,7 +84,8 @@ class PlanLifecycle:
         self.residuals = ResidualKeeper(stepper.optimizer, present, training.options)
         shared = SharedOptions(present, stepper.optimizer, number)
         ring = RingTrial(training.instruments, present, number)
-        signals = training.signal, training.unheld.signal
+        self.hooks_signal = Signal()
+        signals = training.signal, training.unheld.signal, self.hooks_signal
         self._notes = Notes((shared, LaunchDigest(present, number), *signals, ring))
         self.loss_scale: LossScale = lambda: None
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None

@@ -52,13 +52,15 @@ class OptimizerPipeline:
         num_steps: Optimizer steps so far, without steps that a GradScaler skipped.
         is_held_back: Whether buckets are launched right before the step, and not in backward; to be
             assigned to.
-        warns_of_hooks: Whether the next step warns of other code's step hooks; to be assigned to.
+        shows_in_hooks: Whether other code's pre-hooks of `step` that come after backward find the
+            mean gradient in `.grad`; to be assigned to.
     """
 
     def __init__(self, training: Training, optimizer: Optimizer, number: int) -> None:
         self.optimizer = optimizer
         self._training, self._instruments = training, training.instruments
-        self.warns_of_hooks = self.is_held_back = False
+        self.is_held_back, self.shows_in_hooks = False, True
+        self._told = set[bool]()  # what was said of hooks, see `warn_of_hooks`
         self.timer = StepTimer(training.module, self._instruments.clock)
         self.num_steps = 0
         self.progress = StepProgress(partial(getattr, training, "uses_buckets"))
@@ -73,6 +75,7 @@ class OptimizerPipeline:
         )
         called = self._on_gradient, self._on_arrival
         self.plans = PlanLifecycle(training, self.stepper, number, *called)
+        self.plans.hooks_signal.ask = lambda: int(self._step_hooks.are_in_front)
         self.mean = MeanGradient(training, self.progress, self.plans, self.stepper)
 
     def _hook_into(self, optimizer: Optimizer) -> list[Any]:
@@ -261,20 +264,32 @@ class OptimizerPipeline:
         self.mean.has_leftovers = False
         self.progress.enter(StepState.EMPTY)
 
+    @torch.no_grad()
     def _before_hooks(self) -> None:
-        """Called before other code's pre-hooks of `step`, which may read parameters.
+        """Called before other code's pre-hooks of `step`, which may read parameters and gradients.
 
-        If there are any, it restores groups that a broken step has left, and blocks until all
-        parameters are complete. Warns of pre- and post-hooks once, if `warns_of_hooks`.
+        If this rank has any, it blocks until all parameters are complete. After a backward of this
+        step it is collective, and exposes the mean gradient if any rank has such hooks. Before the
+        backward, which a closure runs later, `.grad` is None. Rank 0 warns once of either.
         """
-        are_in_front = self._step_hooks.are_in_front
-        if self.warns_of_hooks and (are_in_front or self._step_hooks.are_behind):
-            self.warns_of_hooks = False
-            if self._training.uses_buckets:
-                warn_of_hooks(self.optimizer)
-        if are_in_front:
+        is_here, was = self._step_hooks.are_in_front, self.progress.state
+        tells = self.shows_in_hooks and self._training.uses_buckets
+        asks = tells and self.progress.is_due
+        if is_here or asks:
             self.abandon()
+        if is_here:
             self.plans.complete_parameters("optimizer step hook")
+        shows = asks and self.mean.expose_to_hooks(is_here=is_here)
+        misses = (is_here and not shows) or self._step_hooks.are_behind
+        for is_said, finds_mean in (
+            (shows and was is not StepState.EXPOSED, True),
+            (misses, False),
+        ):
+            # Another rank than 0 warns only if it has registered its hooks too late.
+            is_told = self._training.world.rank == 0 or (asks and is_here and not shows)
+            if tells and is_said and is_told and finds_mean not in self._told:
+                self._told.add(finds_mean)
+                warn_of_hooks(self.optimizer, finds_mean=finds_mean)
 
     @torch.no_grad()
     def _begin_step(self) -> None:

@@ -144,7 +144,7 @@ class PipelineStrategy(ABC):
             or_else=self._or_else,
         )
         for part in pipeline.parts:
-            part.warns_of_hooks = self._gradients_in_hooks and collectives.world.rank == 0
+            part.shows_in_hooks = self._gradients_in_hooks
         if pipeline.remark is not None:
             rank_zero_info(pipeline.remark)
         refusals.say_what_hosts_cost(pipeline)

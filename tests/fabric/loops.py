@@ -95,6 +95,26 @@ def hooks(run: Run) -> None:
     run.end(raw)
 
 
+def clips_in_hooks(run: Run) -> None:
+    """Clips in a hook before the step, which is registered before the setup or later."""
+    raw = build("mlp")
+    raw_optimizer = optimizer_for(run.optimizer, raw)
+
+    def clip(*_: Any) -> None:
+        run.note("gradients", nn.utils.parameters_to_vector([one.grad for one in raw.parameters()]))
+        nn.utils.clip_grad_value_(raw.parameters(), 1e-3)
+
+    model, optimizer = run.fabric.setup(raw, raw_optimizer)
+    for step in range(NUM_STEPS):
+        if step == 1:
+            optimizer.register_step_pre_hook(clip)
+        optimizer.zero_grad()
+        run.fabric.backward(loss_of(model, *run.data("mlp", step)))
+        optimizer.step()
+        run.see(raw)
+    run.end(raw)
+
+
 def steps_apart(run: Run) -> None:
     """A parameter of the model has an optimizer that was not set up; two micro-batches a step."""
     raw = build("mlp")
