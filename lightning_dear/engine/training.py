@@ -135,9 +135,9 @@ class Training:
         if not self.parameters.isdisjoint(stepped):
             raise RuntimeError(
                 f"A {type(optimizer).__name__} that the training does not know steps parameters of"
-                f" the {type(self.module).__name__} that the training steps, too. Give it other"
-                " parameters, or return it alone from configure_optimizers or pass it to"
-                " fabric.setup. The .grad which it uses is not the mean over ranks."
+                f" the {type(self.module).__name__} that another optimizer of the training holds."
+                " Give each parameter to one optimizer, and return both from configure_optimizers,"
+                " or pass both to fabric.setup. The .grad which it uses is not the mean over ranks."
             )
         self.unheld.check(stepped)
 

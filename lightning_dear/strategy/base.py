@@ -169,6 +169,10 @@ class PipelineStrategy(ABC):
         for pipeline in self._pipelines:
             pipeline.complete_parameters(reason)
 
+    def _end_backward(self) -> None:
+        for pipeline in self._pipelines:
+            pipeline.end_backward()
+
     def sync_replicas(self) -> None:
         """Makes the parameters of all ranks equal to their owners' values. Collective. Blocks.
 

@@ -250,7 +250,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         if readers:
             refusals.warn_about_readers(readers)
         tell = self.complete_parameters, self.report_failure
-        called = self._expose_gradients, self.pipeline_of().end_backward
+        called = self._expose_gradients, self._end_backward
         callbacks.insert(0, CompletionGuard(*tell, readers, *called))
 
     @property
