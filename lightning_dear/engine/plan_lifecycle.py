@@ -25,8 +25,9 @@ from lightning_dear.engine.training import Training
 from lightning_dear.engine.whole_gradients import WholeGradients
 from lightning_dear.exchange import LossScale, Traffic, new_exchange
 from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, drop_masters
+from lightning_dear.optimizers.pieces import SpreadState
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
-from lightning_dear.optimizers.sharded import ShardedOptimizer, SpreadState
+from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, with_whole_tensors
 
@@ -82,7 +83,8 @@ class PlanLifecycle:
         self._training = training
         present = partial(getattr, training, "collectives")
         self.residuals = ResidualKeeper(stepper.optimizer, present, training.options)
-        shared = SharedOptions(present, stepper.optimizer, number)
+        written = partial(getattr, stepper, "written")
+        shared = SharedOptions(present, stepper.optimizer, number, written)
         ring = RingTrial(training.instruments, present, number)
         self.hooks_signal = Signal()
         signals = training.signal, training.unheld.signal, self.hooks_signal
@@ -371,6 +373,7 @@ class PlanLifecycle:
                 lost = left.take(MASTER_KEY, written)
                 self._tell_of_masters(AdoptedState(False, bool(lost.entries)))
                 self._stepper.left = left
+                self._stepper.guard()
                 lagging = was_written.keys() & set(self._training.module.parameters())
                 self._sync(left.take(MASTER_KEY, lagging - set(self.trained.parameters)))
         if isinstance(self._stepper, ReplicatedOptimizer):
@@ -398,6 +401,7 @@ class PlanLifecycle:
             has the parameters whose weights lagged behind their masters then.
         """
         was_loaded = self._stepper.optimizer.state is not self._stepper.state_at_end
+        self._stepper.drop_removed()
         left = None if was_loaded else spread_state(self._stepper, through)
         self._stepper.leave(None)
         at_end = self._lagging_at_end.items()

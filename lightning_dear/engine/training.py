@@ -18,6 +18,7 @@ from lightning_dear.engine.module_tree import ModuleTree
 from lightning_dear.engine.notes import Signal
 from lightning_dear.engine.trained_parameters import unheld_parameters
 from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.optimizers.replicated import TWIN
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.telemetry.statistics import Instruments
 
@@ -124,9 +125,7 @@ class Training:
             RuntimeError: If `optimizer` is not in `optimizers` and holds any of `parameters`, or
                 what `UnheldGradients.check` raises.
         """
-        # Compared by state: with gathered gradients buckets are stepped by copies of an optimizer,
-        # which share its state (see `DeferredStep`).
-        is_ours = any(optimizer.state is one.state for one in self.optimizers)
+        is_ours = optimizer in self.optimizers or TWIN in vars(optimizer)
         is_known = is_ours or REFUSALS in vars(optimizer)
         # Without buckets `.grad` holds the gradient as under plain torch, for any optimizer.
         if is_known or not self.uses_buckets:

@@ -1,7 +1,7 @@
 """Steps the user's optimizer on whole parameters, whose mean gradients every rank has."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from copy import deepcopy
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.optimizers.masters import AdoptedState, drop_masters
-from lightning_dear.optimizers.sharded import SteppedPieces, closure_skipped, inner_step
+from lightning_dear.optimizers.pieces import SteppedPieces
+from lightning_dear.optimizers.sharded import closure_skipped, inner_step
 from lightning_dear.torch_modes import plain_mode
 
 
@@ -26,17 +27,22 @@ class ReplicatedOptimizer(SteppedPieces):
     If every rank has whole gradients before the step (one rank without a compressor, or all-reduced
     buckets), the optimizer's own step makes an ordinary update and nothing is gathered.
 
-    The state is in `optimizer.state`, as under plain torch.
+    The state is in `optimizer.state`, as under plain torch. Between steps other code that reads or
+    writes it waits for the buckets that are still to be stepped (`StateBetweenSteps`).
 
     Args:
         optimizer: The user's optimizer. `step_bucket` mutates its `state`.
         decouple: Whether mean gradients are gathered after the step. If not, they have been
             all-reduced before it.
+        before_access: Called before other code uses the state between steps, with whether it reads.
+            Raises if that would mislead.
     """
 
-    def __init__(self, optimizer: Optimizer, *, decouple: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, *, decouple: bool, before_access: Callable[[bool], None]
+    ) -> None:
         super().__init__(optimizer)
-        self._decouple = decouple
+        self._decouple, self._before_access = decouple, before_access
         self._deferred: DeferredStep | None = None
         # Both are False outside a step, and in a step whose closure has not been called yet.
         self._has_begun = self._shows_gradients = False
@@ -48,6 +54,15 @@ class ReplicatedOptimizer(SteppedPieces):
         outdated when a later run loads them.
         """
         return AdoptedState(False, drop_masters(self.optimizer))
+
+    @override
+    def check_read(self, key: Any) -> None:
+        self._before_access(True)
+
+    @override
+    def before_write(self) -> Set[Any]:
+        self._before_access(False)
+        return frozenset()
 
     # --- the step -----------------------------------------------------------------------------
 
@@ -63,6 +78,9 @@ class ReplicatedOptimizer(SteppedPieces):
             order: Not used: no bucket is stepped now, so none is ready before another.
         """
         self._has_begun = True
+        self.guard()
+        assert self.outside is not None
+        self.optimizer.state = self.outside.plain
         buffers = self.shards.buffers
         if all(placement.gradient is None for placement in buffers.placements):
             # Without gradient buffers (world size 1, no compressor) autograd has left the gradients
@@ -110,6 +128,8 @@ class ReplicatedOptimizer(SteppedPieces):
         if self._shows_gradients:
             for placement in self.shards.buffers.placements:
                 placement.parameter.grad = None
+        if self._has_begun:
+            self.guard()
         self._has_begun = self._shows_gradients = False
         super().restore()
 
@@ -154,6 +174,10 @@ class ReplicatedOptimizer(SteppedPieces):
         self._deferred = deferred
 
 
+TWIN = "_lightning_dear_twin"
+"""Name of an attribute of an optimizer's copies that step in place of it, see `DeferredStep`."""
+
+
 class DeferredStep:
     """A step of an optimizer that is made later, bucket by bucket, in calls of `run`.
 
@@ -169,17 +193,16 @@ class DeferredStep:
     depend on such a counter.
 
     Args:
-        optimizer: The user's optimizer. `run` mutates its `state`.
+        optimizer: The user's optimizer. `run` mutates the `state` that it has now.
 
     Attributes:
         dtype: torch's default dtype when the object was made.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer, self.dtype = optimizer, torch.get_default_dtype()
-        # `state` is read when `run` is called, since `load_state_dict` may replace it until then.
-        outdated = ("state", "param_groups")
-        self._attributes = {k: v for k, v in optimizer.__dict__.items() if k not in outdated}
+        self._kind, self.dtype = type(optimizer), torch.get_default_dtype()
+        self._attributes = {k: v for k, v in vars(optimizer).items() if k != "param_groups"}
+        self._attributes[TWIN] = True
         self._options = [_copied(group) for group in optimizer.param_groups]
 
     def run(self, parameters: Mapping[int, Sequence[Tensor]]) -> None:
@@ -188,10 +211,9 @@ class DeferredStep:
         Args:
             parameters: Index of a parameter group -> the parameters of the group to step now.
         """
-        twin: Any = object.__new__(type(self._optimizer))
+        twin: Any = object.__new__(self._kind)
         twin.__dict__.update(self._attributes)
         twin.__dict__.update(
-            state=self._optimizer.state,
             param_groups=[
                 {**_copied(options), "params": list(parameters.get(number, ()))}
                 for number, options in enumerate(self._options)
