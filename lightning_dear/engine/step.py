@@ -14,7 +14,7 @@ from lightning_dear.checkpoint.optimizer_state import ShardedState, gathered, sh
 from lightning_dear.collectives.work import uncounted
 from lightning_dear.compression import Compressor
 from lightning_dear.engine.active_plan import ActivePlan, audit
-from lightning_dear.engine.hooks import StepHooks, warn_of_hooks
+from lightning_dear.engine.hooks import StepHooks
 from lightning_dear.engine.mean_gradient import MeanGradient
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle
 from lightning_dear.engine.step_state import Backward, StepProgress, StepState
@@ -53,15 +53,13 @@ class OptimizerPipeline:
         num_steps: Optimizer steps so far, without steps that a GradScaler skipped.
         is_held_back: Whether buckets are launched right before the step, and not in backward; to be
             assigned to.
-        shows_in_hooks: Whether other code's pre-hooks of `step` that come after backward find the
-            mean gradient in `.grad`; to be assigned to.
+        shows_in_hooks: Whether pre-hooks after backward find the mean gradient; to be assigned to.
     """
 
     def __init__(self, training: Training, optimizer: Optimizer, number: int) -> None:
         self.optimizer = optimizer
         self._training, self._instruments = training, training.instruments
         self.is_held_back, self.shows_in_hooks = False, True
-        self._told = set[bool]()  # what was said of hooks, see `warn_of_hooks`
         self.timer = StepTimer(training.module, self._instruments.clock)
         self.num_steps = 0
         self.progress = StepProgress(partial(getattr, training, "uses_buckets"))
@@ -284,28 +282,20 @@ class OptimizerPipeline:
     def _before_hooks(self) -> None:
         """Called before other code's pre-hooks of `step`, which may read parameters and gradients.
 
-        If this rank has any, it blocks until all parameters are complete. After a backward of this
-        step it is collective, and exposes the mean gradient if any rank has such hooks. Before the
-        backward, which a closure runs later, `.grad` is None. Rank 0 warns once of either.
+        Blocks until all parameters are complete, if this rank has any. After this step's backward
+        it is collective, and exposes the mean gradient if any rank has any.
         """
-        is_here, was = self._step_hooks.are_in_front, self.progress.state
+        hooks, was_exposed = self._step_hooks, self.progress.state is StepState.EXPOSED
         tells = self.shows_in_hooks and self._training.uses_buckets
         asks = tells and self.progress.is_due
-        if is_here or asks:
+        if (is_here := hooks.are_in_front) or asks:
             self.abandon()
         if is_here:
             self.plans.complete_parameters("optimizer step hook")
         shows = asks and self.mean.expose_to_hooks(is_here=is_here)
-        misses = (is_here and not shows) or self._step_hooks.are_behind
-        for is_said, finds_mean in (
-            (shows and was is not StepState.EXPOSED, True),
-            (misses, False),
-        ):
-            # Another rank than 0 warns only if it has registered its hooks too late.
-            is_told = self._training.world.rank == 0 or (asks and is_here and not shows)
-            if tells and is_said and is_told and finds_mean not in self._told:
-                self._told.add(finds_mean)
-                warn_of_hooks(self.optimizer, finds_mean=finds_mean)
+        is_late = asks and is_here and not shows  # Registered after the round: warns on any rank.
+        if is_late or (tells and self._training.world.rank == 0):
+            hooks.warn_once(shows=shows, costs=shows and not was_exposed)
 
     @torch.no_grad()
     def _begin_step(self) -> None:

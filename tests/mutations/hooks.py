@@ -95,8 +95,8 @@ HOOKS = [
     Mutation(
         "telling of hooks that were registered too late",
         "OptimizerPipeline._before_hooks",
-        " or (asks and is_here and not shows)",
-        "",
+        "is_late = asks and is_here and not shows",
+        "is_late = False",
         (f"{TESTS}::test_a_hook_that_comes_after_the_round_is_told_that_it_misses_the_mean_once",),
     ),
 ]
