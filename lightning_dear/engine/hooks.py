@@ -100,6 +100,7 @@ class StepHooks:
 
     def __init__(self, optimizer: Optimizer, before: Any, begin: Any, end: Any) -> None:
         self._optimizer, self._before = optimizer, before
+        self._told = set[str]()
         first = before_every_step(self._on_step)
         last = optimizer.register_step_post_hook(partial(_unless_nested, end))
         behind = partial(_behind_closure, begin)
@@ -130,6 +131,32 @@ class StepHooks:
     def are_behind(self) -> bool:
         """Whether other code has post-hooks of `step`: of this optimizer, or of all optimizers."""
         return len(self._lists[2]) + len(self._lists[3]) > 1
+
+    def warn_once(self, *, shows: bool, costs: bool) -> None:
+        """Warns of what hooks of other code find in `.grad`, each thing once.
+
+        Args:
+            shows: Whether pre-hooks find the mean gradient in this step. If not, they find None.
+            costs: Whether it was gathered for them.
+        """
+        kind, said = type(self._optimizer).__name__, []
+        if costs:
+            said.append(
+                "strategy='dear' gathers the mean gradient into .grad for hooks before the step of"
+                f" {kind}, which costs one more all-gather in every step. If .grad is not needed"
+                " there, pass gradients_in_hooks=False to the strategy."
+            )
+        if self.are_behind or (self.are_in_front and not shows):
+            said.append(
+                f"Hooks of the step of {kind} find no gradient in .grad under strategy='dear'. Move"
+                " code that reads .grad to on_before_optimizer_step, or before the step into `with"
+                " strategy.whole_gradients():`. If no hook reads it, pass gradients_in_hooks=False"
+                " to the strategy."
+            )
+        for text in said:
+            if text not in self._told:
+                self._told.add(text)
+                warnings.warn(text, stacklevel=3)
 
     def remove(self) -> None:
         """Removes the hooks. Idempotent."""
@@ -185,17 +212,6 @@ def _behind_closure(begin: Callable[[], None], optimizer: Optimizer, args: Any, 
 def _call(method: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if (on_step := method()) is not None:
         on_step(optimizer)
-
-
-def warn_of_hooks(optimizer: Optimizer) -> None:
-    """Warns that `.grad` is None in hooks of `step` that other code has registered."""
-    warnings.warn(
-        f"Hooks of the step of {type(optimizer).__name__} find no gradient in .grad under"
-        " strategy='dear'. Move code that reads .grad to on_before_optimizer_step, or before the"
-        " step into `with strategy.whole_gradients():`. If no hook reads it, pass"
-        " DearStrategy(gradients_in_hooks=False).",
-        stacklevel=2,
-    )
 
 
 def warn_of_leftovers(optimizer: Optimizer) -> None:

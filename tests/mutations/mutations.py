@@ -24,6 +24,7 @@ from tests.mutations.speed import SPEED
 from tests.mutations.steps import FLUSHES, GUARDS, WAITS
 from tests.mutations.streams import STREAMS
 from tests.mutations.two_hops import TWO_HOPS
+from tests.mutations.unheld import UNHELD
 
 STATE = "tests/optimizers/test_state.py"
 
@@ -146,4 +147,5 @@ MUTATIONS = [
     *SEEDS,
     *STREAMS,
     *TWO_HOPS,
+    *UNHELD,
 ]
