@@ -15,6 +15,8 @@ from lightning_dear.engine.step_state import StepProgress, StepState
 from lightning_dear.engine.training import Training
 from lightning_dear.optimizers.pieces import SteppedPieces
 
+_HAS_OWN_GRADIENTS = (StepState.ACCUMULATING, StepState.SENDING)
+
 
 @dataclass(eq=False)
 class MeanGradient:
@@ -172,6 +174,18 @@ class MeanGradient:
             whole = self.plans.present.whole_gradients
             whole.expose() if is_lost else whole.show()
             self.progress.enter(StepState.EXPOSED)
+
+    def before_state_access(self, reads: bool) -> None:
+        """Called before other code reads or writes gathered gradients' whole state. May block."""
+        self.plans.complete_parameters("optimizer state")
+        if reads and self.training.uses_buckets and self.progress.state in _HAS_OWN_GRADIENTS:
+            kind = type(self.stepper.optimizer).__name__
+            raise RuntimeError(
+                f"The state of this {kind} was read while gradients of this rank are not averaged"
+                " yet. Read it after step(). Or put the code that reads it into `with"
+                " strategy.on_shards(optimizer):`, on all ranks, where .grad is the mean over"
+                " ranks."
+            )
 
     @contextmanager
     def for_other_code(self) -> Iterator[None]:

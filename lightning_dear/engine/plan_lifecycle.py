@@ -88,7 +88,8 @@ class PlanLifecycle:
         ring = RingTrial(training.instruments, present, number)
         self.hooks_signal = Signal()
         signals = training.signal, training.unheld.signal, self.hooks_signal
-        self._notes = Notes((shared, LaunchDigest(present, number), *signals, ring))
+        notes = shared, LaunchDigest(present, number), *signals, ring, training.broadcast
+        self._notes = Notes([note for note in notes if note is not None])
         self.loss_scale: LossScale = lambda: None
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
         self.number, self._stepper = number, stepper
@@ -131,6 +132,7 @@ class PlanLifecycle:
         training, collectives = self._training, self._training.collectives
         self.recording = Recording.agreed(self.trained, collectives, training.options)
         tensors = self.recording.tensors
+        training.warn_of_aliases(self.trained.names)
         found = None if self.find_plan is None else self.find_plan(tensors)
         plan = training.fusion.plan(tensors, training.world.size) if found is None else found
         self.recording.check(plan, collectives)
@@ -459,7 +461,8 @@ class PlanLifecycle:
     def release(self) -> None:
         """Removes hooks and gates, and gives each parameter its own memory again. Local.
 
-        Parameters keep the values that they have. Buckets that are pending would keep old values.
+        A parameter that was in shared memory before goes back there. Parameters keep the values
+        that they have. Buckets that are pending would keep old values.
         """
         self.trained.hooks.remove()
         self._release_active()
@@ -469,8 +472,10 @@ class PlanLifecycle:
         # To save memory, buffers of gradients are freed before parameters are copied, one by one.
         views = () if self.active is None else self.active.release()
         self.active = None
-        for parameter in views:
-            parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+        for parameter, former in views:
+            values = parameter.data
+            # In shared memory other processes still read, and a next training finds it again.
+            parameter.data = values.clone() if former is None else former.copy_(values)
 
     def detach(self) -> None:
         """Ends the training: removes hooks, gates and flat buffers. Local.

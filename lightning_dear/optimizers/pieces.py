@@ -22,8 +22,18 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_dear.bucket import Chunk, FlatBuffers, Piece, as_flat, shard_pieces
+from lightning_dear.bucket import Chunk, FlatBuffers, Piece, as_flat, cut_state, shard_pieces
 from lightning_dear.optimizers.masters import MASTER_KEY
+
+NAMES = "param_names"
+"""Key of a parameter group with the parameters' names, if the optimizer was given names."""
+
+
+def names_of(optimizer: Optimizer) -> dict[int, str]:
+    """Returns the names of an optimizer's parameters, by the `id` of each. Empty without names."""
+    groups = [group for group in optimizer.param_groups if NAMES in group]
+    pairs = (zip(map(id, one["params"]), one[NAMES], strict=False) for one in groups)
+    return dict(chain.from_iterable(pairs))
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,7 @@ class Shards:
         parameters: Parameters that the optimizer trains, by parameter index.
         layouts: (shape, strides) of each parameter. State is stored in the order of these strides.
         group_of: Parameter index -> index of its parameter group.
+        names: Parameter index -> its name in the group's "param_names", or "" if it has none.
         in_bucket: Bucket number -> this rank's pieces of the bucket.
         state: Optimizer state of the pieces, keyed by `Piece.parameter`.
     """
@@ -43,6 +54,7 @@ class Shards:
     parameters: Sequence[Parameter] = ()
     layouts: Sequence[tuple[torch.Size, tuple[int, ...]]] = ()
     group_of: Sequence[int] = ()
+    names: Sequence[str] = ()
     in_bucket: Mapping[int, Sequence[Piece]] = field(default_factory=dict)
     state: defaultdict[Tensor, Any] = field(default_factory=lambda: defaultdict(dict))
 
@@ -230,8 +242,8 @@ class SteppedPieces(ABC):
         self.device = next((one.device for one in held), torch.device("cpu"))
         # Parameter index -> whether any rank had a gradient.
         self._used: Sequence[bool] = ()
-        # The user's parameters and state while pieces take their place in the optimizer.
-        self._params: list[list[Parameter]] | None = None
+        # The user's parameters (and their names) and state while pieces are in the optimizer.
+        self._params: list[dict[str, Any]] | None = None
         self._state: Any = None
         # Numbers of the buckets whose pieces the optimizer's own step updates.
         self._last_run: Sequence[int] = ()
@@ -250,7 +262,9 @@ class SteppedPieces(ABC):
             piece.is_plain = parameter.is_contiguous() and piece.numel == parameter.numel()
         self.device = parameters[0].device
         layouts = [(one.shape, one.stride()) for one in parameters]
-        self.shards = Shards(buffers, parameters, layouts, group_of, in_bucket)
+        names = names_of(self.optimizer)
+        known = [names.get(id(one), "") for one in parameters]
+        self.shards = Shards(buffers, parameters, layouts, group_of, known, in_bucket)
 
     def detach(self) -> None:
         """Drops the flat buffers and removes hooks. State stays readable through `state_of`."""
@@ -329,23 +343,46 @@ class SteppedPieces(ABC):
         self._swap()
         try:
             self._put(self.shards.in_bucket)
-            self.optimizer.param_groups[0]["params"][:0] = extra
+            self._insert(extra)
             yield
         finally:
             self.restore()
 
+    def _insert(self, extra: Sequence[Tensor]) -> None:
+        first = self.optimizer.param_groups[0]
+        first["params"][:0] = extra
+        if NAMES in first:
+            first[NAMES][:0] = [""] * len(extra)
+
     def _put(self, numbers: Iterable[int]) -> None:
-        groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
-        for number in numbers:
-            for piece in self.shards.in_bucket[number]:
-                groups[self.shards.group_of[piece.tensor_index]].append(piece.parameter)
-        for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):
-            group["params"] = parameters
+        shards = self.shards
+        groups: list[list[Piece]] = [[] for _ in self.optimizer.param_groups]
+        for piece in chain.from_iterable(shards.in_bucket[number] for number in numbers):
+            groups[shards.group_of[piece.tensor_index]].append(piece)
+        for group, pieces in zip(self.optimizer.param_groups, groups, strict=True):
+            group["params"] = [piece.parameter for piece in pieces]
+            if NAMES in group:
+                group[NAMES] = [shards.names[piece.tensor_index] for piece in pieces]
 
     def _set_params_aside(self) -> None:
-        self._params = [group["params"] for group in self.optimizer.param_groups]
+        keys = ("params", NAMES)
+        self._params = [
+            {key: group[key] for key in keys if key in group}
+            for group in self.optimizer.param_groups
+        ]
+
+    def _carry_attributes(self) -> None:
+        """Gives each piece the attributes that other code has put on its parameter.
+
+        A tensor with an element for each element of the parameter is cut, and copied.
+        """
+        for piece in self.pieces:
+            parameter = self.shards.parameters[piece.tensor_index]
+            for key, value in vars(parameter).items():
+                setattr(piece.parameter, key, cut_state(key, value, parameter, piece))
 
     def _swap(self) -> None:
+        self._carry_attributes()
         self._set_params_aside()
         self._state, self.optimizer.state = self.optimizer.state, self.shards.state
 
@@ -355,8 +392,8 @@ class SteppedPieces(ABC):
             return
         # Groups that the user has added after a step that raised stay as they are.
         groups = self.optimizer.param_groups[: len(self._params)]
-        for group, parameters in zip(groups, self._params, strict=True):
-            group["params"] = parameters
+        for group, own in zip(groups, self._params, strict=True):
+            group.update(own)
         if self._state is not None:
             # Read back, because a step may assign a new object to `optimizer.state`.
             self.shards = replace(self.shards, state=self.optimizer.state)

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.optimizers.masters import AdoptedState, drop_masters
-from lightning_dear.optimizers.pieces import SteppedPieces
+from lightning_dear.optimizers.pieces import NAMES, SteppedPieces, names_of
 from lightning_dear.optimizers.sharded import closure_skipped, inner_step
 from lightning_dear.torch_modes import plain_mode
 
@@ -120,8 +121,10 @@ class ReplicatedOptimizer(SteppedPieces):
         """
         managed = {id(parameter) for parameter in self.shards.parameters}
         self._set_params_aside()
+        names = names_of(self.optimizer)
         for group in self.optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in managed]
+            _name(group, names)
 
     @override
     def restore(self) -> None:
@@ -204,6 +207,9 @@ class DeferredStep:
         self._attributes = {k: v for k, v in vars(optimizer).items() if k != "param_groups"}
         self._attributes[TWIN] = True
         self._options = [_copied(group) for group in optimizer.param_groups]
+        self._names = names_of(optimizer)
+        held = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        self._carried = {id(one): dict(vars(one)) for one in held if vars(one)}
 
     def run(self, parameters: Mapping[int, Sequence[Tensor]]) -> None:
         """Steps some parameters, in place, with the gradients in their `.grad`.
@@ -219,7 +225,29 @@ class DeferredStep:
                 for number, options in enumerate(self._options)
             ],
         )
+        for group in twin.param_groups:
+            _name(group, self._names)
+        stepped = chain.from_iterable(parameters.values())
+        newer = [(one, new) for one in stepped if (new := self._newer_attributes(one))]
+        for one, new in newer:
+            for key in new:
+                delattr(one, key)
+            vars(one).update(self._carried.get(id(one), {}))
         inner_step(twin)
+        for one, new in newer:
+            vars(one).update(new)
+
+    def _newer_attributes(self, parameter: Tensor) -> dict[str, Any]:
+        """Returns attributes that were put on a parameter later, which the step must not see."""
+        before = self._carried.get(id(parameter), {})
+        own = vars(parameter).items()
+        return {key: value for key, value in own if before.get(key, before) is not value}
+
+
+def _name(group: dict[str, Any], names: Mapping[int, str]) -> None:
+    """Makes a group's names those of its present parameters. Does nothing without names."""
+    if NAMES in group:
+        group[NAMES] = [names.get(id(one), "") for one in group["params"]]
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ MASTERS = "tests/optimizers/test_masters.py"
 DELETED = "tests/fabric/test_life.py::test_a_model_deleted_in_mid_step_launches_nothing"
 EXCHANGED = "tests/engine/test_exchanged_optimizers.py"
 
-BETWEEN = "tests/engine/test_state_between_steps.py"
 
 WAITS = [
     Mutation(
@@ -121,48 +120,6 @@ GUARDS = [
         "        if self._backward is _LOCAL:\n",
         "        if not self.progress.has_means:\n",
         (f"{PLAIN}::test_it_launches_nothing",),
-    ),
-    Mutation(
-        "reads of sharded state are refused",
-        "ShardedOptimizer.check_read",
-        "            self.refuse_read()\n",
-        "            pass\n",
-        (f"{BETWEEN}::test_reads_of_sharded_state_are_refused",),
-    ),
-    Mutation(
-        "removed entries of optimizer.state are dropped from shards",
-        "SteppedPieces.drop_removed",
-        "                self.shards.state.pop(piece.parameter, None)\n",
-        "                pass\n",
-        (f"{BETWEEN}::test_what_is_reset_or_written_counts",),
-    ),
-    Mutation(
-        "another dict in place of optimizer.state resets the shards",
-        "ShardedOptimizer.adopt_state",
-        "            self.shards.state.clear()\n",
-        "            pass\n",
-        (f"{BETWEEN}::test_what_is_reset_or_written_counts",),
-    ),
-    Mutation(
-        "ranks compare what was written to optimizer.state",
-        "SharedOptions._values",
-        '"optimizer.state"): self._written()',
-        '"optimizer.state"): ""',
-        (f"{BETWEEN}::test_a_write_on_one_rank_alone_is_refused",),
-    ),
-    Mutation(
-        "weights that a second method has written are gathered",
-        "MeanGradient.for_other_code",
-        "                active.gatherer.launch(bucket.number)\n",
-        "                pass\n",
-        (f"{BETWEEN}::test_a_second_method_runs_on_shards",),
-    ),
-    Mutation(
-        "own gradients forbid reads of whole state",
-        "OptimizerPipeline._before_state_access",
-        "self.progress.state in _HAS_OWN_GRADIENTS",
-        "False",
-        (f"{BETWEEN}::test_with_gathered_gradients_reads_are_of_the_last_step",),
     ),
     Mutation(
         "bumping versions",
