@@ -104,10 +104,11 @@ class StepHooks:
         first = before_every_step(self._on_step)
         last = optimizer.register_step_post_hook(partial(_unless_nested, end))
         behind = partial(_behind_closure, begin)
+        self._front = optimizer.register_step_pre_hook(partial(_unless_nested, self._in_front))
         self._begin = optimizer.register_step_pre_hook(partial(_unless_nested, behind))
-        self._handles = first, self._begin, last
+        self._handles = first, self._front, self._begin, last
         unused = all_optimizers.register_optimizer_step_post_hook(end)
-        handles = *self._handles, unused
+        handles = first, self._begin, last, unused
         self._lists: list[Any] = [private_names.HOOKS_OF_HANDLE.of(one)() for one in handles]
         unused.remove()
         for place, hook in (0, first), (2, last):
@@ -118,14 +119,26 @@ class StepHooks:
         # optimizer while it steps shards, but not the hooks of all optimizers.
         is_inner = vars(optimizer).get(private_names.STEP_PRE_HOOKS.name) is not self._lists[1]
         if optimizer is self._optimizer and not is_inner and not is_nested(optimizer):
+            self._lists[1].move_to_end(self._front.id, last=False)
             self._lists[1].move_to_end(self._begin.id)
+            if self._are_in_front_of_all:
+                self._before()
+
+    def _in_front(self, *_: Any) -> None:
+        # `before` may block. While it does, other threads, or the end of another training, may
+        # change the list of hooks of all optimizers, over which torch would still iterate.
+        if not self._are_in_front_of_all:
             self._before()
+
+    @property
+    def _are_in_front_of_all(self) -> bool:
+        hooks = self._lists[0].values()
+        return any(getattr(hook, "func", None) is not _call for hook in hooks)
 
     @property
     def are_in_front(self) -> bool:
         """Whether other code has pre-hooks of `step`: of this optimizer, or of all optimizers."""
-        ours = 1 + sum(getattr(hook, "func", None) is _call for hook in self._lists[0].values())
-        return len(self._lists[0]) + len(self._lists[1]) > ours
+        return len(self._lists[1]) > 2 or self._are_in_front_of_all
 
     @property
     def are_behind(self) -> bool:

@@ -244,9 +244,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         readers = gradient_readers((*callbacks, trainer.lightning_module))
         if readers := readers if self._shows_gradients else {}:
             refusals.warn_about_readers(readers)
-        tell = self.complete_parameters, self.report_failure
-        called = self._expose_gradients, self._end_backward
-        callbacks.insert(0, CompletionGuard(*tell, readers, *called))
+        called = self.complete_parameters, self.report_failure, readers, self._expose_gradients
+        callbacks.insert(0, CompletionGuard(*called, self._end_backward))
 
     @property
     def _shows_gradients(self) -> bool:

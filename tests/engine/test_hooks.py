@@ -314,6 +314,21 @@ def test_torch_keeps_hooks_where_they_are_looked_for() -> None:
     common.remove()
 
 
+def test_hooks_of_all_optimizers_may_change_while_a_step_waits() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    waited: list[bool] = []
+
+    def wait() -> None:
+        # As another training does that begins or ends meanwhile.
+        register_optimizer_step_pre_hook(lambda *_: None).remove()
+        waited.append(True)
+
+    hooks = StepHooks(optimizer, wait, lambda: None, lambda *_: None)
+    optimizer.step()
+    assert waited == [True]
+    hooks.remove()
+
+
 def test_hooks_of_a_step_keep_their_places() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     said: list[str] = []

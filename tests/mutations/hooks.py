@@ -99,4 +99,11 @@ HOOKS = [
         "is_late = False",
         (f"{TESTS}::test_a_hook_that_comes_after_the_round_is_told_that_it_misses_the_mean_once",),
     ),
+    Mutation(
+        "waiting outside of torch's list of hooks of all optimizers",
+        "StepHooks._on_step",
+        "            if self._are_in_front_of_all:\n                self._before()\n",
+        "            self._before()\n",
+        (f"{TESTS}::test_hooks_of_all_optimizers_may_change_while_a_step_waits",),
+    ),
 ]
