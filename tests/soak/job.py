@@ -70,6 +70,7 @@ HOOKS = (
     "apart",
 )
 MANUAL_HOOKS = ("none", "step_pre", "apart")
+HABITS = ("none", "none", "saliency", "state", "buffers", "shared")
 
 
 class Branches(nn.Module):
@@ -101,6 +102,7 @@ class Job:
     hook: str = "none"
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
+    habit: str = "none"
 
     @property
     def is_exact(self) -> bool:
@@ -131,6 +133,7 @@ def job_of(seed: int) -> Job:
         draw.choice(MANUAL_HOOKS if manual else HOOKS),
         {"max_epochs": draw.choice((1, 2))} if manual else _trainer(draw),
         _strategy(draw, optimizer in ("centralized", "trusted")),
+        draw.choice(HABITS),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from tests.soak.job import Branches, Job, optimizers_of
@@ -33,6 +33,11 @@ class SoakNet(LightningModule):
         if job.hook == "apart":
             self.scale = nn.Parameter(torch.ones(()))
             self.own, self.num_own_steps = torch.optim.SGD([self.scale], lr=0.1), 0
+        if job.habit == "buffers":
+            self.register_buffer("center", torch.zeros(()))
+        if job.habit == "shared":
+            self.net.share_memory()
+            self.shared = [parameter.detach() for parameter in self.net.parameters()]
         if job.hook == "tensor":
             for parameter in self.net.parameters():
                 parameter.register_hook(lambda grad: grad * 0.5)
@@ -57,6 +62,8 @@ class SoakNet(LightningModule):
         loss = loss_of(self.net, batch[0], batch[1].flatten())
         if self.job.hook == "apart":
             loss = loss * self.scale
+        if self.job.habit == "buffers":
+            loss = loss * (1 + self.center)
         self.losses.append(loss.detach().clone())
         if self.automatic_optimization:
             return loss
@@ -144,6 +151,38 @@ class Reads(SoakNet):
     def on_train_batch_end(self, *_: Any) -> None:
         """Past every module."""
         self.noted.extend(parameter.detach().clone() for parameter in self.held)
+
+
+class Habit(Callback):
+    """What users do between steps, by the job's habit."""
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """On rank 0 alone, a backward that nobody is told of."""
+        accumulates = pl_module.job.trainer.get("accumulate_grad_batches", 1) > 1
+        if pl_module.job.habit != "saliency" or accumulates or trainer.global_rank:
+            return
+        pl_module.net.zero_grad()
+        loss_of(pl_module.net, batch[0], batch[1].flatten()).backward()
+        pl_module.net.zero_grad()
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Each rank writes a buffer; all reset some of the optimizer's state."""
+        if pl_module.job.habit == "buffers":
+            pl_module.center.mul_(0.5).add_(0.1 * trainer.global_rank + 0.01)
+        if pl_module.job.habit == "state" and batch_idx % 3 == 1:
+            for optimizer in trainer.optimizers:
+                for parameter in optimizer.param_groups[0]["params"][::2]:
+                    optimizer.state.pop(parameter, None)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """What another process would see in shared memory, once all has arrived."""
+        if pl_module.job.habit == "shared":
+            pl_module.noted.extend(one.detach().clone() for one in pl_module.net.parameters())
+            pl_module.noted.extend(one.clone() for one in pl_module.shared)
 
 
 KINDS = {

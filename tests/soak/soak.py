@@ -25,7 +25,7 @@ from lightning_dear.planning import ThresholdFusion
 from tests.distributed.harness import RanksFailed, run_ranks
 from tests.lightning.fitting import ddp, dear, digest, fit
 from tests.soak.job import Job, job_of
-from tests.soak.net import SoakNet, net_of
+from tests.soak.net import Habit, SoakNet, net_of
 from tests.training.models import distance
 
 NUM_BATCHES = 4
@@ -58,7 +58,7 @@ def train(job: Job, is_ours: bool, ranks: int) -> tuple[SoakNet, str]:
             if is_ours
             else ddp(find_unused_parameters=unused, broadcast_buffers=buffers)
         )
-        fit(strategy, net, model=data, num_samples=2 * ranks * NUM_BATCHES, **options)
+        fit(strategy, net, Habit(), model=data, num_samples=2 * ranks * NUM_BATCHES, **options)
     except (ValueError, TypeError, RuntimeError) as error:
         if is_ours and net.losses and "No weight has changed" not in str(error):
             raise
