@@ -105,7 +105,7 @@ class Training:
             if self.broadcast.is_needed(synchronize, asks):
                 self.broadcast.launch()
                 self.finish_buffers()
-            self.broadcast.are_due = not self.broadcast.is_watched
+            self.broadcast.are_due = True
 
     def finish_buffers(self) -> None:
         """Blocks until a launched broadcast has arrived, and writes the buffers; see `wait`.
@@ -161,11 +161,10 @@ class BufferBroadcast:
         collectives: Launches the broadcasts.
 
     Attributes:
-        are_due: Whether a forward has run since the last broadcast, and buffers are not watched; to
-            be assigned to. A forward may change the buffers of each rank in another way.
+        are_due: Whether a forward has run since the last broadcast; to be assigned to. A forward
+            may change the buffers of each rank in another way.
         launched: The message's work, the message, and the buffers in it, a list for each dtype, in
             order. None means that no message is to be waited for.
-        is_watched: Whether buffers are broadcast before forward; the same on all ranks.
         asks: Whether ranks tell each other of writes before the next forward that may need a
             broadcast; to be assigned to, on all ranks alike.
         num_bytes: See `Note`. 0 if there was no buffer or no other rank at first.
@@ -176,7 +175,7 @@ class BufferBroadcast:
         self._tree, self._collectives = tree, collectives
         self.launched: tuple[Work, Tensor, Sequence[list[Tensor]]] | None = None
         self.num_bytes = int(collectives.world.size > 1 and len(tree.buffers()) > 0)
-        self.is_watched, self._is_after_step = False, True
+        self._is_watched, self._is_after_step = False, True
         # Buffers, and their versions, as all ranks had them last. None before the first broadcast.
         self._seen: tuple[Sequence[list[Tensor]], Sequence[int]] | None = None
         # Names of buffers that this rank has written, until other ranks have been told.
@@ -197,16 +196,16 @@ class BufferBroadcast:
         if not is_after_step or self._collectives.world.size == 1 or not self._tree.buffers():
             return False
         is_first, asks, self.asks = self._seen is None, asks or self.asks, self._seen is None
-        if is_first or self.is_watched:
+        if is_first or self._is_watched:
             return True
         written = () if self.are_due else self._names()
         if asks:
             says = torch.full((1,), bool(written), device=self._collectives.flags_device).byte()
             self._collectives.launch_max(says).wait()
-            self.is_watched = bool(says)
+            self._is_watched = bool(says)
         elif written:
             self._written = written
-        return self.is_watched
+        return self._is_watched
 
     def _names(self) -> Sequence[str]:
         """Names of the buffers that were written or replaced on this rank since `_note_seen`."""
@@ -234,7 +233,7 @@ class BufferBroadcast:
         """Begins to watch buffers if a rank has written some. That rank warns; see `Note`."""
         if not any(maxima):
             return
-        self.is_watched = True
+        self._is_watched = True
         if self._own == maxima[0]:
             warnings.warn(
                 f"The buffer '{self._written[0]}' ({len(self._written)} such buffers) was written"
