@@ -208,7 +208,7 @@ class BufferBroadcast:
         return self._is_watched
 
     def _names(self) -> Sequence[str]:
-        """Names of the buffers that were written or replaced on this rank since `_note_seen`."""
+        """Names of the buffers that were written or replaced on this rank since the last step."""
         assert self._seen is not None
         buffers, versions = self._seen
         if buffers is self._tree.buffers() and versions == _versions(buffers):
@@ -216,10 +216,6 @@ class BufferBroadcast:
         before = dict(zip(map(id, chain(*buffers)), versions, strict=True))
         named = self._tree.named_buffers()
         return [name for name, one in named if [before.get(id(one))] != _versions([[one]])]
-
-    def _note_seen(self) -> None:
-        buffers = self._tree.buffers()
-        self._seen = buffers, _versions(buffers)
 
     def say(self, device: torch.device) -> Tensor:
         """Returns 255 - rank if this rank has written buffers, or 0; see `Note`."""
@@ -253,12 +249,13 @@ class BufferBroadcast:
         """
         self.are_due = False
         # The widest elements first, so that each dtype begins at a multiple of its own width.
-        kinds = sorted(self._tree.buffers(), key=lambda one: -one[0].element_size())
+        buffers = self._tree.buffers()
+        kinds = sorted(buffers, key=lambda one: -one[0].element_size())
         if self._collectives.world.size > 1 and kinds:
             flats = [torch.cat([buffer.reshape(-1) for buffer in one]) for one in kinds]
             message = torch.cat([flat.view(torch.uint8) for flat in flats])
             self.launched = self._collectives.launch_broadcast(message, 0), message, kinds
-            self._note_seen()
+            self._seen = buffers, _versions(buffers)
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -278,9 +275,9 @@ class BufferBroadcast:
                 pairs = zip(parts, buffers, strict=True)
                 torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in pairs])
         self.launched = None
-        if self._collectives.world.rank != 0:
+        if self._collectives.world.rank != 0 and self._seen is not None:
             # What this rank has written since the launch is overwritten. Rank 0's writes stay.
-            self._note_seen()
+            self._seen = self._seen[0], _versions(self._seen[0])
 
 
 def _versions(buffers: Sequence[Sequence[Tensor]]) -> Sequence[int]:

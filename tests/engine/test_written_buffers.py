@@ -79,6 +79,24 @@ def test_a_write_after_the_first_step_is_asked_for(how: str, what: str, world_si
     pipeline.detach()
 
 
+@pytest.mark.parametrize("how", sorted(WRITES))
+@distributed(world_sizes=(2,))
+def test_a_write_between_backward_and_step_counts(how: str, world_size: int) -> None:
+    model, rank = _Scaled(), int(os.environ["RANK"])
+    pipeline = _start(model)
+    for step in range(3):
+        with pipeline.forward():
+            loss = loss_of(model, *batch("mlp", step, rank))
+        with pipeline.backward():
+            loss.backward()
+        pipeline.parts[0].mean.reduce()
+        WRITES[how](model, step + 10.0 * (rank + 1))
+        pipeline.parts[0].optimizer.step()
+        pipeline.parts[0].optimizer.zero_grad()
+    assert model.seen == [1.0, 10.0, 11.0]
+    pipeline.detach()
+
+
 @pytest.mark.parametrize("writer", [0, 1])
 @distributed(world_sizes=(2, 3))
 def test_a_later_first_write_warns_by_name_and_is_watched(writer: int, world_size: int) -> None:
