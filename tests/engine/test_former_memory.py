@@ -93,3 +93,20 @@ def test_a_graph_that_is_kept_over_the_first_step_gives_no_alarm(
             loss.backward(retain_graph=True)
         pipeline.parts[0].optimizer.step()
     pipeline.detach()
+
+
+@distributed(world_sizes=(1, 2))
+def test_an_alias_that_is_gone_by_the_first_step_gives_no_alarm(world_size: int) -> None:
+    """As of torch's older spectral_norm, which replaces it in its first forward."""
+    model, rank = build("mlp"), int(os.environ["RANK"])
+    kept = [one.detach() for one in model.parameters()]
+    pipeline = new_pipeline(model, optimizer_for("sgd", model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pipeline.forward():
+            loss = loss_of(model, *batch("mlp", 0, rank))
+        kept.clear()
+        with pipeline.backward():
+            loss.backward()
+        pipeline.parts[0].optimizer.step()
+    pipeline.detach()
