@@ -193,12 +193,14 @@ class BufferBroadcast:
             asks: Whether ranks tell each other of writes now. They also do if `self.asks`.
         """
         is_after_step, self._is_after_step = self._is_after_step, synchronize
-        if not is_after_step or self._collectives.world.size == 1 or not self._tree.buffers():
+        if not is_after_step or self._collectives.world.size == 1:
+            return False
+        if not (buffers := self._tree.buffers()):
             return False
         is_first, asks, self.asks = self._seen is None, asks or self.asks, self._seen is None
         if is_first or self._is_watched:
             return True
-        written = () if self.are_due else self._names()
+        written = () if self.are_due else self._names(buffers)
         if asks:
             says = torch.full((1,), bool(written), device=self._collectives.flags_device).byte()
             self._collectives.launch_max(says).wait()
@@ -207,11 +209,11 @@ class BufferBroadcast:
             self._written = written
         return self._is_watched
 
-    def _names(self) -> Sequence[str]:
+    def _names(self, now: Sequence[list[Tensor]]) -> Sequence[str]:
         """Names of the buffers that were written or replaced on this rank since the last step."""
         assert self._seen is not None
         buffers, versions = self._seen
-        if buffers is self._tree.buffers() and versions == _versions(buffers):
+        if buffers is now and versions == _versions(buffers):
             return ()
         before = dict(zip(map(id, chain(*buffers)), versions, strict=True))
         named = self._tree.named_buffers()
