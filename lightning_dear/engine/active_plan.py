@@ -23,7 +23,7 @@ from lightning_dear.engine.whole_gradients import WholeGradients
 from lightning_dear.exchange import Exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.sparse.figures import figures_of
-from lightning_dear.optimizers.sharded import SteppedPieces
+from lightning_dear.optimizers.pieces import SteppedPieces
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, check_plan
 

@@ -18,16 +18,16 @@ from lightning_dear.engine.active_plan import ActivePlan, Recording
 from lightning_dear.engine.bucket_round import BucketRound
 from lightning_dear.engine.gradient_collector import GradientCollector
 from lightning_dear.engine.hooks import OnGradient
-from lightning_dear.engine.module_tree import aliased_names, warn_of_aliases
-from lightning_dear.engine.notes import LaunchDigest, Notes, RingTrial, SharedOptions
+from lightning_dear.engine.notes import LaunchDigest, Notes, RingTrial, SharedOptions, Signal
 from lightning_dear.engine.parameter_gatherer import ParameterGatherer
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.engine.training import Training
 from lightning_dear.engine.whole_gradients import WholeGradients
 from lightning_dear.exchange import LossScale, Traffic, new_exchange
 from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, drop_masters
+from lightning_dear.optimizers.pieces import SpreadState
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
-from lightning_dear.optimizers.sharded import ShardedOptimizer, SpreadState
+from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, with_whole_tensors
 
@@ -64,6 +64,7 @@ class PlanLifecycle:
             planner, so that a plan found by an earlier run is used again. It must return the same
             on all ranks. If it returns None, or is None, the planner makes the plan. To be assigned
             to.
+        hooks_signal: Note that tells whether a rank has step hooks that may read gradients.
         is_moving: Whether state is being moved to another plan. If that has raised, it stays True:
             part of the state is lost, and `OptimizerPipeline.prepare_state` raises.
     """
@@ -82,9 +83,12 @@ class PlanLifecycle:
         self._training = training
         present = partial(getattr, training, "collectives")
         self.residuals = ResidualKeeper(stepper.optimizer, present, training.options)
-        shared = SharedOptions(present, stepper.optimizer, number)
+        written = partial(getattr, stepper, "written")
+        shared = SharedOptions(present, stepper.optimizer, number, written)
         ring = RingTrial(training.instruments, present, number)
-        notes = shared, LaunchDigest(present, number), training.signal, ring, training.broadcast
+        self.hooks_signal = Signal()
+        signals = training.signal, training.unheld.signal, self.hooks_signal
+        notes = shared, LaunchDigest(present, number), *signals, ring, training.broadcast
         self._notes = Notes([note for note in notes if note is not None])
         self.loss_scale: LossScale = lambda: None
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
@@ -128,11 +132,7 @@ class PlanLifecycle:
         training, collectives = self._training, self._training.collectives
         self.recording = Recording.agreed(self.trained, collectives, training.options)
         tensors = self.recording.tensors
-        if training.aliased:
-            # Looked at twice: before the first forward a module may still hold an alias itself
-            # (spectral_norm), and after it a graph may.
-            still = training.aliased & aliased_names(training.module)
-            warn_of_aliases([name for name in self.trained.names if name in still])
+        training.warn_of_aliases(self.trained.names)
         found = None if self.find_plan is None else self.find_plan(tensors)
         plan = training.fusion.plan(tensors, training.world.size) if found is None else found
         self.recording.check(plan, collectives)
@@ -375,6 +375,7 @@ class PlanLifecycle:
                 lost = left.take(MASTER_KEY, written)
                 self._tell_of_masters(AdoptedState(False, bool(lost.entries)))
                 self._stepper.left = left
+                self._stepper.guard()
                 lagging = was_written.keys() & set(self._training.module.parameters())
                 self._sync(left.take(MASTER_KEY, lagging - set(self.trained.parameters)))
         if isinstance(self._stepper, ReplicatedOptimizer):
@@ -402,6 +403,7 @@ class PlanLifecycle:
             has the parameters whose weights lagged behind their masters then.
         """
         was_loaded = self._stepper.optimizer.state is not self._stepper.state_at_end
+        self._stepper.drop_removed()
         left = None if was_loaded else spread_state(self._stepper, through)
         self._stepper.leave(None)
         at_end = self._lagging_at_end.items()
@@ -459,9 +461,8 @@ class PlanLifecycle:
     def release(self) -> None:
         """Removes hooks and gates, and gives each parameter its own memory again. Local.
 
-        A parameter that was in shared memory before goes back there.
-
-        Parameters keep the values that they have. Buckets that are pending would keep old values.
+        A parameter that was in shared memory before goes back there. Parameters keep the values
+        that they have. Buckets that are pending would keep old values.
         """
         self.trained.hooks.remove()
         self._release_active()

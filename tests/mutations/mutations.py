@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutations.all_reduced import ALL_REDUCED
+from tests.mutations.between_steps import BETWEEN_STEPS
 from tests.mutations.buffers import BUFFERS
 from tests.mutations.codec_plans import CODEC_PLANS
 from tests.mutations.codecs import CODECS
@@ -24,6 +25,7 @@ from tests.mutations.speed import SPEED
 from tests.mutations.steps import FLUSHES, GUARDS, WAITS
 from tests.mutations.streams import STREAMS
 from tests.mutations.two_hops import TWO_HOPS
+from tests.mutations.unheld import UNHELD
 
 STATE = "tests/optimizers/test_state.py"
 
@@ -133,6 +135,7 @@ MUTATIONS = [
     *DEVICES,
     *GATHERING,
     *ALL_REDUCED,
+    *BETWEEN_STEPS,
     *CODECS,
     *CODED,
     *KEPT,
@@ -146,4 +149,5 @@ MUTATIONS = [
     *STREAMS,
     *TWO_HOPS,
     *BUFFERS,
+    *UNHELD,
 ]
