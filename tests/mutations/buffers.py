@@ -105,9 +105,9 @@ BUFFERS = [
     ),
     Mutation(
         "looking for aliases a second time, after the first forward",
-        "PlanLifecycle.start",
-        "            still = training.aliased & aliased_names(training.module)\n",
-        "            still = training.aliased\n",
+        "Training.warn_of_aliases",
+        "            still = self.aliased & aliased_names(self.module)\n",
+        "            still = self.aliased\n",
         (f"{FORMER}::test_an_alias_that_is_gone_by_the_first_step_gives_no_alarm",),
     ),
 ]
