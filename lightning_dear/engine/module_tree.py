@@ -30,7 +30,7 @@ def aliased_names(module: Module) -> AbstractSet[str]:
     vector of which the parameters are views. Also one that a graph holds for backward. Parameters
     in shared memory do not count.
     """
-    address, count = private_names.STORAGE_ADDRESS, private_names.STORAGE_USE_COUNT.of(torch._C)
+    address, count = private_names.STORAGE_ADDRESS, private_names.STORAGE_USE_COUNT.imported()
     fresh = torch.empty(1)
     usual, names_in = count(address.of(fresh.untyped_storage())), dict[int, list[str]]()
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):

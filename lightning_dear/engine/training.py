@@ -133,7 +133,7 @@ class Training:
             if self.broadcast.is_needed(synchronize, asks):
                 self.broadcast.launch()
                 self.finish_buffers()
-            self.broadcast.are_due = not self.broadcast.is_watched
+            self.broadcast.are_due = True
 
     def finish_buffers(self) -> None:
         """Blocks until a launched broadcast has arrived, and writes the buffers; see `wait`.
@@ -189,11 +189,10 @@ class BufferBroadcast:
         collectives: Launches the broadcasts.
 
     Attributes:
-        are_due: Whether a forward has run since the last broadcast, and buffers are not watched; to
-            be assigned to. A forward may change the buffers of each rank in another way.
+        are_due: Whether a forward has run since the last broadcast; to be assigned to. A forward
+            may change the buffers of each rank in another way.
         launched: The message's work, the message, and the buffers in it, a list for each dtype, in
             order. None means that no message is to be waited for.
-        is_watched: Whether buffers are broadcast before forward; the same on all ranks.
         asks: Whether ranks tell each other of writes before the next forward that may need a
             broadcast; to be assigned to, on all ranks alike.
         num_bytes: See `Note`. 0 if there was no buffer or no other rank at first.
@@ -204,7 +203,7 @@ class BufferBroadcast:
         self._tree, self._collectives = tree, collectives
         self.launched: tuple[Work, Tensor, Sequence[list[Tensor]]] | None = None
         self.num_bytes = int(collectives.world.size > 1 and len(tree.buffers()) > 0)
-        self.is_watched, self._is_after_step = False, True
+        self._is_watched, self._is_after_step = False, True
         # Buffers, and their versions, as all ranks had them last. None before the first broadcast.
         self._seen: tuple[Sequence[list[Tensor]], Sequence[int]] | None = None
         # Names of buffers that this rank has written, until other ranks have been told.
@@ -222,33 +221,31 @@ class BufferBroadcast:
             asks: Whether ranks tell each other of writes now. They also do if `self.asks`.
         """
         is_after_step, self._is_after_step = self._is_after_step, synchronize
-        if not is_after_step or self._collectives.world.size == 1 or not self._tree.buffers():
+        if not is_after_step or self._collectives.world.size == 1:
+            return False
+        if not (buffers := self._tree.buffers()):
             return False
         is_first, asks, self.asks = self._seen is None, asks or self.asks, self._seen is None
-        if is_first or self.is_watched:
+        if is_first or self._is_watched:
             return True
-        written = () if self.are_due else self._names()
+        written = () if self.are_due else self._names(buffers)
         if asks:
             says = torch.full((1,), bool(written), device=self._collectives.flags_device).byte()
             self._collectives.launch_max(says).wait()
-            self.is_watched = bool(says)
+            self._is_watched = bool(says)
         elif written:
             self._written = written
-        return self.is_watched
+        return self._is_watched
 
-    def _names(self) -> Sequence[str]:
-        """Names of the buffers that were written or replaced on this rank since `_note_seen`."""
+    def _names(self, now: Sequence[list[Tensor]]) -> Sequence[str]:
+        """Names of the buffers that were written or replaced on this rank since the last step."""
         assert self._seen is not None
         buffers, versions = self._seen
-        if buffers is self._tree.buffers() and versions == _versions(buffers):
+        if buffers is now and versions == _versions(buffers):
             return ()
         before = dict(zip(map(id, chain(*buffers)), versions, strict=True))
         named = self._tree.named_buffers()
         return [name for name, one in named if [before.get(id(one))] != _versions([[one]])]
-
-    def _note_seen(self) -> None:
-        buffers = self._tree.buffers()
-        self._seen = buffers, _versions(buffers)
 
     def say(self, device: torch.device) -> Tensor:
         """Returns 255 - rank if this rank has written buffers, or 0; see `Note`."""
@@ -262,7 +259,7 @@ class BufferBroadcast:
         """Begins to watch buffers if a rank has written some. That rank warns; see `Note`."""
         if not any(maxima):
             return
-        self.is_watched = True
+        self._is_watched = True
         if self._own == maxima[0]:
             warnings.warn(
                 f"The buffer '{self._written[0]}' ({len(self._written)} such buffers) was written"
@@ -282,12 +279,13 @@ class BufferBroadcast:
         """
         self.are_due = False
         # The widest elements first, so that each dtype begins at a multiple of its own width.
-        kinds = sorted(self._tree.buffers(), key=lambda one: -one[0].element_size())
+        buffers = self._tree.buffers()
+        kinds = sorted(buffers, key=lambda one: -one[0].element_size())
         if self._collectives.world.size > 1 and kinds:
             flats = [torch.cat([buffer.reshape(-1) for buffer in one]) for one in kinds]
             message = torch.cat([flat.view(torch.uint8) for flat in flats])
             self.launched = self._collectives.launch_broadcast(message, 0), message, kinds
-            self._note_seen()
+            self._seen = buffers, _versions(buffers)
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -307,9 +305,9 @@ class BufferBroadcast:
                 pairs = zip(parts, buffers, strict=True)
                 torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in pairs])
         self.launched = None
-        if self._collectives.world.rank != 0:
+        if self._collectives.world.rank != 0 and self._seen is not None:
             # What this rank has written since the launch is overwritten. Rank 0's writes stay.
-            self._note_seen()
+            self._seen = self._seen[0], _versions(self._seen[0])
 
 
 def _versions(buffers: Sequence[Sequence[Tensor]]) -> Sequence[int]:

@@ -46,6 +46,14 @@ def conv(run: Run) -> None:
     list(_train(run, "conv"))
 
 
+def writes_buffers(run: Run) -> None:
+    """Writes buffers between steps, other values on each rank."""
+    for _, model, _ in _train(run, "conv"):
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.mul_(0.5 + 0.1 * run.fabric.global_rank)
+
+
 def gpt(run: Run) -> None:
     """With a shared weight."""
     list(_train(run, "gpt"))

@@ -66,6 +66,7 @@ NORM_ORDER = 1e-6
 ROWS = {
     "plain": Row(loops.mlp, ALL),
     "buffers": Row(loops.conv, ALL),
+    "buffers written between steps": Row(loops.writes_buffers, ALL),
     "shared weight": Row(loops.gpt, ALL),
     "accumulation": Row(loops.accumulates, ALL),
     "clipping by norm": Row(loops.clips_norm, ALL, distance=NORM_ORDER),

@@ -159,7 +159,7 @@ LAUNCHES = [
     Mutation(
         "the widest buffers first",
         "BufferBroadcast.launch",
-        "sorted(self._tree.buffers(), key=lambda one: -one[0].element_size())",
+        "sorted(buffers, key=lambda one: -one[0].element_size())",
         "self._tree.buffers()",
         ("tests/engine/test_delays.py::test_buffers_of_all_types_travel_in_one_message",),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.all_reduced import ALL_REDUCED
 from tests.mutations.between_steps import BETWEEN_STEPS
+from tests.mutations.buffers import BUFFERS
 from tests.mutations.codec_plans import CODEC_PLANS
 from tests.mutations.codecs import CODECS
 from tests.mutations.coded import CODED
@@ -147,5 +148,6 @@ MUTATIONS = [
     *SEEDS,
     *STREAMS,
     *TWO_HOPS,
+    *BUFFERS,
     *UNHELD,
 ]

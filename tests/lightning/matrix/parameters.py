@@ -181,9 +181,6 @@ class _Reweighted(RowNet):
     def on_train_epoch_start(self) -> None:
         self.scale = self.scale * (0.5 + 0.1 * int(os.environ["RANK"]))
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.note("evaluated", [self.loss(batch)])
-
 
 class _Shared(RowNet):
     """Lies in shared memory, of which tensors elsewhere are read when an epoch ends."""
@@ -306,7 +303,6 @@ FEATURES = (
         net=_Reweighted,
         data="conv",
         trainer={"max_epochs": 2},
-        drive=fit_and_validate,
     ),
     row(
         name="a model in shared memory",

@@ -24,7 +24,7 @@ UNCAUGHT = (
     ),
     Uncaught(
         "a pointer or a NumPy array taken from a weight earlier",
-        "it may show the step before, or half of each",
+        "it may show the step before, or half of each; if taken before the fit, the first weights",
         COMPLETE,
     ),
     Uncaught(
