@@ -1,10 +1,11 @@
 """What a composed job is built of, and what it says about choices that nothing reads."""
 
 import pytest
+from hydra.errors import InstantiationException
 
 from lightning_dear.apps.bench.build import build_starter
-from lightning_dear.apps.checks import NODE_VARIABLES
 from lightning_dear.apps.train import train
+from lightning_dear.strategy.starting import NODE_VARIABLES
 from tests.conf.composing import composed
 
 
@@ -20,12 +21,15 @@ def test_without_loggers_the_trainer_has_none(tmp_path):
         assert train.build_trainer(config).loggers == []
 
 
-def test_nodes_that_nobody_starts_are_refused_by_every_program(tmp_path, monkeypatch):
+@pytest.mark.parametrize("strategy", ["ddp", "dear"])
+def test_nodes_that_nobody_starts_are_refused_by_every_program(tmp_path, monkeypatch, strategy):
     for name in NODE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     with (
-        composed(tmp_path, "strategy=ddp", "cluster.num_nodes=16") as config,
-        pytest.raises(ValueError, match="nothing says that this is one of them"),
+        composed(tmp_path, f"strategy={strategy}", "cluster.num_nodes=16") as config,
+        pytest.raises(
+            (ValueError, InstantiationException), match="nothing says that this is one of them"
+        ),
     ):
         train.build_trainer(config)
     with (

@@ -99,7 +99,7 @@ def build_trainer(
         _convert_="all",
     )
     checks.check_single_process(trainer, strategy)
-    checks.check_nodes(trainer)
+    checks.check_start(trainer)
     configure_launcher(trainer.strategy)
     return trainer
 
