@@ -16,6 +16,17 @@ def test_an_ignored_choice_is_warned_about(strategy, tmp_path, caplog):
     assert ("fusion is ignored" in caplog.text) is (strategy != "dear")
 
 
+def test_an_added_option_that_is_misspelt_is_refused(tmp_path, caplog):
+    with (
+        composed(tmp_path, "strategy=single", "+compresor=int8") as config,
+        pytest.raises(ValueError, match="compresor is no option .* Is 'compressor' meant"),
+    ):
+        train.check(config)
+    with composed(tmp_path, "strategy=single", "+zzz=int8") as config:
+        train.check(config)
+    assert "zzz is no option of dear-train" in caplog.text
+
+
 def test_without_loggers_the_trainer_has_none(tmp_path):
     with composed(tmp_path, "strategy=single", "logger=none") as config:
         assert train.build_trainer(config).loggers == []
