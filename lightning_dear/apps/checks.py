@@ -30,7 +30,7 @@ def check_single_process(trainer: Trainer, strategy: Any) -> None:
         )
 
 
-def check_start(trainer: Trainer) -> None:
+def check_launch(trainer: Trainer) -> None:
     """Check, for strategies that do not do it themselves, how this process was started.
 
     Raises:

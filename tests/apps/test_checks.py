@@ -59,7 +59,7 @@ def test_each_strategy_is_checked_once(monkeypatch: pytest.MonkeyPatch, is_ours:
     monkeypatch.setattr(checks.starting, "check_start", seen)
     strategy = Mock(spec=DearStrategy if is_ours else DDPStrategy, num_nodes=2)
     strategy.cluster_environment, strategy.parallel_devices = object(), [object()]
-    checks.check_start(Mock(strategy=strategy))
+    checks.check_launch(Mock(strategy=strategy))
     arguments = (strategy.cluster_environment, strategy.parallel_devices, 2)
     assert [one.args for one in seen.call_args_list] == ([] if is_ours else [arguments])
-    checks.check_start(Mock(strategy=object()))
+    checks.check_launch(Mock(strategy=object()))

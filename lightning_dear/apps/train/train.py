@@ -101,7 +101,7 @@ def build_trainer(
         _convert_="all",
     )
     checks.check_single_process(trainer, strategy)
-    checks.check_start(trainer)
+    checks.check_launch(trainer)
     configure_launcher(trainer.strategy)
     return trainer
 
