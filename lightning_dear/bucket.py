@@ -185,6 +185,8 @@ class Placement:
             that there is no such buffer, and that the optimizer reads `parameter.grad`.
         buckets: Numbers of the buckets that hold the parameter.
         data_ptr: Address of `view`. If `parameter.data` has another one, the user has replaced it.
+        former: The memory that the parameter had before, if processes share it (`share_memory`).
+            None means that no process reads it any more.
     """
 
     parameter: Parameter
@@ -192,6 +194,7 @@ class Placement:
     gradient: Tensor | None
     buckets: tuple[int, ...]
     data_ptr: int
+    former: Tensor | None
 
     def was_replaced(self) -> bool:
         """Tells whether `parameter.data` is no longer the view of the flat buffer."""
@@ -272,7 +275,8 @@ def allocate(
 ) -> FlatBuffers:
     """Makes the buffers of `plan`, and moves the parameters into them. Local.
 
-    Mutates `data` of each parameter: the values stay, the storage changes.
+    Mutates `data` of each parameter: the values stay, the storage changes. Memory that processes
+    share is kept in `Placement.former`.
 
     Args:
         plan: Plan over exactly these parameters, by their index.
@@ -292,12 +296,14 @@ def allocate(
         *offsets, numel = accumulate(sizes, initial=0)
         flat = torch.zeros(numel, dtype=like.dtype, device=like.device)
         begins = dict(zip(numbers, offsets, strict=True))
+        former = {n: p.data for n, p in enumerate(parameters) if is_in_shared_memory(p)}
         starts = _move_data(plan, begins, parameters, flat)
         # After `_move_data`, which frees the parameters' old memory: as much as is allocated here.
         has_gradients = keeps_gradients or flat.dtype in LOW_PRECISION
         gradients = torch.zeros_like(flat) if has_gradients else flat.new_empty(0)
         for tensor, start in starts.items():
-            placements[tensor] = _place(parameters[tensor], gradients, start, homes[tensor])
+            where = start, homes[tensor], former.get(tensor)
+            placements[tensor] = _place(parameters[tensor], gradients, *where)
         for number, offset in begins.items():
             spec, role = plan.buckets[number], role_of(number, flat.dtype)
             part = slice(offset, offset + spec.padded_numel)
@@ -313,6 +319,12 @@ def allocate(
         [buckets[number] for number in range(len(buckets))],
         [placements[index] for index in range(len(parameters))],
     )
+
+
+def is_in_shared_memory(tensor: Tensor) -> bool:
+    """Whether other processes may read the tensor's memory, since `share_memory` was called."""
+    # On CUDA every tensor says so.
+    return tensor.is_cpu and bool(tensor.is_shared())  # type: ignore[no-untyped-call]
 
 
 def _by_family_and_tensor(plan: BucketPlan) -> tuple[dict[str, list[int]], dict[int, list[int]]]:
@@ -375,11 +387,13 @@ def _move_data(
     return starts
 
 
-def _place(parameter: Parameter, gradients: Tensor, start: int, homes: list[int]) -> Placement:
+def _place(
+    parameter: Parameter, gradients: Tensor, start: int, homes: list[int], former: Tensor | None
+) -> Placement:
     view, gradient = parameter.data, None
     if gradients.numel():
         gradient = gradients.as_strided(view.size(), view.stride(), start)
-    return Placement(parameter, view, gradient, tuple(homes), view.data_ptr())
+    return Placement(parameter, view, gradient, tuple(homes), view.data_ptr(), former)
 
 
 @dataclass(frozen=True, eq=False)

@@ -111,6 +111,11 @@ CLEARED_TRANSFORMS = PrivateName(
 )
 WITHOUT_MODES = PrivateName("torch.utils._python_dispatch", "_disable_current_modes")
 WITHOUT_TORCH_FUNCTION = PrivateName("torch._C", "DisableTorchFunction")
+# Read, to find tensors outside of the model that hold a parameter's memory.
+STORAGE_ADDRESS = PrivateName("torch:UntypedStorage", "_cdata")
+STORAGE_USE_COUNT = PrivateName("torch._C", "_storage_Use_Count")
+# Read, to find buffers that were written since the last step.
+VERSION = PrivateName("torch:Tensor", "_version")
 # Called, to launch several NCCL collectives as one kernel. Versions without it launch several.
 COALESCING = PrivateName("torch.distributed", "_coalescing_manager")
 # Called after a timeout, for torch's record of the last collectives.

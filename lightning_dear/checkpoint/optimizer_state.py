@@ -20,7 +20,7 @@ from lightning_dear.bucket import Chunk, Piece
 from lightning_dear.checkpoint.moving import Item, Wanted, move
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState
-from lightning_dear.optimizers.sharded import SpreadState, SteppedPieces
+from lightning_dear.optimizers.pieces import SpreadState, SteppedPieces
 
 CLASS = "optimizer_class"
 """Key of an optimizer's state dict: the name of the optimizer class that the state belongs to."""

@@ -24,7 +24,8 @@ Kind = Literal["contractive", "unbiased", "vote"]
 """What holds for C(x), the values that arrive when x is sent.
 
 contractive: |C(x) - x|^2 <= (1 - d) |x|^2 for a d > 0. Unless error_feedback=False, the error
-x - C(x) is kept and added to the next gradient (error feedback), so that it arrives later.
+x - C(x) is kept and added to the next gradient (error feedback), so that it arrives later. With
+`RandomK` it fades while it waits.
 unbiased: E[C(x)] = x. The error is not kept: error feedback would diverge.
 vote: Each rank sends only the sign of each element, and the sign of the majority comes back. With
 halves="reduce" the mean of the signs comes back.
@@ -317,6 +318,15 @@ class FewOfMany(Compressor):
         # Rounded first, since 0.07 * 100 is a little more than 7 in floating point, and `ceil`
         # would return 8.
         return max(1, math.ceil(round(self.density * numel, 6))) if numel else 0
+
+    @property
+    def gradients_at_once(self) -> float:
+        """Returns of how many gradients an average number is the sum when it arrives.
+
+        That is the number of steps for which it waits, 1 / density, in this base class. It is 1
+        without error feedback, where numbers that are not sent are lost.
+        """
+        return 1 / self.density if self.has_feedback else 1.0
 
     @override
     def at_density(self, density: float) -> Self:

@@ -69,17 +69,25 @@ class Memory:
             feedback: the residual is the error itself.
         momentum: Factor by which kept momentum decays in each step, in [0, 1). Used by subclasses
             that keep momentum.
+        decay: Factor by which "residual" decays in each step, in [0, 1]. 1 means that it does not.
+            Used by `Residual`.
 
     Attributes:
         names: Names of the kept tensors, such as "residual". Empty means that nothing is kept.
         rate: Same as the argument.
         momentum: Same as the argument.
+        decay: Same as the argument.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
-        self, numel: int, device: torch.device, rate: float = 1.0, momentum: float = 0.0
+        self,
+        numel: int,
+        device: torch.device,
+        rate: float = 1.0,
+        momentum: float = 0.0,
+        decay: float = 1.0,
     ) -> None:
         # Two tensors for each name: encoding writes the pending one, so that the kept one is
         # unchanged if the step is left out.
@@ -87,7 +95,7 @@ class Memory:
         self._kept = {name: zeros() for name in self.names}
         self._pending = {name: zeros() for name in self.names}
         self._has_pending = False
-        self.rate, self.momentum = rate, momentum
+        self.rate, self.momentum, self.decay = rate, momentum, decay
 
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
         """Turns gradients into the values to encode, in place, such as by adding the residual.
@@ -215,17 +223,22 @@ class Residual(Memory):
     Then e becomes x - C(x), where C(x) arrives. So over all steps sum C(x) + e = sum g: no gradient
     is lost (Karimireddy et al. 2019, algorithm 1). With a rate b below 1, e is a moving average: it
     becomes (1 - b) e + b (x - C(x)), and sum C(x) + e / b = sum g (Xie et al. 2024, "LoCo").
+
+    With a decay a below 1, x = g + a e is encoded. Then a gradient fades while it waits, so that no
+    more than 1 / (1 - a) gradients of about the same size arrive at once.
     """
 
     names: ClassVar[tuple[str, ...]] = ("residual",)
 
     @override
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
+        # The residual decays once a step: in the first round (see `_now`).
+        decay = 1.0 if self._has_pending else self.decay
         residual = self._latest("residual", rows)
         if scale is None:
-            rows.add_(residual)
+            rows.add_(residual, alpha=decay)
         else:
-            rows.addcmul_(residual, scale)
+            rows.addcmul_(residual, scale, value=decay)
 
     @override
     def note_sent(self, rows: Tensor, wire: Tensor, encoded: Encoded, scale: Tensor | None) -> None:

@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_dear.compression.codec import Codec, FewOfMany, Kind, Randomness, field
-from lightning_dear.compression.error_feedback import Encoded, Memory
+from lightning_dear.compression.error_feedback import Encoded, Memory, Residual
 from lightning_dear.compression.selectors import SELECTORS, select
 
 
@@ -205,8 +205,15 @@ class RandomK(FewOfMany, Codec):
     Rows with the same places may be added up. So a reduce-scatter sums encoded rows. Contractive:
     E|C(x) - x|^2 <= (1 - d) |x|^2 with d = 1 / ceil(numel / k).
 
+    A gradient fades while it waits: the residual is multiplied by `decay` in each step. Otherwise
+    an element would arrive as the sum of numel / k gradients, and SGD would make a step as many
+    times as large at once. With a usual learning rate and momentum, training then diverges.
+
     Args:
         density: Share of the elements that are sent, in (0, 1]. The default is 0.01.
+        decay: Factor of the residual in each step, in [0, 1]. The default is 0.6: about
+            1 / (1 - 0.6) = 2.5 gradients arrive at once. 1 means that all arrive, as with `TopK`.
+            Any other value than the default is refused with error_feedback=False.
         halves: See `Codec`.
         error_feedback: See `Compressor`.
     """
@@ -215,6 +222,30 @@ class RandomK(FewOfMany, Codec):
     kind: ClassVar[Kind] = "contractive"
     randomness: ClassVar[Randomness] = "turns"
     is_summable: ClassVar[bool] = True
+
+    decay: float = 0.6
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_value("decay", "in [0, 1]", is_valid=0 <= self.decay <= 1)
+        if not self.has_feedback and self.decay != RandomK.decay:
+            raise ValueError(
+                "decay of randomk has no effect with error_feedback=False. Leave out one of them:"
+                " only what feedback keeps can decay."
+            )
+
+    @property
+    @override
+    def gradients_at_once(self) -> float:
+        faded = super().gradients_at_once
+        return faded if self.decay == 1 else min(faded, 1 / (1 - self.decay))
+
+    @override
+    def owner_memory(self, numel: int, device: torch.device) -> Memory:
+        if not self.has_feedback:
+            return super().owner_memory(numel, device)
+        return Residual(numel, device, decay=self.decay)
 
     @override
     def wire_bytes(self, numel: int) -> int:

@@ -23,7 +23,7 @@ from lightning_dear.engine.whole_gradients import WholeGradients
 from lightning_dear.exchange import Exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.exchange.sparse.figures import figures_of
-from lightning_dear.optimizers.sharded import SteppedPieces
+from lightning_dear.optimizers.pieces import SteppedPieces
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, check_plan
 
@@ -149,16 +149,17 @@ class ActivePlan:
         with shards.on_shards(vote):
             unscale(shards.optimizer)
 
-    def release(self) -> Sequence[Parameter]:
+    def release(self) -> Sequence[tuple[Parameter, Tensor | None]]:
         """Removes forward pre-hooks and gates, and ends the round's thread. Local.
 
         Returns:
-            The parameters that are still views of `flat`. The user has replaced the `data` of the
-            others.
+            The parameters that are still views of `flat`, each with its `Placement.former`. The
+            user has replaced the `data` of the others.
         """
         self.gatherer.detach()
         self.round.release()
-        return [one.parameter for one in self.flat.placements if not one.was_replaced()]
+        placements = self.flat.placements
+        return [(one.parameter, one.former) for one in placements if not one.was_replaced()]
 
 
 def _norms(gradients: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -1,7 +1,7 @@
 """The mean gradient of one optimizer: reduced, measured, clipped and shown before the step."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from lightning_dear.engine.hooks import warn_of_leftovers
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle
 from lightning_dear.engine.step_state import StepProgress, StepState
 from lightning_dear.engine.training import Training
-from lightning_dear.optimizers.sharded import SteppedPieces
+from lightning_dear.optimizers.pieces import SteppedPieces
 
 
 @dataclass(eq=False)
@@ -120,7 +120,14 @@ class MeanGradient:
         self.progress.enter(StepState.EXPOSED)
 
     @contextmanager
-    def _on_shards(self, *, mutates: bool) -> Iterator[list[Tensor]]:
+    def exposed(self) -> Iterator[None]:
+        """A context in which `.grad` holds the mean, see `expose` and `reduce`. Collective."""
+        self.expose()
+        yield
+        self.reduce()
+
+    @contextmanager
+    def on_shards(self, *, mutates: bool) -> Iterator[list[Tensor]]:
         """A context that gives this rank's pieces, whose `.grad` is their part of the mean.
 
         If the mean gradient was exposed in the user's `.grad`, it is exposed again afterwards.
@@ -143,13 +150,39 @@ class MeanGradient:
             whole.expose() if is_lost else whole.show()
             self.progress.enter(StepState.EXPOSED)
 
+    @contextmanager
+    def for_other_code(self) -> Iterator[None]:
+        """A context in which the optimizer has what it steps: pieces, their state and means.
+
+        With gathered gradients these are whole parameters. If there is no gradient, none is
+        reduced. Collective, blocks. See `PipelineStrategy.on_shards`.
+        """
+        has_gradient = self.progress.state is not StepState.EMPTY
+        if self.training.options.is_of_gradients:
+            with self.exposed() if has_gradient else nullcontext():
+                yield
+            return
+        with self.on_shards(mutates=True) if has_gradient else nullcontext():
+            active = self.plans.active
+            with nullcontext() if active is None else self.stepper.on_shards():
+                yield
+        if active is not None:
+            # The block may have written to the weights of this rank's pieces.
+            self.stepper.note_written()
+            active.gatherer.begin_step()
+            active.gatherer.expect()
+            for bucket in active.flat.buckets:
+                active.gatherer.launch(bucket.number)
+            active.gatherer.close_gates()
+            self.plans.complete_parameters("on_shards")
+
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """Returns the norm of the whole mean gradient, as a scalar. Collective, blocks.
 
         With `gather="gradients"` and a compressor of that half, the gradient that is stepped is the
         decoded one, so that its norm may differ.
         """
-        with self._on_shards(mutates=False):
+        with self.on_shards(mutates=False):
             return self.plans.present.global_norm(self.stepper.pieces, norm_type)
 
     def clip_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -158,7 +191,7 @@ class MeanGradient:
         If its norm is larger than `max_norm`, the mean gradient is scaled so that its norm becomes
         `max_norm`. If not, it is left as it is. Returns the norm before clipping, as a scalar.
         """
-        with self._on_shards(mutates=True) as pieces:
+        with self.on_shards(mutates=True) as pieces:
             norm = self.plans.present.global_norm(self.stepper.pieces, norm_type)
             clip_grads_with_norm_(pieces, max_norm, norm)
             return norm
@@ -168,7 +201,7 @@ class MeanGradient:
 
         Collective, since it reduces first. Blocks.
         """
-        with self._on_shards(mutates=True) as pieces:
+        with self.on_shards(mutates=True) as pieces:
             # torch raises if there is no gradient, and this rank may own no shard of a parameter
             # that has one.
             if any(piece.grad is not None for piece in pieces):
@@ -179,5 +212,5 @@ class MeanGradient:
 
         See `ActivePlan.unscale`.
         """
-        with self._on_shards(mutates=True):
+        with self.on_shards(mutates=True):
             self.plans.present.unscale(unscale, self.stepper)

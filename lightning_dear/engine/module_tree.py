@@ -1,15 +1,18 @@
-"""The modules of a model, and a cheap check whether they still hold the same parameters."""
+"""The modules of a model, a cheap check whether they hold the same parameters, and aliases."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from lightning_dear import private_names
+from lightning_dear.bucket import is_in_shared_memory
 
 
 def ignored_names(module: Module) -> frozenset[str]:
@@ -18,6 +21,38 @@ def ignored_names(module: Module) -> frozenset[str]:
     Ranks do not compare, average or broadcast them. Empty if the user has told DDP nothing.
     """
     return frozenset(getattr(module, private_names.IGNORED_NAMES.name, ()))
+
+
+def aliased_names(module: Module) -> AbstractSet[str]:
+    """Names of parameters whose memory is held by a tensor that is not the module's. Local.
+
+    Such a tensor is in a `state_dict()` that the user has kept, under a NumPy array, or a flat
+    vector of which the parameters are views. Also one that a graph holds for backward. Parameters
+    in shared memory do not count.
+    """
+    address, count = private_names.STORAGE_ADDRESS, private_names.STORAGE_USE_COUNT.of(torch._C)
+    fresh = torch.empty(1)
+    usual, names_in = count(address.of(fresh.untyped_storage())), dict[int, list[str]]()
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        is_plain = type(tensor) in (Parameter, Tensor) and tensor.layout is torch.strided
+        if is_plain and not is_in_shared_memory(tensor):
+            names_in.setdefault(address.of(tensor.untyped_storage()), []).append(name)
+    # Each of the module's own tensors holds its storage once.
+    held = (names for at, names in names_in.items() if count(at) - len(names) > usual - 1)
+    return frozenset(chain.from_iterable(held))
+
+
+def warn_of_aliases(names: Sequence[str]) -> None:
+    """Warns that tensors which hold the memory of the named parameters will not follow them."""
+    if names:
+        warnings.warn(
+            f"Other tensors share the memory of '{names[0]}' ({len(names)} such parameters), such"
+            " as those of a state_dict() or .data that was kept, a NumPy array or a flat vector."
+            " They keep their present values, since strategy='dear' moves parameters to other"
+            " memory. Take them anew after the first step, or call module.share_memory() before"
+            " the fit: that memory is kept up to date.",
+            stacklevel=2,
+        )
 
 
 def other_forward(own: Mapping[str, Any]) -> Any:
@@ -97,8 +132,9 @@ class ModuleTree:
     def buffers(self) -> Sequence[list[Tensor]]:
         """Returns the module's buffers, one list for each dtype, without `ignored_names`. Local.
 
-        Buffers that were replaced in a module since the last call are found. Buffers of modules
-        that were put into the tree since the last `look` may be missing.
+        Buffers that were replaced in a module since the last call are found. If there are none, the
+        same object is returned. Buffers of modules that were put into the tree since the last
+        `look` may be missing.
         """
         dicts = map(itemgetter(private_names.BUFFERS.name), self._dicts)
         own = chain.from_iterable(map(dict.values, dicts))
@@ -109,11 +145,15 @@ class ModuleTree:
         if ignored != self._ignored or not _are_same(self._seen_buffers, seen):
             self._seen_buffers, self._ignored = seen, ignored
             by_dtype: dict[torch.dtype, list[Tensor]] = {}
-            for name, buffer in self._root.named_buffers():
-                if name not in ignored:
-                    by_dtype.setdefault(buffer.dtype, []).append(buffer)
+            for _, buffer in self.named_buffers():
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
             self._by_dtype = [*by_dtype.values()]
         return self._by_dtype
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, buffer) of the module's buffers, without `ignored_names`. Local, slow."""
+        ignored = ignored_names(self._root)
+        return (one for one in self._root.named_buffers() if one[0] not in ignored)
 
 
 def _are_same(before: Sequence[Any], now: Sequence[Any]) -> bool:

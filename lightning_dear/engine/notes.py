@@ -379,17 +379,24 @@ def check_options(what: str, reports: Sequence[OptionValues]) -> None:
 class SharedOptions(Digest):
     """Compares learning rates and other options between ranks in each round of gradients.
 
+    Also compares which entries of `optimizer.state` other code has written between steps.
+
     Args:
         collectives: Returns the present collectives.
         optimizer: The optimizer whose parameter groups are compared.
         number: Optimizer number, for messages.
+        written: Returns `SteppedPieces.written`, or "" if nothing is to be compared.
     """
 
     def __init__(
-        self, collectives: Callable[[], Collectives], optimizer: Optimizer, number: int
+        self,
+        collectives: Callable[[], Collectives],
+        optimizer: Optimizer,
+        number: int,
+        written: Callable[[], str] = str,
     ) -> None:
         super().__init__(collectives)
-        self._optimizer, self._number = optimizer, number
+        self._optimizer, self._number, self._written = optimizer, number, written
         # Options that `value` has hashed in the present round, and in the round before.
         self._options: OptionValues = {}
         self._before: OptionValues = {}
@@ -401,11 +408,14 @@ class SharedOptions(Digest):
     def value(self) -> int:
         self._before = self._options
         if self._have_changed():
-            self._options = options_of(self._optimizer)
+            self._options = self._values()
             # True equals 1, and so must have its hash.
             text = repr(sorted(self._options.items()))
             self._hash = hash_of(text.replace("True", "1").replace("False", "0"))
         return self._hash
+
+    def _values(self) -> OptionValues:
+        return {**options_of(self._optimizer), (0, "optimizer.state"): self._written()}
 
     def _have_changed(self) -> bool:
         """Whether the options have changed since `value` has hashed them.
@@ -417,11 +427,11 @@ class SharedOptions(Digest):
         groups = self._optimizer.param_groups
         keys = chain.from_iterable(groups)
         values = chain.from_iterable(group.values() for group in groups)
-        before, self._seen = self._seen, [*keys, *values]
+        before, self._seen = self._seen, [*keys, *values, self._written()]
         is_same = len(before) == len(self._seen) and all(map(is_, before, self._seen))
         if is_same and not any(isinstance(one, Tensor | tuple) for one in self._seen):
             return False
-        return options_of(self._optimizer) != self._options
+        return self._values() != self._options
 
     @override
     def explain(self, *, is_of_round_before: bool) -> None:

@@ -37,7 +37,7 @@ from lightning_dear.collectives.shards import SUMMED_IN_FP32
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Compressor
 from lightning_dear.engine.hooks import before_every_step
-from lightning_dear.engine.module_tree import ModuleTree, ignored_names
+from lightning_dear.engine.module_tree import ModuleTree, aliased_names, ignored_names
 from lightning_dear.engine.read_order import has_compiled_region
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.step_state import StepState
@@ -269,17 +269,27 @@ class Pipeline:
     # --- the phases ---------------------------------------------------------------------------
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self, *, synchronize: bool = True) -> Iterator[None]:
         """A context around a training forward. To enter it may block.
 
         It waits for the parameters that forward reads outside any module. If part of the module is
         compiled, or other modules own the parameters than before, it waits for all of them. If an
         optimizer's parameters have changed since its plan was made, the plan is dropped, which is
         collective.
+
+        Module buffers are broadcast first if a rank writes them between steps, which is collective,
+        too; see `BufferBroadcast`.
+
+        Args:
+            synchronize: Whether a last backward follows. False in a block in which gradients are
+                only accumulated.
         """
         training = self.training
         training.finish_buffers()
         self._look()
+        training.prepare_buffers(synchronize=synchronize)
+        if training.aliased is None and training.world.rank == 0:
+            training.aliased = aliased_names(training.module)
         with ExitStack() as stack:
             if changed := [part for part in self.parts if part.prepare_forward()]:
                 self._follow(changed)
@@ -288,8 +298,6 @@ class Pipeline:
                 stack.enter_context(part.watching(audits=self._audit))
             stack.enter_context(training.instruments.span("forward"))
             training.is_in_forward = True
-            if training.broadcast is not None:
-                training.broadcast.are_due = True
             try:
                 yield
             finally:
@@ -363,6 +371,8 @@ class Pipeline:
                 f" After an error, not all parameters of the last step have arrived ({error}).",
                 stacklevel=2,
             )
+        # Validations after the training do not ask other ranks.
+        self.training.broadcast = None
         for part in self.parts:
             part.detach()
         self.collectives.end_training()

@@ -18,6 +18,7 @@ from lightning_dear.engine.active_plan import ActivePlan, Recording
 from lightning_dear.engine.bucket_round import BucketRound
 from lightning_dear.engine.gradient_collector import GradientCollector
 from lightning_dear.engine.hooks import OnGradient
+from lightning_dear.engine.module_tree import aliased_names, warn_of_aliases
 from lightning_dear.engine.notes import LaunchDigest, Notes, RingTrial, SharedOptions
 from lightning_dear.engine.parameter_gatherer import ParameterGatherer
 from lightning_dear.engine.trained_parameters import TrainedParameters
@@ -25,8 +26,9 @@ from lightning_dear.engine.training import Training
 from lightning_dear.engine.whole_gradients import WholeGradients
 from lightning_dear.exchange import LossScale, Traffic, new_exchange
 from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, drop_masters
+from lightning_dear.optimizers.pieces import SpreadState
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
-from lightning_dear.optimizers.sharded import ShardedOptimizer, SpreadState
+from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, with_whole_tensors
 
@@ -81,9 +83,11 @@ class PlanLifecycle:
         self._training = training
         present = partial(getattr, training, "collectives")
         self.residuals = ResidualKeeper(stepper.optimizer, present, training.options)
-        shared = SharedOptions(present, stepper.optimizer, number)
+        written = partial(getattr, stepper, "written")
+        shared = SharedOptions(present, stepper.optimizer, number, written)
         ring = RingTrial(training.instruments, present, number)
-        self._notes = Notes((shared, LaunchDigest(present, number), training.signal, ring))
+        notes = shared, LaunchDigest(present, number), training.signal, ring, training.broadcast
+        self._notes = Notes([note for note in notes if note is not None])
         self.loss_scale: LossScale = lambda: None
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
         self.number, self._stepper = number, stepper
@@ -126,6 +130,11 @@ class PlanLifecycle:
         training, collectives = self._training, self._training.collectives
         self.recording = Recording.agreed(self.trained, collectives, training.options)
         tensors = self.recording.tensors
+        if training.aliased:
+            # Looked at twice: before the first forward a module may still hold an alias itself
+            # (spectral_norm), and after it a graph may.
+            still = training.aliased & aliased_names(training.module)
+            warn_of_aliases([name for name in self.trained.names if name in still])
         found = None if self.find_plan is None else self.find_plan(tensors)
         plan = training.fusion.plan(tensors, training.world.size) if found is None else found
         self.recording.check(plan, collectives)
@@ -366,6 +375,7 @@ class PlanLifecycle:
                 lost = left.take(MASTER_KEY, written)
                 self._tell_of_masters(AdoptedState(False, bool(lost.entries)))
                 self._stepper.left = left
+                self._stepper.guard()
                 lagging = was_written.keys() & set(self._training.module.parameters())
                 self._sync(left.take(MASTER_KEY, lagging - set(self.trained.parameters)))
         if isinstance(self._stepper, ReplicatedOptimizer):
@@ -393,6 +403,7 @@ class PlanLifecycle:
             has the parameters whose weights lagged behind their masters then.
         """
         was_loaded = self._stepper.optimizer.state is not self._stepper.state_at_end
+        self._stepper.drop_removed()
         left = None if was_loaded else spread_state(self._stepper, through)
         self._stepper.leave(None)
         at_end = self._lagging_at_end.items()
@@ -450,6 +461,8 @@ class PlanLifecycle:
     def release(self) -> None:
         """Removes hooks and gates, and gives each parameter its own memory again. Local.
 
+        A parameter that was in shared memory before goes back there.
+
         Parameters keep the values that they have. Buckets that are pending would keep old values.
         """
         self.trained.hooks.remove()
@@ -460,8 +473,10 @@ class PlanLifecycle:
         # To save memory, buffers of gradients are freed before parameters are copied, one by one.
         views = () if self.active is None else self.active.release()
         self.active = None
-        for parameter in views:
-            parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+        for parameter, former in views:
+            values = parameter.data
+            # In shared memory other processes still read, and a next training finds it again.
+            parameter.data = values.clone() if former is None else former.copy_(values)
 
     def detach(self) -> None:
         """Ends the training: removes hooks, gates and flat buffers. Local.

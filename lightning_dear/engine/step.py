@@ -23,9 +23,11 @@ from lightning_dear.engine.trained_parameters import check_momentum
 from lightning_dear.engine.training import Training
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer, warn_of_zeros
+from lightning_dear.optimizers.tensorwise import TriedOptions
 from lightning_dear.planning import BucketPlan, TensorSpec
 
 _WERE_CHANGED = (StepState.CHANGED, StepState.EXPOSED)
+_HAS_OWN_GRADIENTS = (StepState.ACCUMULATING, StepState.SENDING)
 _NOTHING_IS_SENT = (StepState.EMPTY, StepState.ACCUMULATING)
 # Constants, since to read a member of an Enum takes longer than the comparison.
 _LOCAL, _LAST = Backward.LOCAL, Backward.LAST
@@ -67,12 +69,17 @@ class OptimizerPipeline:
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._on_zero_grad  # type: ignore[method-assign]
         self.stepper: ShardedOptimizer | ReplicatedOptimizer = (
-            ReplicatedOptimizer(optimizer, decouple=not self._training.options.all_reduces)
+            ReplicatedOptimizer(
+                optimizer,
+                decouple=not self._training.options.all_reduces,
+                before_access=self._before_state_access,
+            )
             if self._training.options.is_of_gradients
             else ShardedOptimizer(optimizer)
         )
         called = self._on_gradient, self._on_arrival
         self.plans = PlanLifecycle(training, self.stepper, number, *called)
+        self._tried = TriedOptions(optimizer, training.options)
         self.mean = MeanGradient(training, self.progress, self.plans, self.stepper)
 
     def _hook_into(self, optimizer: Optimizer) -> list[Any]:
@@ -87,6 +94,17 @@ class OptimizerPipeline:
 
     def _complete_state(self, *_: Any) -> None:
         self.plans.complete_parameters("optimizer state")
+
+    def _before_state_access(self, reads: bool) -> None:
+        """Called before other code reads or writes gathered gradients' whole state. May block."""
+        self.plans.complete_parameters("optimizer state")
+        if reads and self._training.uses_buckets and self.progress.state in _HAS_OWN_GRADIENTS:
+            raise RuntimeError(
+                f"The state of this {type(self.optimizer).__name__} was read while gradients of"
+                " this rank are not averaged yet. Read it after step(). Or put the code that reads"
+                " it into `with strategy.on_shards(optimizer):`, on all ranks, where .grad is the"
+                " mean over ranks."
+            )
 
     def prepare_forward(self) -> bool:
         """Puts back replaced parameters. If modules were replaced, blocks for all parameters.
@@ -113,6 +131,7 @@ class OptimizerPipeline:
                 " backward whose gradients no step has used yet. Change parameters between an"
                 " optimizer step and the next forward."
             )
+        self._tried = TriedOptions(self.optimizer, self._training.options)
         self.plans.dissolve()
 
     def watching(self, *, audits: bool) -> AbstractContextManager[Any]:
@@ -299,6 +318,7 @@ class OptimizerPipeline:
         """Reduces, which makes the first plan. Adopts weights and state that the user wrote."""
         check_momentum(self.optimizer, self._training.options)
         self.mean.reduce()
+        self._tried.check()
         active = self.plans.present
         active.exchange.check()
         self.plans.take_over()
@@ -333,6 +353,7 @@ class OptimizerPipeline:
         active.collector.begin()
         self.progress.enter(StepState.EMPTY)
         self.mean.has_leftovers = self._training.uses_buckets
+        self._tried.note()
         self.num_steps += 1
         self.timer.step_ends()
         self._training.finish_buffers()
@@ -427,6 +448,13 @@ class OptimizerPipeline:
         for other in own:
             other.prepare_state()
         self.plans.inherit([other.plans for other in own])
+
+    @contextmanager
+    def on_shards(self) -> Iterator[None]:
+        """See `PipelineStrategy.on_shards`. Collective, blocks at the beginning and at the end."""
+        self.prepare_state("on_shards")
+        with self.mean.for_other_code():
+            yield
 
     def sync_replicas(self) -> None:
         """See `ActivePlan.sync_replicas`. Without a plan it does nothing. Collective, blocks."""

@@ -1,19 +1,24 @@
 """What all optimizers of one module share: `Training`, and the broadcast of module buffers."""
 
+import warnings
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lightning_dear import private_names
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.collectives.world import World
 from lightning_dear.engine.module_tree import ModuleTree
 from lightning_dear.engine.notes import Signal
 from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.optimizers.replicated import TWIN
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.telemetry.statistics import Instruments
 
@@ -45,6 +50,8 @@ class Training:
         is_in_forward: Whether a training forward runs at present.
         optimizers: The optimizers of the training.
         parameters: All parameters of the module, frozen ones too, without `ignored_names`.
+        aliased: What `aliased_names` returned on rank 0 before the first training forward. None
+            means that there was no such forward on this rank, or that it is not rank 0.
         signal: Note that carries each rank's wish to stop; it travels with each round.
     """
 
@@ -60,6 +67,7 @@ class Training:
     is_in_forward: bool = False
     optimizers: Sequence[Optimizer] = ()
     parameters: AbstractSet[Parameter] = frozenset()
+    aliased: AbstractSet[str] | None = None
     signal: Signal = field(default_factory=Signal)
 
     @property
@@ -87,6 +95,19 @@ class Training:
         if self.broadcast is not None and self.broadcast.are_due:
             self.broadcast.launch()
 
+    def prepare_buffers(self, *, synchronize: bool, asks: bool = False) -> None:
+        """Gives all ranks rank 0's buffers before a forward that reads them, where DDP does so.
+
+        Collective in every forward, see `BufferBroadcast.is_needed`, whose arguments these are.
+        Blocks if a message is sent, which is so only if the buffers were written between steps.
+        """
+        self.finish_buffers()
+        if self.broadcast is not None:
+            if self.broadcast.is_needed(synchronize, asks):
+                self.broadcast.launch()
+                self.finish_buffers()
+            self.broadcast.are_due = not self.broadcast.is_watched
+
     def finish_buffers(self) -> None:
         """Blocks until a launched broadcast has arrived, and writes the buffers; see `wait`.
 
@@ -105,9 +126,7 @@ class Training:
         Raises:
             RuntimeError: If `optimizer` is not in `optimizers` and holds any of `parameters`.
         """
-        # Compared by state: with gathered gradients buckets are stepped by copies of an optimizer,
-        # which share its state (see `DeferredStep`).
-        is_ours = any(optimizer.state is one.state for one in self.optimizers)
+        is_ours = optimizer in self.optimizers or TWIN in vars(optimizer)
         is_known = is_ours or REFUSALS in vars(optimizer)
         # Without buckets `.grad` holds the gradient as under plain torch, for any optimizer.
         if is_known or not self.uses_buckets:
@@ -126,7 +145,14 @@ class BufferBroadcast:
     """Broadcasts the buffers of a module from rank 0, as one message of bytes.
 
     DistributedDataParallel broadcasts before each forward, and waits. Here the broadcast is
-    launched before the step, after the last gradients, and waited for when the step ends.
+    launched before the step, after the last gradients, and waited for when the step ends. That is
+    enough for buffers which forward writes. If a rank has written to a buffer between a step and
+    the next forward, all ranks broadcast before forward from then on, too, as under DDP: they
+    *watch* the buffers. Writes through `.data` are not seen.
+
+    Ranks learn of each other's writes in a message of one byte before some forwards
+    (`is_needed`), and otherwise with the flags of the next round: this object is a `Note`. Then one
+    forward has used other values than rank 0's, and the lowest rank that has written warns.
 
     Args:
         tree: Tree of the module. On ranks other than 0 the module's buffers are overwritten, except
@@ -134,16 +160,90 @@ class BufferBroadcast:
         collectives: Launches the broadcasts.
 
     Attributes:
-        are_due: Whether a forward has run since the last broadcast; to be assigned to. A forward
-            may change the buffers of each rank in another way.
+        are_due: Whether a forward has run since the last broadcast, and buffers are not watched; to
+            be assigned to. A forward may change the buffers of each rank in another way.
         launched: The message's work, the message, and the buffers in it, a list for each dtype, in
             order. None means that no message is to be waited for.
+        is_watched: Whether buffers are broadcast before forward; the same on all ranks.
+        asks: Whether ranks tell each other of writes before the next forward that may need a
+            broadcast; to be assigned to, on all ranks alike.
+        num_bytes: See `Note`. 0 if there was no buffer or no other rank at first.
     """
 
     def __init__(self, tree: ModuleTree, collectives: Collectives) -> None:
-        self.are_due = True
+        self.are_due, self.asks = True, False
         self._tree, self._collectives = tree, collectives
         self.launched: tuple[Work, Tensor, Sequence[list[Tensor]]] | None = None
+        self.num_bytes = int(collectives.world.size > 1 and len(tree.buffers()) > 0)
+        self.is_watched, self._is_after_step = False, True
+        # Buffers, and their versions, as all ranks had them last. None before the first broadcast.
+        self._seen: tuple[Sequence[list[Tensor]], Sequence[int]] | None = None
+        # Names of buffers that this rank has written, until other ranks have been told.
+        self._written: Sequence[str] = ()
+
+    def is_needed(self, synchronize: bool, asks: bool = False) -> bool:
+        """Whether the buffers are to be broadcast before a forward. To be called before each one.
+
+        All ranks get the same answer. Collective, and blocks for one byte, if `asks`. False if the
+        forward before was not synchronized, since DDP does not broadcast then. The first answer is
+        True, so that all ranks begin with the same values, and the next one is asked for.
+
+        Args:
+            synchronize: Whether the forward is one of a last backward, so that a step follows.
+            asks: Whether ranks tell each other of writes now. They also do if `self.asks`.
+        """
+        is_after_step, self._is_after_step = self._is_after_step, synchronize
+        if not is_after_step or self._collectives.world.size == 1 or not self._tree.buffers():
+            return False
+        is_first, asks, self.asks = self._seen is None, asks or self.asks, self._seen is None
+        if is_first or self.is_watched:
+            return True
+        written = () if self.are_due else self._names()
+        if asks:
+            says = torch.full((1,), bool(written), device=self._collectives.flags_device).byte()
+            self._collectives.launch_max(says).wait()
+            self.is_watched = bool(says)
+        elif written:
+            self._written = written
+        return self.is_watched
+
+    def _names(self) -> Sequence[str]:
+        """Names of the buffers that were written or replaced on this rank since `_note_seen`."""
+        assert self._seen is not None
+        buffers, versions = self._seen
+        if buffers is self._tree.buffers() and versions == _versions(buffers):
+            return ()
+        before = dict(zip(map(id, chain(*buffers)), versions, strict=True))
+        named = self._tree.named_buffers()
+        return [name for name, one in named if [before.get(id(one))] != _versions([[one]])]
+
+    def _note_seen(self) -> None:
+        buffers = self._tree.buffers()
+        self._seen = buffers, _versions(buffers)
+
+    def say(self, device: torch.device) -> Tensor:
+        """Returns 255 - rank if this rank has written buffers, or 0; see `Note`."""
+        return torch.full((1,), self._own, dtype=torch.uint8, device=device)
+
+    @property
+    def _own(self) -> int:
+        return 255 - min(self._collectives.world.rank, 254) if self._written else 0
+
+    def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
+        """Begins to watch buffers if a rank has written some. That rank warns; see `Note`."""
+        if not any(maxima):
+            return
+        self.is_watched = True
+        if self._own == maxima[0]:
+            warnings.warn(
+                f"The buffer '{self._written[0]}' ({len(self._written)} such buffers) was written"
+                " between a step and the next forward. That forward has used each rank's own"
+                " values. From now on rank 0's are sent before each forward, which waits for them,"
+                " as under DDP. To avoid that, write buffers in forward, the same values on all"
+                " ranks, or pass DearStrategy(broadcast_buffers=False).",
+                stacklevel=2,
+            )
+        self._written = ()
 
     @torch.no_grad()
     def launch(self) -> None:
@@ -158,6 +258,7 @@ class BufferBroadcast:
             flats = [torch.cat([buffer.reshape(-1) for buffer in one]) for one in kinds]
             message = torch.cat([flat.view(torch.uint8) for flat in flats])
             self.launched = self._collectives.launch_broadcast(message, 0), message, kinds
+            self._note_seen()
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -177,3 +278,15 @@ class BufferBroadcast:
                 pairs = zip(parts, buffers, strict=True)
                 torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in pairs])
         self.launched = None
+        if self._collectives.world.rank != 0:
+            # What this rank has written since the launch is overwritten. Rank 0's writes stay.
+            self._note_seen()
+
+
+def _versions(buffers: Sequence[Sequence[Tensor]]) -> Sequence[int]:
+    """Version of each buffer, which counts the writes to it. Those of inference mode have none."""
+    version = attrgetter(private_names.VERSION.name)
+    try:
+        return [*map(version, chain(*buffers))]
+    except RuntimeError:
+        return [0 if one.is_inference() else version(one) for one in chain(*buffers)]

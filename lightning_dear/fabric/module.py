@@ -87,7 +87,7 @@ class DearModule(Module):
         if not (torch.is_grad_enabled() and any(p.requires_grad for p in trained)):
             self.pipeline.complete_parameters("evaluation")
             return self.module(*args, **kwargs)
-        with self.pipeline.forward():
+        with self.pipeline.forward(synchronize=not self.is_sync_blocked):
             output = self.module(*args, **kwargs)
         self.has_run = True
         return output

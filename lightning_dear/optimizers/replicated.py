@@ -1,8 +1,9 @@
 """Steps the user's optimizer on whole parameters, whose mean gradients every rank has."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.optimizers.masters import AdoptedState, drop_masters
-from lightning_dear.optimizers.sharded import SteppedPieces, closure_skipped, inner_step
+from lightning_dear.optimizers.pieces import NAMES, SteppedPieces, names_of
+from lightning_dear.optimizers.sharded import closure_skipped, inner_step
 from lightning_dear.torch_modes import plain_mode
 
 
@@ -26,17 +28,22 @@ class ReplicatedOptimizer(SteppedPieces):
     If every rank has whole gradients before the step (one rank without a compressor, or all-reduced
     buckets), the optimizer's own step makes an ordinary update and nothing is gathered.
 
-    The state is in `optimizer.state`, as under plain torch.
+    The state is in `optimizer.state`, as under plain torch. Between steps other code that reads or
+    writes it waits for the buckets that are still to be stepped (`StateBetweenSteps`).
 
     Args:
         optimizer: The user's optimizer. `step_bucket` mutates its `state`.
         decouple: Whether mean gradients are gathered after the step. If not, they have been
             all-reduced before it.
+        before_access: Called before other code uses the state between steps, with whether it reads.
+            Raises if that would mislead.
     """
 
-    def __init__(self, optimizer: Optimizer, *, decouple: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, *, decouple: bool, before_access: Callable[[bool], None]
+    ) -> None:
         super().__init__(optimizer)
-        self._decouple = decouple
+        self._decouple, self._before_access = decouple, before_access
         self._deferred: DeferredStep | None = None
         # Both are False outside a step, and in a step whose closure has not been called yet.
         self._has_begun = self._shows_gradients = False
@@ -48,6 +55,15 @@ class ReplicatedOptimizer(SteppedPieces):
         outdated when a later run loads them.
         """
         return AdoptedState(False, drop_masters(self.optimizer))
+
+    @override
+    def check_read(self, key: Any) -> None:
+        self._before_access(True)
+
+    @override
+    def before_write(self) -> Set[Any]:
+        self._before_access(False)
+        return frozenset()
 
     # --- the step -----------------------------------------------------------------------------
 
@@ -63,6 +79,9 @@ class ReplicatedOptimizer(SteppedPieces):
             order: Not used: no bucket is stepped now, so none is ready before another.
         """
         self._has_begun = True
+        self.guard()
+        assert self.outside is not None
+        self.optimizer.state = self.outside.plain
         buffers = self.shards.buffers
         if all(placement.gradient is None for placement in buffers.placements):
             # Without gradient buffers (world size 1, no compressor) autograd has left the gradients
@@ -102,14 +121,18 @@ class ReplicatedOptimizer(SteppedPieces):
         """
         managed = {id(parameter) for parameter in self.shards.parameters}
         self._set_params_aside()
+        names = names_of(self.optimizer)
         for group in self.optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in managed]
+            _name(group, names)
 
     @override
     def restore(self) -> None:
         if self._shows_gradients:
             for placement in self.shards.buffers.placements:
                 placement.parameter.grad = None
+        if self._has_begun:
+            self.guard()
         self._has_begun = self._shows_gradients = False
         super().restore()
 
@@ -154,6 +177,10 @@ class ReplicatedOptimizer(SteppedPieces):
         self._deferred = deferred
 
 
+TWIN = "_lightning_dear_twin"
+"""Name of an attribute of an optimizer's copies that step in place of it, see `DeferredStep`."""
+
+
 class DeferredStep:
     """A step of an optimizer that is made later, bucket by bucket, in calls of `run`.
 
@@ -169,18 +196,20 @@ class DeferredStep:
     depend on such a counter.
 
     Args:
-        optimizer: The user's optimizer. `run` mutates its `state`.
+        optimizer: The user's optimizer. `run` mutates the `state` that it has now.
 
     Attributes:
         dtype: torch's default dtype when the object was made.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer, self.dtype = optimizer, torch.get_default_dtype()
-        # `state` is read when `run` is called, since `load_state_dict` may replace it until then.
-        outdated = ("state", "param_groups")
-        self._attributes = {k: v for k, v in optimizer.__dict__.items() if k not in outdated}
+        self._kind, self.dtype = type(optimizer), torch.get_default_dtype()
+        self._attributes = {k: v for k, v in vars(optimizer).items() if k != "param_groups"}
+        self._attributes[TWIN] = True
         self._options = [_copied(group) for group in optimizer.param_groups]
+        self._names = names_of(optimizer)
+        held = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        self._carried = {id(one): dict(vars(one)) for one in held if vars(one)}
 
     def run(self, parameters: Mapping[int, Sequence[Tensor]]) -> None:
         """Steps some parameters, in place, with the gradients in their `.grad`.
@@ -188,16 +217,37 @@ class DeferredStep:
         Args:
             parameters: Index of a parameter group -> the parameters of the group to step now.
         """
-        twin: Any = object.__new__(type(self._optimizer))
+        twin: Any = object.__new__(self._kind)
         twin.__dict__.update(self._attributes)
         twin.__dict__.update(
-            state=self._optimizer.state,
             param_groups=[
                 {**_copied(options), "params": list(parameters.get(number, ()))}
                 for number, options in enumerate(self._options)
             ],
         )
+        for group in twin.param_groups:
+            _name(group, self._names)
+        stepped = chain.from_iterable(parameters.values())
+        newer = [(one, new) for one in stepped if (new := self._newer_attributes(one))]
+        for one, new in newer:
+            for key in new:
+                delattr(one, key)
+            vars(one).update(self._carried.get(id(one), {}))
         inner_step(twin)
+        for one, new in newer:
+            vars(one).update(new)
+
+    def _newer_attributes(self, parameter: Tensor) -> dict[str, Any]:
+        """Returns attributes that were put on a parameter later, which the step must not see."""
+        before = self._carried.get(id(parameter), {})
+        own = vars(parameter).items()
+        return {key: value for key, value in own if before.get(key, before) is not value}
+
+
+def _name(group: dict[str, Any], names: Mapping[int, str]) -> None:
+    """Makes a group's names those of its present parameters. Does nothing without names."""
+    if NAMES in group:
+        group[NAMES] = [names.get(id(one), "") for one in group["params"]]
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:

@@ -7,24 +7,20 @@ the block of `on_shards`.
 
 import sys
 import warnings
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import chain
 from types import FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from lightning_dear import private_names
-from lightning_dear.bucket import Chunk, FlatBuffers, Piece, as_flat, cut_state, shard_pieces
+from lightning_dear.bucket import Piece, cut_state
 from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, differs, undo_casts
+from lightning_dear.optimizers.pieces import SpreadState, SteppedPieces
 from lightning_dear.torch_modes import saves_calls
 
 MAX_RUN_NUMEL = 1 << 16
@@ -92,213 +88,6 @@ def closure_skipped(optimizer: Optimizer) -> RuntimeError:
     )
 
 
-@dataclass(frozen=True)
-class Shards:
-    """One optimizer's parameters under one plan, and this rank's pieces of them.
-
-    Attributes:
-        buffers: Flat buffers of the plan. They have no buckets before the first and after the last.
-        parameters: Parameters that the optimizer trains, by parameter index.
-        layouts: (shape, strides) of each parameter. State is stored in the order of these strides.
-        group_of: Parameter index -> index of its parameter group.
-        in_bucket: Bucket number -> this rank's pieces of the bucket.
-        state: Optimizer state of the pieces, keyed by `Piece.parameter`.
-    """
-
-    buffers: FlatBuffers = field(default_factory=lambda: FlatBuffers([], []))
-    parameters: Sequence[Parameter] = ()
-    layouts: Sequence[tuple[torch.Size, tuple[int, ...]]] = ()
-    group_of: Sequence[int] = ()
-    in_bucket: Mapping[int, Sequence[Piece]] = field(default_factory=dict)
-    state: defaultdict[Tensor, Any] = field(default_factory=lambda: defaultdict(dict))
-
-
-class SpreadState(NamedTuple):
-    """Optimizer state by parameter, of which each rank has chunks.
-
-    Attributes:
-        entries: Parameter -> its state, the same on all ranks. A tensor with an element for each
-            element of the parameter is replaced by a stand-in, which is on the meta device.
-        chunks: (stand-in, this rank's chunks of the tensor), in the same order on all ranks.
-    """
-
-    entries: Mapping[Parameter, dict[str, Any]]
-    chunks: list[tuple[Tensor, list[Chunk]]]
-
-    def take(self, key: str, of: Set[Parameter]) -> "SpreadState":
-        """Removes the state under `key` of the parameters `of`, and returns it. Mutates `self`."""
-        entries = [(one, its) for one, its in self.entries.items() if one in of and key in its]
-        own = {one: {key: its.pop(key)} for one, its in entries}
-        taken = {id(its[key]) for its in own.values()}
-        chunks = [one for one in self.chunks if id(one[0]) in taken]
-        self.chunks[:] = [one for one in self.chunks if id(one[0]) not in taken]
-        return SpreadState(own, chunks)
-
-
-class SteppedPieces:
-    """The pieces of an optimizer's parameters that this rank steps, with their mean gradients.
-
-    Base of `ShardedOptimizer` and `ReplicatedOptimizer`. `MeanGradient` uses it for norms, clipping
-    and loss scales. `OptimizerPipeline` drives the step of the subclass.
-
-    Args:
-        optimizer: The user's optimizer. Its groups are mutated in `on_shards` and in a step only.
-
-    Attributes:
-        optimizer: The user's optimizer.
-        shards: The parameters and pieces of the present plan.
-        left: State that an ended plan has left for the next one. None means no such state.
-        pieces: This rank's pieces, bucket by bucket.
-        device: Device that the parameters had when the plan began, through which state is sent.
-            After a fit Lightning moves the parameters to the CPU.
-        state_at_end: `optimizer.state` when the training ended; a later load assigns another dict.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.state_at_end: Any = None
-        self.pieces: Sequence[Piece] = ()
-        self.left: SpreadState | None = None
-        self.shards = Shards()
-        held = (one for group in optimizer.param_groups for one in group["params"])
-        self.device = next((one.device for one in held), torch.device("cpu"))
-        # Parameter index -> whether any rank had a gradient.
-        self._used: Sequence[bool] = ()
-        # The user's parameters and state while pieces take their place in the optimizer.
-        self._params: list[list[Parameter]] | None = None
-        self._state: defaultdict[Tensor, Any] | None = None
-        # Numbers of the buckets whose pieces the optimizer's own step updates.
-        self._last_run: Sequence[int] = ()
-        self._hooks: Sequence[RemovableHandle] = ()
-
-    def attach(self, buffers: FlatBuffers, parameters: Sequence[Parameter]) -> None:
-        """Makes this rank's pieces under a new plan, and forgets `left`. Local."""
-        self.left = None
-        in_bucket = {bucket.number: shard_pieces(bucket) for bucket in buffers.buckets}
-        self.pieces = list(chain(*in_bucket.values()))
-        groups = enumerate(self.optimizer.param_groups)
-        numbers = {id(one): number for number, group in groups for one in group["params"]}
-        group_of = [numbers[id(parameter)] for parameter in parameters]
-        for piece in self.pieces:
-            parameter = parameters[piece.tensor_index]
-            piece.is_plain = parameter.is_contiguous() and piece.numel == parameter.numel()
-        self.device = parameters[0].device
-        layouts = [(one.shape, one.stride()) for one in parameters]
-        self.shards = Shards(buffers, parameters, layouts, group_of, in_bucket)
-
-    def detach(self) -> None:
-        """Drops the flat buffers and removes hooks. State stays readable through `state_of`."""
-        for hook in self._hooks:
-            hook.remove()
-        self.state_at_end = self.optimizer.state
-        state: defaultdict[Tensor, Any] = defaultdict(dict)
-        for piece in self.pieces:
-            kept = self.shards.state.get(piece.parameter)
-            piece.gradient = None
-            # A view as key of the state would keep the flat buffer alive. A master is no view.
-            if not piece.role.has_master:
-                piece.parameter = torch.empty(0)
-            if kept:
-                state[piece.parameter] = kept
-        self.shards = replace(self.shards, buffers=FlatBuffers([], []), state=state)
-
-    def state_of(self, piece: Piece) -> Mapping[str, Any]:
-        """Returns the optimizer state of `piece`, which is empty if it has not been stepped.
-
-        A piece's master is added under MASTER_KEY once the piece has state or was stepped. Not
-        before: torch's optimizers would take a parameter with any state for a stepped one.
-        """
-        state: Mapping[str, Any] = self.shards.state.get(piece.parameter, {})
-        if piece.role.has_master and (state or piece.was_stepped):
-            return {**state, MASTER_KEY: piece.parameter}
-        return state
-
-    def leave(self, left: SpreadState | None) -> None:
-        """Drops an ended plan's pieces. Keeps their state for the next plan, unless it is None."""
-        self.pieces, self.left, self.shards = (), left, Shards()
-
-    # --- mean gradients -------------------------------------------------------------------------
-
-    def set_gradients(self, used: Sequence[bool]) -> None:
-        """Sets each piece's `.grad` to its part of the mean gradient, or to None if not `used`.
-
-        Args:
-            used: Parameter index -> whether any rank had a gradient.
-        """
-        self._used = tuple(used)
-        for piece in self.pieces:
-            if not used[piece.tensor_index]:
-                piece.parameter.grad = None
-            elif piece.gradient is not None:
-                piece.parameter.grad = piece.gradient
-            else:
-                gradient = self.shards.parameters[piece.tensor_index].grad
-                assert gradient is not None
-                is_plain = gradient.is_contiguous() and piece.is_plain
-                piece.parameter.grad = gradient.view(-1) if is_plain else self._own_gradient(piece)
-
-    def _own_gradient(self, piece: Piece) -> Tensor:
-        """Returns the piece of the parameter's `.grad`, which it first puts in storage order."""
-        parameter = self.shards.parameters[piece.tensor_index]
-        assert parameter.grad is not None
-        # Put in storage order here: `as_flat` would copy the whole gradient for every piece.
-        if parameter.grad.stride() != parameter.stride():
-            parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
-        return as_flat(parameter.grad, parameter.stride())[piece.start : piece.stop]
-
-    def clear_gradients(self) -> None:
-        """Sets `.grad` of all pieces to None, to free memory before the next backward."""
-        for piece in self.pieces:
-            piece.parameter.grad = None
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """The gradients of all pieces that have one."""
-        gradients = (piece.parameter.grad for piece in self.pieces)
-        return [gradient for gradient in gradients if gradient is not None]
-
-    @contextmanager
-    def on_shards(self, *extra: Tensor) -> Iterator[None]:
-        """A context in which the optimizer has the tensors `extra`, and all pieces with state."""
-        self._swap()
-        try:
-            self._put(self.shards.in_bucket)
-            self.optimizer.param_groups[0]["params"][:0] = extra
-            yield
-        finally:
-            self.restore()
-
-    def _put(self, numbers: Iterable[int]) -> None:
-        groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
-        for number in numbers:
-            for piece in self.shards.in_bucket[number]:
-                groups[self.shards.group_of[piece.tensor_index]].append(piece.parameter)
-        for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):
-            group["params"] = parameters
-
-    def _set_params_aside(self) -> None:
-        self._params = [group["params"] for group in self.optimizer.param_groups]
-
-    def _swap(self) -> None:
-        self._set_params_aside()
-        self._state, self.optimizer.state = self.optimizer.state, self.shards.state
-
-    def restore(self) -> None:
-        """Puts the user's parameters and state back, if pieces have taken their place."""
-        if self._params is None:
-            return
-        # Groups that the user has added after a step that raised stay as they are.
-        groups = self.optimizer.param_groups[: len(self._params)]
-        for group, parameters in zip(groups, self._params, strict=True):
-            group["params"] = parameters
-        if self._state is not None:
-            # Read back, because a step may assign a new object to `optimizer.state`.
-            self.shards = replace(self.shards, state=self.optimizer.state)
-            self.optimizer.state = self._state
-        self._params = self._state = None
-        self._last_run = ()
-
-
 class ShardedOptimizer(SteppedPieces):
     """Steps the user's optimizer on this rank's pieces, bucket by bucket in one call of `step`.
 
@@ -309,8 +98,8 @@ class ShardedOptimizer(SteppedPieces):
     leaves the pieces of the last run in the groups for the call that the user has made.
 
     The state of the pieces is in `shards.state`. Outside a step `optimizer.state` is the user's
-    dict, which is normally empty. State that `load_state_dict` puts there is moved to the pieces
-    before the next step.
+    dict, which is normally empty, and refuses reads (`StateBetweenSteps`). State that is put there,
+    such as by `load_state_dict`, is moved to the pieces before the next step.
 
     Args:
         optimizer: The user's optimizer. Mutated: gets hooks of `state_dict` and `load_state_dict`.
@@ -377,13 +166,18 @@ class ShardedOptimizer(SteppedPieces):
     def adopt_state(self) -> AdoptedState:
         """Moves the state of whole parameters from `optimizer.state` to the pieces. Local.
 
-        After `load_state_dict` all earlier state of the pieces is dropped. Otherwise only pieces of
-        parameters that are in `optimizer.state` get other state.
+        If `optimizer.state` is another dict than before, such as after `load_state_dict`, all
+        earlier state of the pieces is dropped. Otherwise entries of `optimizer.state` replace those
+        of the pieces, and removed entries are dropped.
         """
         whole = self.optimizer.state
         was_loaded = self._was_loaded
         if was_loaded:
             self._forget()
+        elif self.outside is not None and whole is not self.outside:
+            self.shards.state.clear()
+        self.drop_removed()
+        self.guard()
         if not whole:
             return AdoptedState(False, False)
         brings_masters = False
@@ -400,6 +194,27 @@ class ShardedOptimizer(SteppedPieces):
             if own:
                 self.shards.state[piece.parameter] = own
         return AdoptedState(brings_masters, self._take_out(whole, was_loaded))
+
+    @override
+    def check_read(self, key: Any) -> None:
+        assert self.outside is not None
+        in_shards = self.before_write()
+        is_of_others = isinstance(key, Tensor) and key not in in_shards
+        is_here = is_of_others or (key is not None and key in self.outside.plain)
+        # A rank that has no piece at all cannot tell whether others have state.
+        if not is_here and (self._has_state() or not self.pieces):
+            self.refuse_read()
+
+    def _has_state(self) -> bool:
+        """Whether this rank has state of any parameter that is not in `optimizer.state`."""
+        own: Mapping[Any, Any] = self.shards.state if self.left is None else self.left.entries
+        return any(not isinstance(entry, Mapping) or entry for entry in own.values())
+
+    @override
+    def before_write(self) -> Set[Any]:
+        others = {key for key in self.shards.state if not isinstance(key, Tensor)}
+        left = () if self.left is None else self.left.entries
+        return others.union(self.shards.parameters, left)
 
     def _take_out(self, whole: dict[Tensor, Any], was_loaded: bool) -> bool:
         """Removes the parameters' state from `whole`; tells whether a master is lost.
@@ -428,9 +243,8 @@ class ShardedOptimizer(SteppedPieces):
 
     def _warn_of_shards(self, optimizer: Optimizer) -> None:
         """Pre-hook of `state_dict`: warns once if sharded state is missing, except in `packed`."""
-        own: Mapping[Any, Any] = self.shards.state if self.left is None else self.left.entries
-        has_shards, is_filled = (any(s.values()) for s in (own, optimizer.state))
-        if has_shards and not is_filled and not self._has_warned:
+        is_filled = any(optimizer.state.values())
+        if self._has_state() and not is_filled and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{type(optimizer).__name__}.state_dict() is without its state, which is sharded."

@@ -8,9 +8,10 @@ options that are set later.
 
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from inspect import signature
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_dear.bucket import LOW_PRECISION
 from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.optimizers.pieces import NAMES, names_of
 from lightning_dear.optimizers.replicated import DeferredStep
 from lightning_dear.optimizers.sharded import inner_step
 from lightning_dear.planning.plan import ALIGNMENT
@@ -49,6 +51,8 @@ def why_not_elementwise(optimizer: Optimizer) -> str | None:
         why = "it works on whole tensors, not element by element"
     elif strange := _strange_parameters(optimizer):
         why = f"it holds parameters of class {strange[0]}, which may be more than their elements"
+    elif keeper := _keeper(optimizer):
+        why = f"it keeps parameters in its attribute '{keeper}', where their pieces are not found"
     elif type(optimizer) not in ELEMENTWISE:
         why = find_difference(optimizer, on_parts=True)
     return why and (
@@ -81,6 +85,21 @@ def _strange_parameters(optimizer: Optimizer) -> list[str]:
     """
     kinds = {type(one) for group in optimizer.param_groups for one in group["params"]}
     return sorted(one.__name__ for one in kinds - {Parameter, UninitializedParameter})
+
+
+def _keeper(optimizer: Optimizer) -> str | None:
+    """Returns the name of an attribute that holds parameters, or their ids. None means none.
+
+    Looks into lists, tuples, sets and mappings of the optimizer.
+    """
+    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    for name, value in vars(optimizer).items():
+        if name in ("state", "param_groups") or not isinstance(value, Collection):
+            continue
+        found = chain(value, value.values() if isinstance(value, Mapping) else ())
+        if any(id(one) in held or (type(one) is int and one in held) for one in found):
+            return name
+    return None
 
 
 def _names(kinds: frozenset[type[Optimizer]]) -> str:
@@ -179,16 +198,83 @@ def _problem(optimizers: Sequence[Optimizer], options: ExchangeOptions) -> str |
     return next(filter(None, (why_not_steppable(one, options) for one in optimizers)), None)
 
 
+class TriedOptions:
+    """Tries an optimizer again when an option is set that was not set in the last trial.
+
+    An option is not set if it is 0, False or None, or is not there. For example, the update may
+    depend on the whole tensor only with weight decay, which a schedule brings later.
+
+    Args:
+        optimizer: The optimizer, right after its trial.
+        options: Options that it was tried with.
+    """
+
+    def __init__(self, optimizer: Optimizer, options: ExchangeOptions) -> None:
+        self._optimizer, self._options = optimizer, options
+        self._is_known = type(optimizer) in (_KNOWN if options.is_of_gradients else ELEMENTWISE)
+        self._set = self._find()
+
+    def _find(self) -> set[tuple[int, str]]:
+        return {
+            (number, key)
+            for number, group in enumerate(() if self._is_known else self._optimizer.param_groups)
+            for key, value in group.items()
+            if key not in _VARYING and _is_set(value)
+        }
+
+    def note(self) -> None:
+        """Notes what the optimizer's own step has set, such as a counter. Local."""
+        self._set |= self._find()
+
+    def check(self) -> None:
+        """Tries again if an option is set that was not. Local, to be called before every step.
+
+        Raises:
+            RuntimeError: If the optimizer cannot be stepped in this way with the new option.
+        """
+        new = set() if self._is_known else self._find() - self._set
+        if not new:
+            return
+        self._set |= new
+        if why := why_not_steppable(self._optimizer, self._options):
+            number, key = min(new)
+            raise RuntimeError(
+                f"{key} of parameter group {number} is {self._optimizer.param_groups[number][key]}"
+                f" now, and was not set when training began. {why}"
+            )
+
+
+def _is_set(value: Any) -> bool:
+    """Whether an option is not 0, False or None. Values on a device are not read, and are set."""
+    if isinstance(value, Tensor):
+        return not value.is_cpu or bool(value.any())
+    return value is not None and not (isinstance(value, int | float) and value == 0)
+
+
 # --- trials on small tensors ----------------------------------------------------------------------
 
 _SHAPES = ((8, 12), (72, 96), (40,), (130,), (4, 6, 24), (16, 33, 3, 3), (4, 2, 3, 3, 3), ())
 _SCALES = (1e-7, 1e-4, 1.0, 0.0, 1e4, 1.0, 1e-9, 1.0, 30.0, 1.0, 1e2, 1.0, 1.0, 1.0, 1.0)
 """Factor of the gradients in each step of a trial."""
 
-_VARYING = {"params", "param_names", "lr", "initial_lr"}
+_VARYING = {"params", NAMES, "lr", "initial_lr"}
+_MAX_KINDS = 32
 
-_Shapes = dict[int, set[tuple[int, ...]]]
-"""Index of the first parameter group with some options -> shapes to try with these options."""
+
+class _Kind(NamedTuple):
+    """Parameters that an optimizer may treat alike: with the same options and attributes.
+
+    Attributes:
+        place: Index of the parameter group of the first of them.
+        example: The first of them.
+        name: Its name in the group, or "".
+        shapes: Shapes to try.
+    """
+
+    place: int
+    example: Tensor
+    name: str
+    shapes: set[tuple[int, ...]]
 
 
 @torch.no_grad()
@@ -211,9 +297,9 @@ def find_difference(optimizer: Optimizer, *, on_parts: bool) -> str | None:
     device = next(held, torch.device("cpu"))
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            shapes = _shapes(optimizer, tries_all=on_parts)
-            whole = _Trial(optimizer, device, "whole", shapes)
-            other = _Trial(optimizer, device, "parts" if on_parts else "late", shapes)
+            kinds = _kinds(optimizer, tries_all=on_parts)
+            whole = _Trial(optimizer, device, "whole", kinds)
+            other = _Trial(optimizer, device, "parts" if on_parts else "late", kinds)
             for number in range(len(_SCALES)):
                 whole.step(number)
                 other.step(number)
@@ -230,25 +316,26 @@ def find_difference(optimizer: Optimizer, *, on_parts: bool) -> str | None:
         return f"stepping it on small tensors failed ({error}{hint})"
 
 
-def _shapes(optimizer: Optimizer, *, tries_all: bool) -> _Shapes:
-    """Returns the shapes to try. Groups with the same options, except lr, share one entry.
+def _kinds(optimizer: Optimizer, *, tries_all: bool) -> list[_Kind]:
+    """Returns the kinds of parameters to try, at most `_MAX_KINDS`. lr makes no other kind.
 
     Args:
         optimizer: The optimizer to try.
-        tries_all: Whether to try all shapes with each group. If not, only those with as many
-            dimensions as a parameter of the group: some optimizers accept only matrices.
-
-    Returns:
-        Index of the first group with some options -> shapes to try with these options.
+        tries_all: Whether to try all shapes with each kind. If not, only those with as many
+            dimensions as a parameter of the kind: some optimizers accept only matrices.
     """
-    first: dict[str, int] = {}
-    shapes: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
+    kinds: dict[str, _Kind] = {}
+    names = names_of(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         options = repr({key: value for key, value in group.items() if key not in _VARYING})
-        held = {one.ndim for one in group["params"]}
-        tried = {shape for shape in _SHAPES if tries_all or len(shape) in held}
-        shapes[first.setdefault(options, index)] |= tried
-    return shapes
+        for one in group["params"]:
+            carried = sorted((key, type(value).__name__) for key, value in vars(one).items())
+            new = _Kind(index, one, names.get(id(one), ""), set())
+            if len(kinds) < _MAX_KINDS:
+                kinds.setdefault(f"{options} {carried}", new)
+            own = kinds.get(f"{options} {carried}", new)
+            own.shapes.update(shape for shape in _SHAPES if tries_all or len(shape) == one.ndim)
+    return list(kinds.values())
 
 
 class _TriedPart(NamedTuple):
@@ -276,19 +363,21 @@ class _Trial:
         way: "whole": all tensors in one step. "late": one tensor at a time, after a step that finds
             no gradient, as in `ReplicatedOptimizer`. "parts": one half of a tensor at a time, as in
             `ShardedOptimizer`.
-        shapes: Shapes to try, as `_shapes` returns them.
+        kinds: Parameters to try, as `_kinds` returns them.
     """
 
     def __init__(
-        self, optimizer: Optimizer, device: torch.device, way: str, shapes: _Shapes
+        self, optimizer: Optimizer, device: torch.device, way: str, kinds: Sequence[_Kind]
     ) -> None:
         self._way, self.pieces = way, list[_TriedPart]()
+        self._kinds = kinds
         tried = [
             (place, shape)
-            for place, own in enumerate(shapes.values())
+            for place, kind in enumerate(kinds)
             for shape in _SHAPES
-            if shape in own
+            if shape in kind.shapes
         ]
+        self._shapes = [shape for _, shape in tried]
         for number, (place, shape) in enumerate(tried):
             tensor = _new_tensor(shape, device)
             cut = -(-tensor.numel() // (2 * ALIGNMENT)) * ALIGNMENT
@@ -297,7 +386,9 @@ class _Trial:
                 self.pieces += [_TriedPart(place, number, where, part)] if part.numel() else []
             if way != "parts":
                 self.pieces.append(_TriedPart(place, number, slice(None), Parameter(tensor)))
-        self.twin = _new_twin(optimizer, [*shapes], self.pieces[0].tensor)
+        places = [kind.place for kind in kinds]
+        self.twin = _new_twin(optimizer, places, self.pieces[0].tensor)
+        self._carry_attributes()
         self._put(self.pieces)
 
     def step(self, number: int) -> None:
@@ -306,6 +397,8 @@ class _Trial:
         if self._way == "late":
             inner_step(self.twin)
         self._set_gradients(number)
+        if self._way == "parts":
+            self._carry_attributes()
         if self._way == "whole":
             inner_step(self.twin)
         for one in self.pieces if self._way == "parts" else ():
@@ -319,6 +412,18 @@ class _Trial:
     def _put(self, pieces: Sequence[_TriedPart]) -> None:
         for place, group in enumerate(self.twin.param_groups):
             group["params"] = [one.tensor for one in pieces if one.place == place]
+            if NAMES in group:
+                group[NAMES] = [self._kinds[place].name] * len(group["params"])
+
+    def _carry_attributes(self) -> None:
+        """Gives each tensor the attributes of its kind, as `SteppedPieces` does for pieces."""
+        for one in self.pieces:
+            example, shape = self._kinds[one.place].example, self._shapes[one.number]
+            for key, value in vars(example).items():
+                if isinstance(value, Tensor) and value.shape == example.shape:
+                    whole = _new_tensor(shape, one.tensor.device).to(value.dtype)
+                    value = whole.view(-1)[one.where].view(one.tensor.shape)
+                setattr(one.tensor, key, value)
 
     def _set_gradients(self, number: int) -> None:
         most = max(map(math.prod, _SHAPES))
@@ -383,7 +488,7 @@ def _new_twin(optimizer: Optimizer, places: Sequence[int], in_place_of_others: T
         is_copied = isinstance(value, list | dict | set | Tensor)
         own = OrderedDict() if name.endswith("_hooks") else value
         vars(twin)[name] = deepcopy(own, memo) if is_copied else value
-    twin.param_groups[:] = [twin.param_groups[place] for place in places]
+    twin.param_groups[:] = [dict(twin.param_groups[place]) for place in places]
     for group in twin.param_groups:
         if not group.get("lr", 1):
             # A warm-up may begin with a learning rate of 0, which would change no tensor.

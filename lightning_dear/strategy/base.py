@@ -139,10 +139,11 @@ class PipelineStrategy(ABC):
     ) -> Pipeline:
         """Returns a pipeline with this strategy's options. Collective. Blocks.
 
-        Rank 0 tells the user if the choice of what is gathered costs memory, and how much is sent
-        between hosts with several ranks. The arguments are those of `Pipeline`.
+        Rank 0 tells the user if the choice of what is gathered costs memory, if numbers wait long,
+        and how much is sent between hosts with several ranks. The arguments are `Pipeline`'s.
         """
         refusals.say_what_is_gathered(self._gather, self._options)
+        refusals.say_what_waits(self._options, optimizers, collectives.world.size)
         pipeline = Pipeline(
             module,
             optimizers,
@@ -293,10 +294,29 @@ class PipelineStrategy(ABC):
         Args:
             optimizer: Optimizer of the parameters. None means the only optimizer.
         """
-        mean = self._part(optimizer).mean
-        mean.expose()
-        yield
-        mean.reduce()
+        with self._part(optimizer).mean.exposed():
+            yield
+
+    @contextmanager
+    def on_shards(self, optimizer: Optimizer | None = None) -> Generator[None, None, None]:
+        """A context for code that reads or writes the optimizer's state between steps.
+
+        In the block the optimizer's parameter groups hold this rank's pieces of the parameters, as
+        1-D tensors, `state` is the state of the pieces, and `.grad` of a piece is its part of the
+        mean gradient. So a method of the optimizer may be called that treats each element on its
+        own, such as one that updates a second moment. It may write to weights, gradients and state
+        in place. With `gather="gradients"` the groups hold the whole parameters instead, and state
+        and mean gradients are whole.
+
+        Collective. Blocks at its beginning, and at its end until all ranks have all weights, which
+        costs one all-gather. Code in the block may not call collectives, since ranks have
+        different pieces.
+
+        Args:
+            optimizer: Optimizer of the parameters. None means the only optimizer.
+        """
+        with self._part(optimizer).on_shards():
+            yield
 
     def _part(self, optimizer: Optimizer | None) -> OptimizerPipeline:
         pipeline = self.pipeline_of(optimizer)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -178,8 +178,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        is_fitting = trainer.state.fn == TrainerFn.FITTING
-        if is_fitting:
+        if is_fitting := trainer.state.fn == TrainerFn.FITTING:
             refusals.check_precision(self.precision_plugin)
             if self._saves_folders:
                 refusals.check_writer_of_folders(self.checkpoint_io)
@@ -225,10 +224,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         connections.connect_precision(self.precision_plugin, self._pipeline)
 
     def _check_optimizers(self) -> None:
-        """Raises if the trainer has other optimizers than at the beginning of the fit.
-
-        If only Lightning's wrappers of them are new, connects these.
-        """
+        """Raises if the trainer has other optimizers than at first. Connects new wrappers."""
         # Assigning `trainer.optimizers` makes new wrappers, as the learning rate finder does.
         if self._pipeline is None or self._lightning_optimizers is self._connected:
             return
@@ -246,8 +242,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [one for one in callbacks if not isinstance(one, CompletionGuard)]
         readers = gradient_readers((*callbacks, trainer.lightning_module))
-        readers = readers if self._shows_gradients else {}
-        if readers:
+        if readers := readers if self._shows_gradients else {}:
             refusals.warn_about_readers(readers)
         tell = self.complete_parameters, self.report_failure
         callbacks.insert(0, CompletionGuard(*tell, readers, self._expose_gradients))
@@ -273,20 +268,24 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             self._stop.take_ctrl_c()
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and (broadcast := self.pipeline_of().training.broadcast) is not None:
+            broadcast.asks = True
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._check_optimizers()
-        with nullcontext() if self._pipeline is None else self._pipeline.forward():
+        with self.pipeline_of().forward(synchronize=not self._is_sync_blocked):
             return super().training_step(*args, **kwargs)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        assert self._pipeline is not None
         assert self.lightning_module is not None
         # In manual optimization it is not known whether this is the last backward of the step.
         is_automatic = self.lightning_module.automatic_optimization
         is_last = is_automatic or self._last_of is not None or None
         synchronize = not self._is_sync_blocked and is_last
-        with self._pipeline.backward(synchronize=synchronize, optimizers=self._last_of or None):
+        with self.pipeline_of().backward(synchronize=synchronize, optimizers=self._last_of or None):
             loss = super().backward(*args, **kwargs)
         # True if the module's `optimizer_step` calls the closure itself, before the optimizer.
         is_between = synchronize and is_automatic and not self._is_stepping
@@ -313,6 +312,11 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             yield
         finally:
             self._is_sync_blocked = before
+
+    @override
+    def on_validation_start(self) -> None:
+        for pipeline in self._pipelines:
+            pipeline.training.prepare_buffers(synchronize=False, asks=True)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -427,8 +431,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def report_failure(self, exception: BaseException) -> None:
         """Reports `exception` to the other ranks, or logs which rank has caused it.
 
-        Blocks for at most a few seconds. Only the first call in a run reports. `CompletionGuard`
-        calls this before other callbacks see the exception.
+        Blocks for at most a few seconds. Only a run's first call reports (of `CompletionGuard`).
         """
         if isinstance(self.launcher, JobLauncher):
             self.launcher.has_heard_signal.set()
@@ -485,8 +488,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def last_backward(self, *optimizers: Optimizer) -> Generator[None, None, None]:
         """A context for the last backward before `step()`. For manual optimization only.
 
-        Gradients of that backward are sent while it runs. Without this context they are sent in
-        `step()`, since more backwards might follow.
+        Its gradients are sent while it runs, and otherwise in `step()`: more might follow.
 
         Args:
             *optimizers: Optimizers that step next. None given means all.

@@ -18,12 +18,13 @@ from torch import device
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_dear import private_names
 from lightning_dear.callbacks.fusion_tuner import option_of
 from lightning_dear.collectives.store import from_all_ranks
-from lightning_dear.compression import class_of, class_with
+from lightning_dear.compression import SparseAllReduce, class_of, class_with
+from lightning_dear.compression.codec import FewOfMany
 from lightning_dear.engine.module_tree import ignored_names
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
@@ -158,6 +159,58 @@ def say_what_is_gathered(gather: str | None, options: ExchangeOptions) -> None:
             f"With compressor={options.compressor.name!r} every rank gets whole gradients instead"
             " of parameters, and has the whole optimizer state."
         )
+
+
+def say_what_waits(
+    options: ExchangeOptions, optimizers: Sequence[Optimizer], num_ranks: int
+) -> None:
+    """Tells the user on rank 0 how late and how large numbers arrive, and what that asks of SGD.
+
+    Says nothing if the compressor sends all numbers, or loses those that it does not send.
+
+    Args:
+        options: Options with the compressor.
+        optimizers: The user's optimizers. Options of their first groups are named.
+        num_ranks: Number of ranks. With one, a sparse all-reduce sends nothing, and nothing waits.
+    """
+    codec = options.compressor
+    if isinstance(codec, SparseAllReduce) and num_ranks == 1:
+        return
+    if not isinstance(codec, FewOfMany) or not codec.has_feedback or codec.density > _MOST_DENSE:
+        return
+    steps = dict.fromkeys(_steps_on(codec, one) for one in optimizers)
+    rank_zero_info(
+        f"With compressor={codec.name!r} training learns more slowly at first: with"
+        f" density={codec.density:g} an average number of a gradient waits about"
+        f" {_short(1 / codec.density)} steps. {' '.join(steps)}"
+    )
+
+
+_MOST_DENSE = 0.5
+"""With a larger density an average number waits less than 2 steps."""
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def _steps_on(codec: FewOfMany, optimizer: Optimizer) -> str:
+    """Returns sentences on how large the optimizer's steps are where a number arrives."""
+    name, group = type(optimizer).__name__, optimizer.param_groups[0]
+    times = _short(codec.gradients_at_once)
+    has_faded = codec.gradients_at_once < 1 / codec.density
+    comes = f"It comes as a sum of about {times} gradients{' (older ones have faded)' * has_faded}"
+    if not isinstance(optimizer, SGD):
+        same = f". The steps of {name} do not grow with it" if "betas" in group else ""
+        return f"{comes}{same}."
+    momentum = group["momentum"] or getattr(codec, "momentum", 0.0)
+    gain = _short((1 - group["dampening"]) / (1 - momentum)) if 0 < momentum < 1 else ""
+    return (
+        f"{comes}: a step of {name} that is {times} times as large"
+        f"{gain and f', and momentum={momentum:g} makes it {gain} times that'}. If the loss rises,"
+        f" divide lr={float(group['lr']):g} by up to {times}{gain and ', lower momentum'}, or set a"
+        " larger density."
+    )
 
 
 def say_what_hosts_cost(pipeline: Pipeline) -> None:

@@ -48,3 +48,9 @@ OMP_NUM_THREADS=1 dear-converge experiment=converge_gpt_sgd hydra.run.dir=output
 OMP_NUM_THREADS=1 dear-converge hydra.run.dir=outputs/converge_digits_p8 cluster.devices=8 data.batch_size=8 '~buckets.layer-wise' \
   tuning_seeds=[] reference_lr_factors=[1] lr_factors=[1] dense_shares=[0.1] seeds=[11,12,13,14,15] \
   entries='[dense,bf16,int8,int4,{name: topk, compressor: topk, compressor.density: 0.01},{name: oktopk_1, compressor: oktopk, compressor.density: 0.01},powersgd,efsignsgd]'
+
+OMP_NUM_THREADS=1 dear-converge hydra.run.dir=outputs/converge_randomk '~buckets.layer-wise' \
+  tuning_seeds=[] reference_lr_factors=[1] lr_factors=[1] dense_shares=[0] \
+  entries='[dense,{name: randomk, compressor: randomk, below: 1.0},{name: randomk_plain, compressor: randomk, compressor.decay: 1.0, below: 1.0}]'
+
+python -m tests.benchmarks.waiting

@@ -14,6 +14,7 @@ from lightning_dear.compression import (
     Int4,
     Int8,
     LoCo,
+    RandomK,
     SignSGD,
     Signum,
     TopK,
@@ -25,17 +26,22 @@ CPU = torch.device("cpu")
 
 
 def _send(
-    memory: Memory, codec: Codec, gradient: Tensor, scale: float | None = None
+    memory: Memory,
+    codec: Codec,
+    gradient: Tensor,
+    scale: float | None = None,
+    seed: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What is encoded and what arrives, of one row; `gradient` is multiplied by `scale`."""
+    how = Encoded(codec, seed)
     factor = None if scale is None else torch.full((1,), scale)
     row = (gradient if scale is None else gradient * scale).float()[None].clone()
     memory.compensate(row, factor)
     wire = torch.empty((1, codec.wire_bytes(row.shape[1])), dtype=torch.uint8)
-    codec.encode(row, wire)
-    memory.note_sent(row, wire, Encoded(codec), factor)
+    codec.encode(row, wire, how.generator(CPU))
+    memory.note_sent(row, wire, how, factor)
     decoded = torch.empty_like(row)
-    codec.decode(wire, decoded)
+    how.decode(wire, decoded)
     return row[0], decoded[0] if scale is None else decoded[0] / scale
 
 
@@ -113,6 +119,37 @@ def test_two_rounds_of_a_step_count_once(codec: Codec) -> None:
         torch.testing.assert_close(arrived + left, total, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_what_waits_fades_once_a_step(scale: float | None) -> None:
+    """x = g + g' + decay e for a step of two rounds, and a step that is left out fades nothing."""
+    codec, seed = RandomK(density=0.05, decay=0.5), iter(range(2**40, 2**41))
+    memory, residual = codec.worker_memory(NUMEL, CPU), torch.zeros(NUMEL).double()
+    gradients = _gradients(12)
+    for one, other in zip(gradients[::2], gradients[1::2], strict=True):
+        _send(memory, codec, one, scale, next(seed))
+        memory.discard()
+        arrived = torch.zeros(NUMEL).double()
+        for gradient in (one, other):
+            arrived += _send(memory, codec, gradient, scale, next(seed))[1]
+        memory.commit()
+        residual = one.double() + other + 0.5 * residual - arrived
+        kept = memory.kept["residual"].double()
+        torch.testing.assert_close(kept, residual, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("decay", "most"), [(0.6, 2.5), (1.0, 20.0)])
+def test_a_steady_gradient_arrives_as_so_many_as_it_says(decay: float, most: float) -> None:
+    codec, gradient = RandomK(density=0.05, decay=decay), torch.ones(NUMEL)
+    memory, arrived = codec.worker_memory(NUMEL, CPU), []
+    for step in range(60):
+        arrived.append(_send(memory, codec, gradient, seed=2**40 + step)[1])
+        memory.commit()
+    sums = torch.stack(arrived[20:])
+    mean = float(sums[sums != 0].mean())
+    assert codec.gradients_at_once == pytest.approx(most)
+    assert 0.8 * most <= mean <= 1.25 * most
+
+
 def test_two_rounds_of_dgc_are_one_step_of_momentum() -> None:
     codec = DGC(density=1.0, selector="exact", momentum=0.5)
     memory, dense = codec.worker_memory(NUMEL, CPU), Fp32()
@@ -156,7 +193,9 @@ def test_what_is_discarded_leaves_no_trace(codec: Codec) -> None:
         assert torch.equal(kept, other.kept[name])
 
 
-@pytest.mark.parametrize("codec", [QSGD(), SignSGD(), Int8(error_feedback=False)])
+@pytest.mark.parametrize(
+    "codec", [QSGD(), SignSGD(), Int8(error_feedback=False), RandomK(error_feedback=False)]
+)
 def test_without_feedback_nothing_is_kept(codec: Codec) -> None:
     assert not codec.worker_memory(NUMEL, CPU).kept
     assert not codec.owner_memory(NUMEL, CPU).kept

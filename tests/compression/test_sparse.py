@@ -218,6 +218,8 @@ def test_densities_are_checked(codec: type[Codec], density: float) -> None:
         (DGC, {"momentum": 1.0}, r"momentum of dgc must be in \[0, 1\)"),
         (DGC, {"momentum": -0.1}, r"momentum of dgc must be in \[0, 1\)"),
         (TopK, {"halves": "none"}, "Unknown halves"),
+        (RandomK, {"decay": 1.1}, r"decay of randomk must be in \[0, 1\]"),
+        (RandomK, {"decay": 0.5, "error_feedback": False}, "decay of randomk has no effect"),
     ],
 )
 def test_other_options_are_checked(codec: type[Codec], options: dict, match: str) -> None:

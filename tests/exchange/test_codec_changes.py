@@ -40,7 +40,7 @@ def test_a_dense_step_sends_all_that_was_left(gather: str) -> None:
 
 @distributed(world_sizes=(2,))
 def test_densities_may_change_with_gathers_still_under_way() -> None:
-    for codec in (TopK(density=0.5), RandomK(density=0.5)):
+    for codec in (TopK(density=0.5), RandomK(density=0.5, decay=1.0)):
         run = Run(ExchangeOptions("gradients", compressor=codec))
         for step in range(12):
             run.part.use_compressor(codec.at_density(1 / (1 + step)))
@@ -91,7 +91,7 @@ def test_a_change_leaves_gradients_on_their_way_alone(drops: bool) -> None:
     """One bucket waits for a gradient that does not come, and its receives are posted."""
     for first, later in (
         (TopK(density=0.5), TopK(density=0.1)),
-        (RandomK(density=0.5), Fp32()),
+        (RandomK(density=0.5, decay=1.0), Fp32()),
         (Int8(), Fp32()),
     ):
         run = Run(ExchangeOptions("gradients", compressor=first))
@@ -138,7 +138,7 @@ def test_a_change_waits_for_a_step_of_several_rounds() -> None:
 @distributed(world_sizes=(1,))
 def test_what_cannot_take_over_is_refused() -> None:
     run = Run(ExchangeOptions("gradients", compressor=TopK(density=0.5)))
-    for other in (Int8(), TopK(density=0.5, selector="sampled"), RandomK(density=0.5)):
+    for other in (Int8(), TopK(density=0.5, selector="sampled"), RandomK(density=0.5, decay=1.0)):
         with pytest.raises(ValueError, match=r"cannot replace TopK.*Use fp32"):
             run.part.use_compressor(other)
     plain = Run(ExchangeOptions("gradients"))

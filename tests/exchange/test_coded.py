@@ -45,7 +45,7 @@ CONTRACTIVE = (
     EFSignSGD(block_size=64),
     TopK(density=0.05),
     TopK(density=0.05, selector="sampled"),
-    RandomK(density=0.1),
+    RandomK(density=0.1, decay=1.0),
 )
 ALL = (*(codec() for codec in CODECS.values()), PowerSGD(rank=1, min_saving=1.0))
 ALMOST_EXACT = (Fp16(), Bf16(), Int8())

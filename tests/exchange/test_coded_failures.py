@@ -56,7 +56,7 @@ CODECS = (
     QSGD(),
     Int8(halves="reduce"),
     Bf16(),
-    RandomK(density=0.1),
+    RandomK(density=0.1, decay=1.0),
 )
 
 WITHOUT_FEEDBACK: dict[str, Any] = {"error_feedback": False}

@@ -102,7 +102,7 @@ def test_only_bytes_that_add_up_are_summed_on_their_way() -> None:
 
 @distributed(world_sizes=(2,))
 def test_each_bucket_travels_as_its_codec_does() -> None:
-    groups = (("weights.2", RandomK(density=0.3)), *groups_of({VECTORS: None}))
+    groups = (("weights.2", RandomK(density=0.3, decay=1.0)), *groups_of({VECTORS: None}))
     run = Run(ExchangeOptions("gradients", compressor=Int4(block_size=64), groups=groups))
     for step in range(6):
         run.step(leaves_out=step == 3)
@@ -135,7 +135,7 @@ def _strata(world_size: int, numel: int) -> Iterator[slice]:
 @distributed()
 def test_the_mean_has_one_number_of_each_stratum(world_size: int) -> None:
     """sum over ranks, in their order, of g / world_size."""
-    run = Run(_options(RandomK(density=0.1, halves="reduce")), SingleFusion())
+    run = Run(_options(RandomK(density=0.1, halves="reduce", decay=1.0)), SingleFusion())
     run.step()
     run.pipeline.complete_parameters()
     arrived = -_flat(run, [weight.detach() for weight in run.model.weights])
@@ -191,7 +191,7 @@ def test_where_bytes_are_summed_changes_no_bit() -> None:
 def test_a_backend_that_sums_itself_loses_nothing() -> None:
     """As NCCL does, here gloo's own reduce-scatter."""
     with mock.patch.object(training, "new_collectives", training.new_native):
-        run = Run(_options(RandomK(density=0.1)))
+        run = Run(_options(RandomK(density=0.1, decay=1.0)))
     for step in range(6):
         run.step(leaves_out=step == 3)
     assert run.error() <= 1e-5

@@ -96,7 +96,7 @@ class _DrawsAnew(RandomK):
 
 @distributed(world_sizes=(2,))
 def test_who_asks_for_other_draws_in_both_halves_gets_them() -> None:
-    run = Run(coded(_DrawsAnew(density=0.3)), SingleFusion())
+    run = Run(coded(_DrawsAnew(density=0.3, decay=1.0)), SingleFusion())
     for _ in range(4):
         run.step()
     assert run.error() <= 1e-5
@@ -110,4 +110,4 @@ def test_devices_that_draw_other_numbers_are_refused_on_all_ranks() -> None:
     with mock.patch.object(Streams, "model", model):
         Run(coded(RandomK(density=0.3)), SingleFusion())
         with pytest.raises(ValueError, match=r"on card 0 on rank 0 and .* on card 1 .*'randomk'"):
-            Run(coded(_DrawsAnew(density=0.3)), SingleFusion())
+            Run(coded(_DrawsAnew(density=0.3, decay=1.0)), SingleFusion())

@@ -22,6 +22,7 @@ from tests.fabric.running import dear, new_fabric
 from tests.training.models import batch, build, loss_of, optimizer_for
 
 TOPK: dict[str, Any] = {"compressor": "topk"}
+GATHERED: dict[str, Any] = {"compressor": "qsgd", "gather": "gradients"}
 
 
 @pytest.mark.parametrize("name", START_METHODS)
@@ -106,7 +107,8 @@ def test_two_optimizers_with_all_reduces_are_refused() -> None:
 @distributed([1])
 def test_people_hear_what_a_compressor_has_chosen() -> None:
     raw = build("mlp")
-    for options, expected in ((TOPK, 1), ({**TOPK, "gather": "gradients"}, 0)):
+    options: dict[str, Any]
+    for options, expected in (({"compressor": "qsgd"}, 1), (GATHERED, 0), (TOPK, 2)):
         with patch("lightning_dear.strategy.refusals.rank_zero_info") as said:
             new_fabric(dear(**options)).setup(raw, optimizer_for("sgd", raw))
         assert said.call_count == expected

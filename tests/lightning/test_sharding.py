@@ -35,7 +35,8 @@ class _StateBytes(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         optimizer = trainer.optimizers[0]
-        self.num_user_bytes = _count(optimizer.state.values())
+        state = getattr(optimizer.state, "plain", optimizer.state)
+        self.num_user_bytes = _count(state.values())
         self.num_bytes = self.num_user_bytes
         pipeline = getattr(trainer.strategy, "_pipeline", None)
         if pipeline is not None:

@@ -17,7 +17,7 @@ CODECS = [
     Mutation(
         "adding what was not sent to the next gradient",
         "Residual.compensate",
-        "            rows.add_(residual)\n",
+        "            rows.add_(residual, alpha=decay)\n",
         "            pass\n",
         (LAW,),
     ),
@@ -48,6 +48,27 @@ CODECS = [
         "        decay = 1.0 if self._has_pending else self.momentum\n",
         "        decay = self.momentum\n",
         (f"{MEMORY}::test_two_rounds_of_a_step_count_once",),
+    ),
+    Mutation(
+        "fading what waits once a step, not once a round",
+        "Residual.compensate",
+        "        decay = 1.0 if self._has_pending else self.decay\n",
+        "        decay = self.decay\n",
+        (f"{MEMORY}::test_what_waits_fades_once_a_step",),
+    ),
+    Mutation(
+        "fading what waits for its turn",
+        "RandomK.owner_memory",
+        "        return Residual(numel, device, decay=self.decay)\n",
+        "        return Residual(numel, device)\n",
+        (f"{MEMORY}::test_what_waits_fades_once_a_step",),
+    ),
+    Mutation(
+        "saying that numbers wait",
+        "PipelineStrategy._new_pipeline",
+        "        refusals.say_what_waits(self._options, optimizers, collectives.world.size)\n",
+        "",
+        ("tests/fabric/test_waiting.py::test_a_trainer_says_it_once",),
     ),
     Mutation(
         "taking the loss scale out of what is kept",

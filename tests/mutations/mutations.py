@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutations.all_reduced import ALL_REDUCED
+from tests.mutations.between_steps import BETWEEN_STEPS
 from tests.mutations.codec_plans import CODEC_PLANS
 from tests.mutations.codecs import CODECS
 from tests.mutations.coded import CODED
@@ -133,6 +134,7 @@ MUTATIONS = [
     *DEVICES,
     *GATHERING,
     *ALL_REDUCED,
+    *BETWEEN_STEPS,
     *CODECS,
     *CODED,
     *KEPT,

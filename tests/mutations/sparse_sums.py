@@ -75,7 +75,7 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "refusing to add to gradients that were clipped",
-        "MeanGradient._on_shards",
+        "MeanGradient.on_shards",
         "            self.progress.enter(StepState.CHANGED)\n",
         "            pass\n",
         (f"{SUMS}::test_nothing_is_added_to_what_was_changed",),

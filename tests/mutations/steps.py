@@ -16,6 +16,7 @@ MASTERS = "tests/optimizers/test_masters.py"
 DELETED = "tests/fabric/test_life.py::test_a_model_deleted_in_mid_step_launches_nothing"
 EXCHANGED = "tests/engine/test_exchanged_optimizers.py"
 
+
 WAITS = [
     Mutation(
         "waiting for a gathered bucket",

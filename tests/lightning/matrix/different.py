@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
@@ -36,7 +37,8 @@ class _Looking(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         (optimizer,) = trainer.optimizers
         assert all(parameter.grad is None for parameter in pl_module.parameters())
-        assert not optimizer.state
+        with pytest.raises(RuntimeError, match="was read between steps"):
+            len(optimizer.state)
         state = trainer.strategy.optimizer_state(optimizer, on_all_ranks=True)["state"]
         assert len(state) == len(list(pl_module.parameters()))
         self.num_steps += 1
@@ -85,8 +87,8 @@ DIFFERENT = (
     Different(
         ".grad and optimizer.state between a step and the next backward",
         _look,
-        "`.grad` is None and `optimizer.state` is empty",
-        "hooks for gradients; `strategy.optimizer_state(optimizer, on_all_ranks=True)`",
+        "`.grad` is None and to read `optimizer.state` raises",
+        "hooks for gradients; `with strategy.on_shards(optimizer):`",
     ),
     Different(
         "gradients_in_hooks=False",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
+from lightning_dear import DearStrategy
 from tests.lightning.fitting import assert_same
 from tests.lightning.matrix.manual import FEATURES as MANUAL
 from tests.lightning.matrix.nets import RowNet
@@ -18,6 +20,7 @@ from tests.lightning.matrix.rows import Feature, fit_and_validate
 from tests.lightning.matrix.seen import Seen
 from tests.lightning.nets import copies
 
+ON_SHARDS = "call it in `with strategy.on_shards():`"
 row = partial(Feature, section="Optimisation")
 
 
@@ -38,6 +41,62 @@ class _ClosureTwice(_Closure):
     """The closure's first gradients are cleared by its second call."""
 
     num_calls = 2
+
+
+class _WritingState(RowNet):
+    """Resets the optimizer's state after a batch, or replaces one parameter's."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        optimizer = self.trainer.optimizers[0]
+        parameters = optimizer.param_groups[0]["params"]
+        number = self.trainer.global_step
+        if number == 2:
+            optimizer.state.clear()
+        elif number == 4:
+            first, second, *_ = parameters
+            optimizer.state.pop(second, None)
+            moment = torch.full_like(first, 1e-4)
+            steps = {"step": torch.tensor(2.0)}
+            optimizer.state[first] = {**steps, "exp_avg": moment, "exp_avg_sq": moment.square()}
+
+
+class _SecondMoment(torch.optim.Optimizer):
+    """Divides by a second moment, which a method of its own updates."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    def _moment(self, parameter: Tensor) -> Tensor:
+        return self.state[parameter].setdefault("moment", torch.ones_like(parameter))
+
+    @torch.no_grad()
+    def update_moment(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self._moment(parameter).lerp_(parameter.grad.square(), 0.5)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    scaled = parameter.grad / (self._moment(parameter).sqrt() + 0.1)
+                    parameter.sub_(scaled, alpha=group["lr"])
+        return loss
+
+
+class _SecondMethod(RowNet):
+    """Calls the optimizer's own method between backward and step."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return _SecondMoment(self.parameters())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        strategy = self.trainer.strategy
+        ours = strategy.on_shards if isinstance(strategy, DearStrategy) else nullcontext
+        with ours():
+            optimizer.update_moment()
 
 
 class _Skipping(RowNet):
@@ -168,4 +227,15 @@ FEATURES = (
         num_batches=2,
     ),
     row(name="lr_find, then fit", net=_Rate, drive=_lr_find),
+    row(
+        name="optimizer state reset or written between steps",
+        net=_WritingState,
+        optimizers=("adamw",),
+    ),
+    row(
+        name="a method of the optimizer that uses gradients and state",
+        net=_SecondMethod,
+        optimizers=("sgd",),
+        remark=ON_SHARDS,
+    ),
 )

@@ -19,7 +19,7 @@ from torch.distributed.nn.functional import all_reduce
 
 from tests.lightning.matrix import models
 from tests.lightning.matrix.nets import RowNet, conv, gpt, mlp
-from tests.lightning.matrix.rows import Feature, fit_and_validate
+from tests.lightning.matrix.rows import NUM_BATCHES, SEVERAL, Feature, fit_and_validate
 from tests.lightning.matrix.seen import Seen
 from tests.lightning.matrix.unused import FEATURES as UNUSED
 from tests.training import odd_models
@@ -141,6 +141,65 @@ def _layer_sync() -> Sequence[Any]:
     return [_CpuSync()]
 
 
+class _Weighted(RowNet):
+    """Weighs its inputs by a buffer, which ranks write between steps: all of them, or one alone."""
+
+    writers: Sequence[int] = range(8)
+
+    def __init__(self, optimizer: str, **options: Any) -> None:
+        super().__init__(optimizer, **options)
+        self.register_buffer("scales", torch.ones(7))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss([batch[0] * self.scales, batch[1]])
+
+    def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
+        if int(os.environ["RANK"]) in self.writers:
+            self.scales.mul_(0.5).add_(batch[0].abs().mean(0))
+
+
+class _WeightedByRank0(_Weighted):
+    writers = (0,)
+
+
+class _WeightedByRank1(_Weighted):
+    """Rank 0's values, which do not change, count."""
+
+    writers = (1,)
+
+
+class _Reweighted(RowNet):
+    """Puts another buffer in its place once in an epoch, and has BatchNorm beside it."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer, "conv")
+        self.register_buffer("scale", torch.ones(()))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss([batch[0] * self.scale, batch[1]])
+
+    def on_train_epoch_start(self) -> None:
+        self.scale = self.scale * (0.5 + 0.1 * int(os.environ["RANK"]))
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.note("evaluated", [self.loss(batch)])
+
+
+class _Shared(RowNet):
+    """Lies in shared memory, of which tensors elsewhere are read when an epoch ends."""
+
+    def __init__(self, optimizer: str, **options: Any) -> None:
+        super().__init__(optimizer, **options)
+        self.net.share_memory()
+        self.kept = [one.detach() for one in self.net.parameters()]
+
+    def on_train_epoch_end(self) -> None:
+        self.note("shared", self.kept)
+
+    def on_fit_end(self) -> None:
+        self.note("shared after fit", self.kept)
+
+
 class _Evaluated(RowNet):
     """Notes what its running statistics give in validation."""
 
@@ -223,6 +282,41 @@ FEATURES = (
         net=conv,
         data="conv",
         remark="follow rank 0 at the end of a step, not with the next forward",
+    ),
+    row(name="a buffer written between steps", net=_Weighted),
+    row(name="a buffer written between steps by rank 0 alone", net=_WeightedByRank0),
+    row(
+        name="a buffer written between steps by rank 1 alone",
+        net=_WeightedByRank1,
+        world_sizes=SEVERAL,
+    ),
+    row(
+        name="a buffer written between steps while accumulating",
+        net=_Weighted,
+        trainer={"accumulate_grad_batches": 2},
+        num_steps=NUM_BATCHES // 2,
+    ),
+    row(
+        name="a buffer written between steps, with gathered gradients",
+        net=_Weighted,
+        strategy={"gather": "gradients"},
+    ),
+    row(
+        name="a buffer replaced between epochs",
+        net=_Reweighted,
+        data="conv",
+        trainer={"max_epochs": 2},
+        drive=fit_and_validate,
+    ),
+    row(
+        name="a model in shared memory",
+        net=_Shared,
+        remark="a process that reads it during a step may see two steps mixed",
+    ),
+    row(
+        name="a model in shared memory, with gathered gradients",
+        net=_Shared,
+        strategy={"gather": "gradients"},
     ),
     row(
         name="BatchNorm in validation",

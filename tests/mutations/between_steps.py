@@ -1,0 +1,88 @@
+"""What an optimizer's state and parameters are between steps, and what pieces carry."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+CARRIED = "tests/optimizers/test_what_parameters_carry.py"
+BETWEEN = "tests/engine/test_state_between_steps.py"
+
+BETWEEN_STEPS = [
+    Mutation(
+        "reads of sharded state are refused",
+        "ShardedOptimizer.check_read",
+        "            self.refuse_read()\n",
+        "            pass\n",
+        (f"{BETWEEN}::test_reads_of_sharded_state_are_refused",),
+    ),
+    Mutation(
+        "removed entries of optimizer.state are dropped from shards",
+        "SteppedPieces.drop_removed",
+        "                self.shards.state.pop(piece.parameter, None)\n",
+        "                pass\n",
+        (f"{BETWEEN}::test_what_is_reset_or_written_counts",),
+    ),
+    Mutation(
+        "another dict in place of optimizer.state resets the shards",
+        "ShardedOptimizer.adopt_state",
+        "            self.shards.state.clear()\n",
+        "            pass\n",
+        (f"{BETWEEN}::test_what_is_reset_or_written_counts",),
+    ),
+    Mutation(
+        "ranks compare what was written to optimizer.state",
+        "SharedOptions._values",
+        '"optimizer.state"): self._written()',
+        '"optimizer.state"): ""',
+        (f"{BETWEEN}::test_a_write_on_one_rank_alone_is_refused",),
+    ),
+    Mutation(
+        "weights that a second method has written are gathered",
+        "MeanGradient.for_other_code",
+        "                active.gatherer.launch(bucket.number)\n",
+        "                pass\n",
+        (f"{BETWEEN}::test_a_second_method_runs_on_shards",),
+    ),
+    Mutation(
+        "own gradients forbid reads of whole state",
+        "OptimizerPipeline._before_state_access",
+        "self.progress.state in _HAS_OWN_GRADIENTS",
+        "False",
+        (f"{BETWEEN}::test_with_gathered_gradients_reads_are_of_the_last_step",),
+    ),
+    Mutation(
+        "pieces carry the attributes of their parameters",
+        "SteppedPieces._carry_attributes",
+        "                setattr(piece.parameter, key, cut_state(key, value, parameter, piece))\n",
+        "                pass\n",
+        (f"{CARRIED}::test_it_is_found_as_under_torch",),
+    ),
+    Mutation(
+        "pieces have the names of their parameters",
+        "SteppedPieces._put",
+        "            if NAMES in group:\n",
+        "            if False:\n",
+        (f"{CARRIED}::test_it_is_found_as_under_torch",),
+    ),
+    Mutation(
+        "a late step sees the attributes of its time",
+        "DeferredStep._newer_attributes",
+        "if before.get(key, before) is not value",
+        "if False",
+        (f"{CARRIED}::test_it_is_found_as_under_torch",),
+    ),
+    Mutation(
+        "an optimizer that looks parameters up is stepped whole",
+        "_keeper",
+        "            return name\n",
+        "            return None\n",
+        (f"{CARRIED}::test_what_cannot_be_carried_is_stepped_whole",),
+    ),
+    Mutation(
+        "an option that is set later is tried",
+        "TriedOptions.check",
+        "        if not new:\n",
+        "        if True:\n",
+        (f"{CARRIED}::test_an_option_that_is_set_later_is_tried_then",),
+    ),
+]
