@@ -75,6 +75,7 @@ class CompletionGuard(Callback):
             Empty means that no gradient is gathered into `.grad`.
         expose: Function that gathers the mean gradient into `.grad` of an optimizer's parameters.
             None as its argument means all optimizers. Collective. Blocks.
+        end_backward: Function that is called after each backward, before all other hooks.
     """
 
     def __init__(
@@ -83,9 +84,11 @@ class CompletionGuard(Callback):
         on_failure: Callable[[BaseException], None] | None = None,
         gradient_hooks: Iterable[str] = (),
         expose: Callable[[Optimizer | None], None] = lambda _: None,
+        end_backward: Callable[[], None] = lambda: None,
     ) -> None:
         self.complete, self._on_failure = complete, on_failure
         self._gradient_hooks, self._expose = frozenset(gradient_hooks), expose
+        self._end_backward = end_backward
         self._readers: dict[tuple[str, tuple[int, ...]], str | None] = {}
 
     def reader_of(
@@ -121,6 +124,7 @@ class CompletionGuard(Callback):
 
     @override
     def on_after_backward(self, *_: Any) -> None:
+        self._end_backward()
         if self._gradient_hooks.intersection(_AFTER_BACKWARD):
             self._expose(None)
 

@@ -13,11 +13,16 @@ TAGS_OF_ONE_OPTIMIZER = 1 << 12
 """Number of tags for the buckets of one optimizer; optimizer n has those from n times this on."""
 
 BUCKET_TAGS = 1 << 19
-"""Tags of the first messages of all buckets are below this. This bit marks messages of no bucket:
-the norm. Higher bits say which message of a bucket it is."""
+"""Tags of the first messages of all buckets are below this. This bit marks messages of no bucket.
+Higher bits say which message of a bucket it is."""
 
 NORM_TAG = BUCKET_TAGS
 """Tag of the message that adds up the gradient norm."""
+
+UNHELD_TAG = BUCKET_TAGS + 1
+"""Tag of the messages that average gradients of parameters that no optimizer holds."""
+
+_OF_NO_BUCKET = {NORM_TAG: "the gradient norm", UNHELD_TAG: "gradients that no optimizer holds"}
 
 _OTHER_TAGS = 1 << 24
 """Logged tags from here on belong to no bucket: flags and module buffers. Second hops, whose tags
@@ -52,7 +57,7 @@ class Logged(NamedTuple):
         optimizer, bucket = divmod(self.tag, TAGS_OF_ONE_OPTIMIZER)
         of = f"bucket {bucket} of optimizer {optimizer}" if optimizer else f"bucket {bucket}"
         if self.tag >= BUCKET_TAGS:
-            of = "the gradient norm" if self.tag == NORM_TAG else f"tag {self.tag}"
+            of = _OF_NO_BUCKET.get(self.tag, f"tag {self.tag}")
         parts = [f"{self.call.replace('_', '-')} of {of}", str(self.dtype).removeprefix("torch.")]
         parts += [] if self.elements is None else [f"{self.elements} elements"]
         return ", ".join([*parts, f"group {self.group}"])

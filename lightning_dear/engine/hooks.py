@@ -100,13 +100,15 @@ class StepHooks:
 
     def __init__(self, optimizer: Optimizer, before: Any, begin: Any, end: Any) -> None:
         self._optimizer, self._before = optimizer, before
+        self._told = set[str]()
         first = before_every_step(self._on_step)
         last = optimizer.register_step_post_hook(partial(_unless_nested, end))
         behind = partial(_behind_closure, begin)
+        self._front = optimizer.register_step_pre_hook(partial(_unless_nested, self._in_front))
         self._begin = optimizer.register_step_pre_hook(partial(_unless_nested, behind))
-        self._handles = first, self._begin, last
+        self._handles = first, self._front, self._begin, last
         unused = all_optimizers.register_optimizer_step_post_hook(end)
-        handles = *self._handles, unused
+        handles = first, self._begin, last, unused
         self._lists: list[Any] = [private_names.HOOKS_OF_HANDLE.of(one)() for one in handles]
         unused.remove()
         for place, hook in (0, first), (2, last):
@@ -117,19 +119,57 @@ class StepHooks:
         # optimizer while it steps shards, but not the hooks of all optimizers.
         is_inner = vars(optimizer).get(private_names.STEP_PRE_HOOKS.name) is not self._lists[1]
         if optimizer is self._optimizer and not is_inner and not is_nested(optimizer):
+            self._lists[1].move_to_end(self._front.id, last=False)
             self._lists[1].move_to_end(self._begin.id)
+            if self._are_in_front_of_all:
+                self._before()
+
+    def _in_front(self, *_: Any) -> None:
+        # `before` may block. While it does, other threads, or the end of another training, may
+        # change the list of hooks of all optimizers, over which torch would still iterate.
+        if not self._are_in_front_of_all:
             self._before()
+
+    @property
+    def _are_in_front_of_all(self) -> bool:
+        hooks = self._lists[0].values()
+        return any(getattr(hook, "func", None) is not _call for hook in hooks)
 
     @property
     def are_in_front(self) -> bool:
         """Whether other code has pre-hooks of `step`: of this optimizer, or of all optimizers."""
-        ours = 1 + sum(getattr(hook, "func", None) is _call for hook in self._lists[0].values())
-        return len(self._lists[0]) + len(self._lists[1]) > ours
+        return len(self._lists[1]) > 2 or self._are_in_front_of_all
 
     @property
     def are_behind(self) -> bool:
         """Whether other code has post-hooks of `step`: of this optimizer, or of all optimizers."""
         return len(self._lists[2]) + len(self._lists[3]) > 1
+
+    def warn_once(self, *, shows: bool, costs: bool) -> None:
+        """Warns of what hooks of other code find in `.grad`, each thing once.
+
+        Args:
+            shows: Whether pre-hooks find the mean gradient in this step. If not, they find None.
+            costs: Whether it was gathered for them.
+        """
+        kind, said = type(self._optimizer).__name__, []
+        if costs:
+            said.append(
+                "strategy='dear' gathers the mean gradient into .grad for hooks before the step of"
+                f" {kind}, which costs one more all-gather in every step. If .grad is not needed"
+                " there, pass gradients_in_hooks=False to the strategy."
+            )
+        if self.are_behind or (self.are_in_front and not shows):
+            said.append(
+                f"Hooks of the step of {kind} find no gradient in .grad under strategy='dear'. Move"
+                " code that reads .grad to on_before_optimizer_step, or before the step into `with"
+                " strategy.whole_gradients():`. If no hook reads it, pass gradients_in_hooks=False"
+                " to the strategy."
+            )
+        for text in said:
+            if text not in self._told:
+                self._told.add(text)
+                warnings.warn(text, stacklevel=3)
 
     def remove(self) -> None:
         """Removes the hooks. Idempotent."""
@@ -185,17 +225,6 @@ def _behind_closure(begin: Callable[[], None], optimizer: Optimizer, args: Any, 
 def _call(method: Any, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if (on_step := method()) is not None:
         on_step(optimizer)
-
-
-def warn_of_hooks(optimizer: Optimizer) -> None:
-    """Warns that `.grad` is None in hooks of `step` that other code has registered."""
-    warnings.warn(
-        f"Hooks of the step of {type(optimizer).__name__} find no gradient in .grad under"
-        " strategy='dear'. Move code that reads .grad to on_before_optimizer_step, or before the"
-        " step into `with strategy.whole_gradients():`. If no hook reads it, pass"
-        " DearStrategy(gradients_in_hooks=False).",
-        stacklevel=2,
-    )
 
 
 def warn_of_leftovers(optimizer: Optimizer) -> None:

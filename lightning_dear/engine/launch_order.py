@@ -15,6 +15,9 @@ device (tests/streams/test_launch_order.py):
     new regions, if they are due (static Ok-Topk)   reduce   once all buckets' means have arrived
     parameters, or means, of each bucket            gather   gather order, while the step goes on
 
+Gradients that no optimizer holds are averaged right after backward, in the reduce group: flags, and
+then a message for each dtype. If there are any, the first four rows come before them.
+
 Calls of the user launch more, after the means have arrived and before the last row: a norm (one
 message in the gather group), GradScaler's unscaling (one in the reduce group), and whole gradients
 (one gather of each bucket, and flags in the reduce group when they are taken back).

@@ -15,6 +15,8 @@ from lightning_dear.engine.step_state import StepProgress, StepState
 from lightning_dear.engine.training import Training
 from lightning_dear.optimizers.pieces import SteppedPieces
 
+_HAS_OWN_GRADIENTS = (StepState.ACCUMULATING, StepState.SENDING)
+
 
 @dataclass(eq=False)
 class MeanGradient:
@@ -43,6 +45,7 @@ class MeanGradient:
     plans: PlanLifecycle
     stepper: SteppedPieces
     has_leftovers: bool = False
+    _have_asked: bool = False
 
     def reduce(self) -> None:
         """Blocks until this rank's shards hold the mean gradient. Collective, idempotent.
@@ -119,6 +122,28 @@ class MeanGradient:
         self.plans.present.whole_gradients.expose()
         self.progress.enter(StepState.EXPOSED)
 
+    def expose_to_hooks(self, *, is_here: bool) -> bool:
+        """Exposes the mean gradient if any rank has pre-hooks of `step`. Collective, blocks.
+
+        Ranks tell each other in each round whether they have any. A rank that registers its first
+        one after the round (on NCCL: the round before) is heard in the next step.
+
+        Args:
+            is_here: Whether this rank has any now.
+
+        Returns:
+            Whether the mean gradient is exposed, the same on all ranks.
+        """
+        self._bring()
+        collectives, is_anywhere = self.training.collectives, bool(self.plans.hooks_signal.heard)
+        if not collectives.wait_blocks_host and not self._have_asked:
+            # On NCCL no round has brought anything before the second step.
+            self._have_asked = True
+            is_anywhere = any(collectives.all_gather_object(is_here))
+        if is_anywhere:
+            self.expose()
+        return is_anywhere
+
     @contextmanager
     def exposed(self) -> Iterator[None]:
         """A context in which `.grad` holds the mean, see `expose` and `reduce`. Collective."""
@@ -149,6 +174,18 @@ class MeanGradient:
             whole = self.plans.present.whole_gradients
             whole.expose() if is_lost else whole.show()
             self.progress.enter(StepState.EXPOSED)
+
+    def before_state_access(self, reads: bool) -> None:
+        """Called before other code reads or writes gathered gradients' whole state. May block."""
+        self.plans.complete_parameters("optimizer state")
+        if reads and self.training.uses_buckets and self.progress.state in _HAS_OWN_GRADIENTS:
+            kind = type(self.stepper.optimizer).__name__
+            raise RuntimeError(
+                f"The state of this {kind} was read while gradients of this rank are not averaged"
+                " yet. Read it after step(). Or put the code that reads it into `with"
+                " strategy.on_shards(optimizer):`, on all ranks, where .grad is the mean over"
+                " ranks."
+            )
 
     @contextmanager
     def for_other_code(self) -> Iterator[None]:

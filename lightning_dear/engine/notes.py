@@ -73,10 +73,15 @@ class Signal:
         self.ask: Callable[[], int] = int
         self.heard: int | None = None
         self.on_heard: Callable[[int], object] = int
+        # The number that `say` last sent, and its byte.
+        self._said: tuple[int, Tensor] | None = None
 
     def say(self, device: torch.device) -> Tensor:
         """Returns what `ask` returns; see `Note`."""
-        return torch.full((1,), self.ask(), dtype=torch.uint8, device=device)
+        number = self.ask()
+        if self._said is None or self._said[0] != number:
+            self._said = number, torch.full((1,), number, dtype=torch.uint8, device=device)
+        return self._said[1]
 
     def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
         """Stores the maximum in `heard`, and calls `on_heard` unless it is 0; see `Note`."""

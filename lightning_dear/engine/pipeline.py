@@ -30,6 +30,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -37,11 +38,11 @@ from lightning_dear.collectives.shards import SUMMED_IN_FP32
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Compressor
 from lightning_dear.engine.hooks import before_every_step
-from lightning_dear.engine.module_tree import ModuleTree, aliased_names, ignored_names
+from lightning_dear.engine.module_tree import ModuleTree, aliased_names
 from lightning_dear.engine.read_order import has_compiled_region
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.step_state import StepState
-from lightning_dear.engine.trained_parameters import check_layout, warn_of_others
+from lightning_dear.engine.trained_parameters import check_layout
 from lightning_dear.engine.training import BufferBroadcast, Training
 from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
 from lightning_dear.planning import FusionPlanner
@@ -89,8 +90,8 @@ class Pipeline:
 
     Attributes:
         training: What all optimizers of the module share.
-        remark: Sentence for the user about how the optimizers are stepped. None means that there is
-            nothing to say.
+        remark: Sentences for the user about how the optimizers are stepped, and about parameters
+            that none of them holds. None means that there is nothing to say.
         parts: One `OptimizerPipeline` for each optimizer, in the order of the optimizers.
         before_change: Function that each rank calls before it drops a plan because an optimizer's
             parameters have changed; to be assigned to. At first it does nothing. `DearStrategy`
@@ -171,32 +172,19 @@ class Pipeline:
     def _start(self, optimizers: Sequence[Optimizer]) -> None:
         """Makes `parts`, one for each of `optimizers`, and decides which buckets plans may have.
 
-        To be called after `_check`. Rank 0 warns of parameters that no optimizer holds. Local.
+        To be called after `_check`. Local.
         """
         training = self.training
+        training.follow_optimizers(optimizers)
+        self.remark = " ".join(filter(None, (self.remark, training.unheld.remark))) or None
         self.parts[:] = [
             OptimizerPipeline(training, optimizer, number)
             for number, optimizer in enumerate(optimizers, start=self._first_number)
         ]
-        self._store_trained()
-        if training.world.size > 1 and training.world.rank == 0:
-            warn_of_others(training.module, optimizers)
         is_one = len(optimizers) == 1 and not self._shares_groups
         training.all_reduce_refusal = why_not_all_reduce(training.options, is_one_optimizer=is_one)
         if len(optimizers) > 1:
             self.hold_back()
-
-    def _store_trained(self) -> None:
-        """Stores the optimizers and all parameters of the module that are not ignored, frozen too.
-
-        `Training.refuse_stranger` reads them before each step of any optimizer. To list the
-        module's parameters only then would wait for their all-gathers.
-        """
-        training, ignored = self.training, ignored_names(self.training.module)
-        named = training.module.named_parameters()
-        own = {parameter for name, parameter in named if name not in ignored}
-        training.optimizers = self.optimizers
-        training.parameters = own.union(*(part.parameters for part in self.parts))
 
     @property
     def collectives(self) -> Collectives:
@@ -223,7 +211,7 @@ class Pipeline:
         self._check(self.optimizers, [part.optimizer for part in changed])
         for part in changed:
             part.follow()
-        self._store_trained()
+        self.training.follow_optimizers(self.optimizers)
 
     def hold_back(self) -> None:
         """On NCCL, lets buckets be launched before the step instead of in backward.
@@ -318,7 +306,11 @@ class Pipeline:
                 step follows, `GradientHooks.refuse_another_sum` is called.
             optimizers: Optimizers for which `synchronize` holds. For the others True counts as
                 None. None means all optimizers.
+
+        With any value of `synchronize` but False it ends with `end_backward`.
         """
+        unheld = self.training.unheld
+        unheld.is_due = synchronize is not False and unheld.is_asked
         with ExitStack() as stack:
             for part in self.parts:
                 is_meant = optimizers is None or part.optimizer in optimizers
@@ -326,6 +318,25 @@ class Pipeline:
                 stack.enter_context(part.backward(synchronize=is_last))
             stack.enter_context(self.training.instruments.span("backward"))
             yield
+        self.end_backward()
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        """Averages gradients that no optimizer holds, before hooks that may read them.
+
+        To be called within `backward`, after the user's backward, if hooks follow there. Does
+        nothing if there are no such gradients, or if they have been averaged since. Otherwise
+        collective, and blocks: it first reduces the optimizers' gradients, since a rank that lacks
+        one of them has not yet launched all buckets, and all ranks must launch in one order.
+        """
+        training = self.training
+        if not training.unheld.is_due:
+            return
+        for part in self.parts:
+            if part.progress.state is StepState.SENDING:
+                part.mean.reduce()
+        with training.instruments.waiting("reduce_scatter", "gradients that no optimizer holds"):
+            training.unheld.average()
 
     # --- for strategies and callbacks -----------------------------------------------------------
 

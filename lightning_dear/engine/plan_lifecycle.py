@@ -18,8 +18,7 @@ from lightning_dear.engine.active_plan import ActivePlan, Recording
 from lightning_dear.engine.bucket_round import BucketRound
 from lightning_dear.engine.gradient_collector import GradientCollector
 from lightning_dear.engine.hooks import OnGradient
-from lightning_dear.engine.module_tree import aliased_names, warn_of_aliases
-from lightning_dear.engine.notes import LaunchDigest, Notes, RingTrial, SharedOptions
+from lightning_dear.engine.notes import LaunchDigest, Notes, RingTrial, SharedOptions, Signal
 from lightning_dear.engine.parameter_gatherer import ParameterGatherer
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.engine.training import Training
@@ -65,6 +64,7 @@ class PlanLifecycle:
             planner, so that a plan found by an earlier run is used again. It must return the same
             on all ranks. If it returns None, or is None, the planner makes the plan. To be assigned
             to.
+        hooks_signal: Note that tells whether a rank has step hooks that may read gradients.
         is_moving: Whether state is being moved to another plan. If that has raised, it stays True:
             part of the state is lost, and `OptimizerPipeline.prepare_state` raises.
     """
@@ -86,7 +86,9 @@ class PlanLifecycle:
         written = partial(getattr, stepper, "written")
         shared = SharedOptions(present, stepper.optimizer, number, written)
         ring = RingTrial(training.instruments, present, number)
-        notes = shared, LaunchDigest(present, number), training.signal, ring, training.broadcast
+        self.hooks_signal = Signal()
+        signals = training.signal, training.unheld.signal, self.hooks_signal
+        notes = shared, LaunchDigest(present, number), *signals, ring, training.broadcast
         self._notes = Notes([note for note in notes if note is not None])
         self.loss_scale: LossScale = lambda: None
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
@@ -130,11 +132,7 @@ class PlanLifecycle:
         training, collectives = self._training, self._training.collectives
         self.recording = Recording.agreed(self.trained, collectives, training.options)
         tensors = self.recording.tensors
-        if training.aliased:
-            # Looked at twice: before the first forward a module may still hold an alias itself
-            # (spectral_norm), and after it a graph may.
-            still = training.aliased & aliased_names(training.module)
-            warn_of_aliases([name for name in self.trained.names if name in still])
+        training.warn_of_aliases(self.trained.names)
         found = None if self.find_plan is None else self.find_plan(tensors)
         plan = training.fusion.plan(tensors, training.world.size) if found is None else found
         self.recording.check(plan, collectives)
@@ -461,9 +459,8 @@ class PlanLifecycle:
     def release(self) -> None:
         """Removes hooks and gates, and gives each parameter its own memory again. Local.
 
-        A parameter that was in shared memory before goes back there.
-
-        Parameters keep the values that they have. Buckets that are pending would keep old values.
+        A parameter that was in shared memory before goes back there. Parameters keep the values
+        that they have. Buckets that are pending would keep old values.
         """
         self.trained.hooks.remove()
         self._release_active()

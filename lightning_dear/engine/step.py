@@ -14,7 +14,7 @@ from lightning_dear.checkpoint.optimizer_state import ShardedState, gathered, sh
 from lightning_dear.collectives.work import uncounted
 from lightning_dear.compression import Compressor
 from lightning_dear.engine.active_plan import ActivePlan, audit
-from lightning_dear.engine.hooks import StepHooks, warn_of_hooks
+from lightning_dear.engine.hooks import StepHooks
 from lightning_dear.engine.mean_gradient import MeanGradient
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle
 from lightning_dear.engine.step_state import Backward, StepProgress, StepState
@@ -27,7 +27,6 @@ from lightning_dear.optimizers.tensorwise import TriedOptions
 from lightning_dear.planning import BucketPlan, TensorSpec
 
 _WERE_CHANGED = (StepState.CHANGED, StepState.EXPOSED)
-_HAS_OWN_GRADIENTS = (StepState.ACCUMULATING, StepState.SENDING)
 _NOTHING_IS_SENT = (StepState.EMPTY, StepState.ACCUMULATING)
 # Constants, since to read a member of an Enum takes longer than the comparison.
 _LOCAL, _LAST = Backward.LOCAL, Backward.LAST
@@ -54,13 +53,13 @@ class OptimizerPipeline:
         num_steps: Optimizer steps so far, without steps that a GradScaler skipped.
         is_held_back: Whether buckets are launched right before the step, and not in backward; to be
             assigned to.
-        warns_of_hooks: Whether the next step warns of other code's step hooks; to be assigned to.
+        shows_in_hooks: Whether pre-hooks after backward find the mean gradient; to be assigned to.
     """
 
     def __init__(self, training: Training, optimizer: Optimizer, number: int) -> None:
         self.optimizer = optimizer
         self._training, self._instruments = training, training.instruments
-        self.warns_of_hooks = self.is_held_back = False
+        self.is_held_back, self.shows_in_hooks = False, True
         self.timer = StepTimer(training.module, self._instruments.clock)
         self.num_steps = 0
         self.progress = StepProgress(partial(getattr, training, "uses_buckets"))
@@ -72,7 +71,7 @@ class OptimizerPipeline:
             ReplicatedOptimizer(
                 optimizer,
                 decouple=not self._training.options.all_reduces,
-                before_access=self._before_state_access,
+                before_access=lambda reads: self.mean.before_state_access(reads),
             )
             if self._training.options.is_of_gradients
             else ShardedOptimizer(optimizer)
@@ -80,6 +79,7 @@ class OptimizerPipeline:
         called = self._on_gradient, self._on_arrival
         self.plans = PlanLifecycle(training, self.stepper, number, *called)
         self._tried = TriedOptions(optimizer, training.options)
+        self.plans.hooks_signal.ask = lambda: int(self._step_hooks.are_in_front)
         self.mean = MeanGradient(training, self.progress, self.plans, self.stepper)
 
     def _hook_into(self, optimizer: Optimizer) -> list[Any]:
@@ -94,17 +94,6 @@ class OptimizerPipeline:
 
     def _complete_state(self, *_: Any) -> None:
         self.plans.complete_parameters("optimizer state")
-
-    def _before_state_access(self, reads: bool) -> None:
-        """Called before other code reads or writes gathered gradients' whole state. May block."""
-        self.plans.complete_parameters("optimizer state")
-        if reads and self._training.uses_buckets and self.progress.state in _HAS_OWN_GRADIENTS:
-            raise RuntimeError(
-                f"The state of this {type(self.optimizer).__name__} was read while gradients of"
-                " this rank are not averaged yet. Read it after step(). Or put the code that reads"
-                " it into `with strategy.on_shards(optimizer):`, on all ranks, where .grad is the"
-                " mean over ranks."
-            )
 
     def prepare_forward(self) -> bool:
         """Puts back replaced parameters. If modules were replaced, blocks for all parameters.
@@ -280,20 +269,24 @@ class OptimizerPipeline:
         self.mean.has_leftovers = False
         self.progress.enter(StepState.EMPTY)
 
+    @torch.no_grad()
     def _before_hooks(self) -> None:
-        """Called before other code's pre-hooks of `step`, which may read parameters.
+        """Called before other code's pre-hooks of `step`, which may read parameters and gradients.
 
-        If there are any, it restores groups that a broken step has left, and blocks until all
-        parameters are complete. Warns of pre- and post-hooks once, if `warns_of_hooks`.
+        Blocks until all parameters are complete, if this rank has any. After this step's backward
+        it is collective, and exposes the mean gradient if any rank has any.
         """
-        are_in_front = self._step_hooks.are_in_front
-        if self.warns_of_hooks and (are_in_front or self._step_hooks.are_behind):
-            self.warns_of_hooks = False
-            if self._training.uses_buckets:
-                warn_of_hooks(self.optimizer)
-        if are_in_front:
+        hooks, was_exposed = self._step_hooks, self.progress.state is StepState.EXPOSED
+        tells = self.shows_in_hooks and self._training.uses_buckets
+        asks = tells and self.progress.is_due
+        if (is_here := hooks.are_in_front) or asks:
             self.abandon()
+        if is_here:
             self.plans.complete_parameters("optimizer step hook")
+        shows = asks and self.mean.expose_to_hooks(is_here=is_here)
+        is_late = asks and is_here and not shows  # Registered after the round: warns on any rank.
+        if is_late or (tells and self._training.world.rank == 0):
+            hooks.warn_once(shows=shows, costs=shows and not was_exposed)
 
     @torch.no_grad()
     def _begin_step(self) -> None:

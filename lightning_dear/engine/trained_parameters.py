@@ -1,6 +1,5 @@
 """The parameters that an optimizer trains: found in the module, checked, compared between ranks."""
 
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, zip_longest
@@ -34,7 +33,8 @@ class Report(NamedTuple):
 
     Attributes:
         problem: Why this rank cannot train. None means that it can.
-        described: The trained parameters of all optimizers.
+        described: The trained parameters of all optimizers, and those that require gradients, but
+            are in no optimizer.
         settings: For each optimizer the options of its parameter groups.
         how: The rank's exchange options as text, see `_how`.
     """
@@ -270,6 +270,8 @@ def check_layout(
         for number, optimizer in enumerate(optimizers)
         for name, what in _describe(module, optimizer)
     ]
+    unheld = unheld_parameters(module, optimizers)
+    described += [(name, "in no optimizer") for name, one in unheld if one.requires_grad]
     settings = [options_of(optimizer) for optimizer in optimizers]
     own = Report(problem, described, settings, _how(options, collectives))
     reports = collectives.all_gather_object(own)
@@ -457,20 +459,15 @@ def _difference(rank: int, first: Described, other: Described) -> str:
     )
 
 
-def warn_of_others(module: Module, optimizers: Sequence[Optimizer]) -> None:
-    """Warns of the module's parameters that require gradients, but are in no optimizer. Local.
+def unheld_parameters(
+    module: Module, optimizers: Sequence[Optimizer]
+) -> list[tuple[str, Parameter]]:
+    """(name, parameter) of each parameter of the module that none of `optimizers` holds. Local.
 
-    Parameters in `ignored_names` do not count. Does nothing if there is no such parameter. Callers
-    call it on rank 0 only.
+    Frozen ones, too, but not those in `ignored_names`. Waits for gathers if gates are closed.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     held = {id(parameter) for group in groups for parameter in group["params"]}
     ignored = ignored_names(module)
-    named = ((name, one) for name, one in module.named_parameters() if name not in ignored)
-    if others := [name for name, one in named if one.requires_grad and id(one) not in held]:
-        warnings.warn(
-            f"No optimizer of the training holds '{others[0]}' ({len(others)} such parameters). Put"
-            " them into an optimizer that the training knows, or freeze them with"
-            " requires_grad_(False). Their gradients are not averaged over ranks.",
-            stacklevel=2,
-        )
+    named = module.named_parameters()
+    return [(name, one) for name, one in named if id(one) not in held and name not in ignored]

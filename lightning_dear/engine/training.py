@@ -1,5 +1,6 @@
-"""What all optimizers of one module share: `Training`, and the broadcast of module buffers."""
+"""What all optimizers of one module share: `Training`, buffers, gradients of no optimizer."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -13,10 +14,12 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_dear import private_names
+from lightning_dear.collectives.launch_log import UNHELD_TAG
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.collectives.world import World
-from lightning_dear.engine.module_tree import ModuleTree
+from lightning_dear.engine.module_tree import ModuleTree, aliased_names, warn_of_aliases
 from lightning_dear.engine.notes import Signal
+from lightning_dear.engine.trained_parameters import unheld_parameters
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.replicated import TWIN
 from lightning_dear.planning import FusionPlanner
@@ -49,10 +52,11 @@ class Training:
             cannot be seen, so forward first waits for all parameters.
         is_in_forward: Whether a training forward runs at present.
         optimizers: The optimizers of the training.
-        parameters: All parameters of the module, frozen ones too, without `ignored_names`.
+        parameters: All parameters that the optimizers hold, frozen ones too.
         aliased: What `aliased_names` returned on rank 0 before the first training forward. None
             means that there was no such forward on this rank, or that it is not rank 0.
         signal: Note that carries each rank's wish to stop; it travels with each round.
+        unheld: Averages the gradients of the module's other parameters.
     """
 
     module: Module
@@ -69,6 +73,29 @@ class Training:
     parameters: AbstractSet[Parameter] = frozenset()
     aliased: AbstractSet[str] | None = None
     signal: Signal = field(default_factory=Signal)
+
+    def __post_init__(self) -> None:
+        self.unheld = UnheldGradients(self.collectives)
+
+    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Stores the optimizers, and which parameters they hold. To be called after `check_layout`.
+
+        To list the module's parameters in each step would wait for their all-gathers.
+        """
+        self.optimizers = optimizers
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self.parameters = frozenset(chain.from_iterable(group["params"] for group in groups))
+        self.unheld.begin(unheld_parameters(self.module, optimizers))
+
+    def warn_of_aliases(self, names: Sequence[str]) -> None:
+        """Warns of those of `names` that other tensors share the memory of. Only on rank 0. Local.
+
+        To be called after the first forward. An alias counts only if it was there before it, too:
+        at first a module may hold one itself (`spectral_norm`), and afterwards a graph may.
+        """
+        if self.aliased:
+            still = self.aliased & aliased_names(self.module)
+            warn_of_aliases([name for name in names if name in still])
 
     @property
     def world(self) -> World:
@@ -124,21 +151,23 @@ class Training:
         through no buckets, or if `fabric.setup` has ended the optimizer's training (`REFUSALS`).
 
         Raises:
-            RuntimeError: If `optimizer` is not in `optimizers` and holds any of `parameters`.
+            RuntimeError: If `optimizer` is not in `optimizers` and holds any of `parameters`, or
+                what `UnheldGradients.check` raises.
         """
         is_ours = optimizer in self.optimizers or TWIN in vars(optimizer)
         is_known = is_ours or REFUSALS in vars(optimizer)
         # Without buckets `.grad` holds the gradient as under plain torch, for any optimizer.
         if is_known or not self.uses_buckets:
             return
-        groups = optimizer.param_groups
-        if any(one in self.parameters for group in groups for one in group["params"]):
+        stepped = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
+        if not self.parameters.isdisjoint(stepped):
             raise RuntimeError(
                 f"A {type(optimizer).__name__} that the training does not know steps parameters of"
-                f" the {type(self.module).__name__}. Return this optimizer from"
-                " configure_optimizers, or pass it to fabric.setup. Without that the .grad which it"
-                " uses is not the mean over ranks."
+                f" the {type(self.module).__name__} that another optimizer of the training holds."
+                " Give each parameter to one optimizer, and return both from configure_optimizers,"
+                " or pass both to fabric.setup. The .grad which it uses is not the mean over ranks."
             )
+        self.unheld.check(stepped)
 
 
 class BufferBroadcast:
@@ -290,3 +319,124 @@ def _versions(buffers: Sequence[Sequence[Tensor]]) -> Sequence[int]:
         return [*map(version, chain(*buffers))]
     except RuntimeError:
         return [0 if one.is_inference() else version(one) for one in chain(*buffers)]
+
+
+PATIENCE = 32
+"""Number of backwards without any gradient after which ranks ask each other no more for them."""
+
+
+class UnheldGradients:
+    """Averages gradients of the module's parameters that no optimizer of the training holds.
+
+    They are averaged in `.grad`, after each backward after which DistributedDataParallel would have
+    averaged them, without a compressor. Ranks first exchange which parameters have a gradient. If
+    no rank has one after `PATIENCE` backwards, they stop asking. A rank that gets one later tells
+    the others in the flags of the next round. They are averaged then, and after each backward.
+
+    Args:
+        collectives: Launches the messages.
+
+    Attributes:
+        signal: Note that tells of a gradient, while nobody asks.
+        is_due: Whether DDP would have averaged after the backward that runs now; to be assigned to.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._named: Sequence[tuple[str, Parameter]] = ()
+        # Number of backwards after which ranks still ask, equal on all ranks.
+        self._patience: float = 0
+        self.is_due = False
+        self.signal = Signal()
+        self.signal.ask = lambda: int(not self._patience and any(self._own()))
+        self.signal.on_heard = self._hear
+
+    def begin(self, named: Sequence[tuple[str, Parameter]]) -> None:
+        """Begins with other parameters, whose names and `requires_grad` are equal on all ranks.
+
+        Args:
+            named: (name, parameter) of each, frozen ones too.
+        """
+        self._named = named if self._collectives.world.size > 1 else ()
+        self._patience = PATIENCE if any(one.requires_grad for _, one in self._named) else 0
+
+    @property
+    def remark(self) -> str | None:
+        """Sentences for the user about what a step costs. None means that it costs nothing."""
+        found = [(name, one) for name, one in self._named if one.requires_grad]
+        if not found:
+            return None
+        size = self._collectives.world.size
+        sent = 2 * sum(one.nbytes for _, one in found) * (size - 1) // size
+        return (
+            f"No optimizer of the training holds '{found[0][0]}' ({len(found)} such parameters)."
+            " Their gradients are averaged after backward, as under DDP, and each rank sends up to"
+            f" {sent:,} bytes a step for that. Freeze those that nothing trains, with"
+            " requires_grad_(False)."
+        )
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether `average` is to be called after a backward. Equal on all ranks."""
+        return self._patience > 0
+
+    def _own(self) -> list[bool]:
+        """Whether this rank has a gradient, for each parameter."""
+        return [one.requires_grad and one.grad is not None for _, one in self._named]
+
+    def _hear(self, _: int) -> None:
+        if not self._patience:
+            self._patience = 1
+            self.average()
+
+    def check(self, stepped: Sequence[Parameter]) -> None:
+        """Raises if an optimizer steps `stepped`, and a gradient of these waits to be averaged."""
+        known = set(map(id, stepped)) if not self._patience else ()
+        for name, one in self._named:
+            if one.grad is not None and id(one) in known:
+                raise RuntimeError(
+                    f"An optimizer that the training does not know steps '{name}', whose first"
+                    f" gradient came after {PATIENCE} backwards or was not the strategy's, and was"
+                    " not averaged over ranks. Use self.manual_backward or fabric.backward, and"
+                    " step it after the next step of the training's own optimizers: other ranks"
+                    " hear of the gradient there."
+                )
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Averages each `.grad` that any rank has, over all ranks. Collective, blocks.
+
+        Where only other ranks have one, this rank gets one, too. Gradients that no rank has stay
+        None.
+
+        Raises:
+            RuntimeError: If a gradient is sparse.
+        """
+        self.is_due = False
+        own = self._own()
+        flags = torch.tensor(own, dtype=torch.uint8, device=self._collectives.flags_device)
+        self._collectives.launch_max(flags).wait()
+        # If all flags of this rank are set they are the maxima, and the host waits for no device.
+        used = own if all(own) else flags.tolist()
+        self._patience = math.inf if any(used) else self._patience - 1
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for (name, one), is_used in zip(self._named, used, strict=True):
+            if is_used:
+                one.grad = torch.zeros_like(one) if one.grad is None else one.grad
+                _check_dense(name, one.grad)
+                by_dtype.setdefault(one.dtype, []).append(one.grad)
+        for gradients in by_dtype.values():
+            flat = torch.cat([one.reshape(-1) for one in gradients])
+            flat.mul_(1 / self._collectives.world.size)
+            self._collectives.launch_all_reduce(flat, UNHELD_TAG).wait()
+            parts = torch.split(flat, [one.numel() for one in gradients])
+            pairs = zip(parts, gradients, strict=True)
+            torch._foreach_copy_(gradients, [part.view_as(one) for part, one in pairs])
+
+
+def _check_dense(name: str, gradient: Tensor) -> None:
+    if gradient.is_sparse:
+        raise RuntimeError(
+            f"'{name}' has a sparse gradient, which strategy='dear' does not reduce. Use"
+            " sparse=False in its embedding, or freeze it."
+        )

@@ -62,6 +62,8 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         precision: Same as `precision_plugin` of `lightning_dear.DearStrategy`, which also describes
             the options that are not listed here.
         fusion: Same as there, but planners that measure steps are refused.
+        gradients_in_hooks: Whether pre-hooks of an optimizer's step find the mean gradient in
+            `.grad`. Costs one more all-gather where there are any. False means that they find None.
         **ddp_options: Options that need a Trainer, and other options of `DDPStrategy`. All of them
             are refused by name.
 
@@ -85,6 +87,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         hops: int | None = None,
         reduce_dtype: Literal["fp32"] | None = None,
         broadcast_buffers: bool = True,
+        gradients_in_hooks: bool = True,
         audit: bool = False,
         check_digests: bool = True,
         find_unused_parameters: bool = False,

@@ -100,6 +100,16 @@ def _is_known_reader() -> bool:
     return frame is not None and str(frame.f_globals.get("__name__")).startswith(_KNOWN_READERS)
 
 
+def _reader(name: str) -> Any:
+    """Returns a method of `StateBetweenSteps` that reads: dict's method `name`, after a check."""
+
+    def read(self: "StateBetweenSteps", *args: Any) -> Any:
+        self._check(*args)
+        return getattr(self.plain, name)(*args)
+
+    return read
+
+
 class StateBetweenSteps(MutableMapping[Any, Any]):
     """`optimizer.state` between steps: refuses reads that would mislead, and lets writes count.
 
@@ -109,7 +119,7 @@ class StateBetweenSteps(MutableMapping[Any, Any]):
 
     Args:
         stepper: Decides which reads are refused.
-        plain: The entries. A defaultdict is not copied.
+        entries: The first entries.
 
     Attributes:
         plain: The entries, in the dict that the optimizer itself reads and writes.
@@ -118,14 +128,12 @@ class StateBetweenSteps(MutableMapping[Any, Any]):
             written to the same keys.
     """
 
-    def __init__(self, stepper: "SteppedPieces", plain: Mapping[Any, Any]) -> None:
-        self._stepper = stepper
-        self.plain = plain if isinstance(plain, defaultdict) else defaultdict(dict, plain)
+    def __init__(self, stepper: "SteppedPieces", entries: Mapping[Any, Any]) -> None:
+        self._stepper, self.plain = stepper, defaultdict[Any, Any](dict, entries)
         self.removed: set[Any] = set()
-        self.written = "as the last step left it"
-        self._count = self._digest = 0
+        self.written, self._digest = "as the last step left it", 0
 
-    def _check(self, key: Any = None) -> None:
+    def _check(self, key: Any = None, *_: Any) -> None:
         """Raises if other code may not read the entry of `key`. None means all entries."""
         if not _is_known_reader():
             self._stepper.check_read(key)
@@ -137,60 +145,29 @@ class StateBetweenSteps(MutableMapping[Any, Any]):
         in_shards = self._stepper.before_write()
         held = chain.from_iterable(one["params"] for one in self._stepper.optimizer.param_groups)
         place = next((number for number, one in enumerate(held) if one is key), -1)
-        self._count += 1
         # A sum, since code may write in the order of a set, which differs between ranks.
         self._digest = (self._digest + crc32(f"{what} {place}".encode())) % (1 << 32)
-        self.written = f"written {self._count} times (hash {self._digest:08x})"
+        self.written = f"written by other code (hash {self._digest:08x})"
         return in_shards
 
-    @override
-    def __getitem__(self, key: Any) -> Any:
-        self._check(key)
-        return self.plain[key]
+    __getitem__, __contains__, __iter__, __len__, get, setdefault = map(
+        _reader, ("__getitem__", "__contains__", "__iter__", "__len__", "get", "setdefault")
+    )
 
-    @override
-    def __contains__(self, key: object) -> bool:
-        self._check(key)
-        return key in self.plain
-
-    @override
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._check(key)
-        return self.plain.get(key, default)
-
-    @override
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        self._check(key)
-        return self.plain.setdefault(key, default)
-
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        self._check()
-        return iter(self.plain)
-
-    @override
-    def __len__(self) -> int:
-        self._check()
-        return len(self.plain)
-
-    @override
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(value, _Removed):
             self._stepper.refuse_read()
         self._note("put", key)
         self.plain[key] = value
 
-    @override
-    def __delitem__(self, key: Any) -> None:
-        self.pop(key)
-
-    @override
     def pop(self, key: Any, *default: Any) -> Any:
         """Removes an entry. If it is in the shards, the result refuses all reads."""
         if key not in self._note("remove", key):
             return self.plain.pop(key, *default)
         self.removed.add(key)
         return self.plain.pop(key, _Removed(self._stepper, {}))
+
+    __delitem__ = pop
 
     @override
     def clear(self) -> None:
@@ -207,7 +184,7 @@ class _Removed(StateBetweenSteps):
     """In place of an entry that was removed while it was in the shards: refuses all reads."""
 
     @override
-    def _check(self, key: Any = None) -> None:
+    def _check(self, *_: Any) -> None:
         self._stepper.refuse_read()
 
 
@@ -228,13 +205,13 @@ class SteppedPieces(ABC):
         device: Device that the parameters had when the plan began, through which state is sent.
             After a fit Lightning moves the parameters to the CPU.
         state_at_end: `optimizer.state` when the training ended; a later load assigns another dict.
-        outside: What other code finds as `optimizer.state` between steps. None before the first.
+        outside: What other code finds as `optimizer.state` between steps, from the first one on.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.state_at_end: Any = None
-        self.outside: StateBetweenSteps | None = None
+        self.outside = StateBetweenSteps(self, {})
         self.pieces: Sequence[Piece] = ()
         self.left: SpreadState | None = None
         self.shards = Shards()
@@ -410,23 +387,27 @@ class SteppedPieces(ABC):
 
     # --- `optimizer.state` between steps ----------------------------------------------------------
 
-    def guard(self) -> None:
+    def guard(self) -> StateBetweenSteps:
         """Makes `outside` the optimizer's state, with the present entries. Idempotent."""
         state: Any = self.optimizer.state
-        if self.outside is None or (state is not self.outside and state is not self.outside.plain):
+        if self.is_replaced and state is not self.outside.plain:
             self.outside = StateBetweenSteps(self, state)
         self.optimizer.state = cast(Any, self.outside)
+        return self.outside
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether other code has put another dict in the place of `outside`."""
+        return cast(Any, self.optimizer.state) is not self.outside
 
     @property
     def written(self) -> str:
-        """Part of a sentence: what was written to `optimizer.state` since the training began."""
-        if self.outside is None or self.optimizer.state is self.outside:
-            return "" if self.outside is None else self.outside.written
-        return "another dict"
+        """Part of a sentence: what other code has written to `optimizer.state`."""
+        return "another dict" if self.is_replaced else self.outside.written
 
     def drop_removed(self) -> None:
         """Drops the state in shards that other code has removed from `optimizer.state`."""
-        removed = set[Any]() if self.outside is None else self.outside.removed
+        removed = self.outside.removed
         for piece in self.pieces if removed else ():
             if self.shards.parameters[piece.tensor_index] in removed:
                 self.shards.state.pop(piece.parameter, None)

@@ -79,9 +79,7 @@ class ReplicatedOptimizer(SteppedPieces):
             order: Not used: no bucket is stepped now, so none is ready before another.
         """
         self._has_begun = True
-        self.guard()
-        assert self.outside is not None
-        self.optimizer.state = self.outside.plain
+        self.optimizer.state = self.guard().plain
         buffers = self.shards.buffers
         if all(placement.gradient is None for placement in buffers.placements):
             # Without gradient buffers (world size 1, no compressor) autograd has left the gradients

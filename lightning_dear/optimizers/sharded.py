@@ -170,14 +170,12 @@ class ShardedOptimizer(SteppedPieces):
         earlier state of the pieces is dropped. Otherwise entries of `optimizer.state` replace those
         of the pieces, and removed entries are dropped.
         """
-        whole = self.optimizer.state
-        was_loaded = self._was_loaded
-        if was_loaded:
+        if was_loaded := self._was_loaded:
             self._forget()
-        elif self.outside is not None and whole is not self.outside:
+        elif self.is_replaced:
             self.shards.state.clear()
         self.drop_removed()
-        self.guard()
+        whole = self.guard().plain
         if not whole:
             return AdoptedState(False, False)
         brings_masters = False
@@ -197,9 +195,7 @@ class ShardedOptimizer(SteppedPieces):
 
     @override
     def check_read(self, key: Any) -> None:
-        assert self.outside is not None
-        in_shards = self.before_write()
-        is_of_others = isinstance(key, Tensor) and key not in in_shards
+        is_of_others = isinstance(key, Tensor) and key not in self.before_write()
         is_here = is_of_others or (key is not None and key in self.outside.plain)
         # A rank that has no piece at all cannot tell whether others have state.
         if not is_here and (self._has_state() or not self.pieces):

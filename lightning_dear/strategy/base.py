@@ -157,7 +157,7 @@ class PipelineStrategy(ABC):
             or_else=self._or_else,
         )
         for part in pipeline.parts:
-            part.warns_of_hooks = self._gradients_in_hooks and collectives.world.rank == 0
+            part.shows_in_hooks = self._gradients_in_hooks
         if pipeline.remark is not None:
             rank_zero_info(pipeline.remark)
         refusals.say_what_hosts_cost(pipeline)
@@ -181,6 +181,10 @@ class PipelineStrategy(ABC):
         """
         for pipeline in self._pipelines:
             pipeline.complete_parameters(reason)
+
+    def _end_backward(self) -> None:
+        for pipeline in self._pipelines:
+            pipeline.end_backward()
 
     def sync_replicas(self) -> None:
         """Makes the parameters of all ranks equal to their owners' values. Collective. Blocks.

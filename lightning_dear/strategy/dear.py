@@ -80,9 +80,9 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         broadcast_buffers: Whether rank 0's buffers (BatchNorm) are broadcast, as under DDP.
         gradients_in_hooks: Whether `.grad` holds the mean gradient, as under DDP, in hooks that the
             user overrides: `on_after_backward`, `on_before_optimizer_step`,
-            `configure_gradient_clipping`, and `optimizer_step` after its closure. Costs one more
-            all-gather in such steps. False means that `.grad` is None there. In torch's own hooks
-            of the optimizer's step it is always None.
+            `configure_gradient_clipping`, and `optimizer_step` after its closure; and in pre-hooks
+            of the optimizer's step that come after backward. Costs one more all-gather in such
+            steps. False means that `.grad` is None there.
         audit: Whether to raise if forward reads a parameter that is still being gathered. Slow.
         save_distributed_checkpoint: Whether checkpoints are folders, into which every rank writes
             its own part, so that no rank needs memory for the whole optimizer state. Hosts must
@@ -244,8 +244,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         readers = gradient_readers((*callbacks, trainer.lightning_module))
         if readers := readers if self._shows_gradients else {}:
             refusals.warn_about_readers(readers)
-        tell = self.complete_parameters, self.report_failure
-        callbacks.insert(0, CompletionGuard(*tell, readers, self._expose_gradients))
+        called = self.complete_parameters, self.report_failure, readers, self._expose_gradients
+        callbacks.insert(0, CompletionGuard(*called, self._end_backward))
 
     @property
     def _shows_gradients(self) -> bool:
@@ -431,7 +431,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def report_failure(self, exception: BaseException) -> None:
         """Reports `exception` to the other ranks, or logs which rank has caused it.
 
-        Blocks for at most a few seconds. Only a run's first call reports (of `CompletionGuard`).
+        Blocks for at most a few seconds. Only the first call in a run reports.
         """
         if isinstance(self.launcher, JobLauncher):
             self.launcher.has_heard_signal.set()

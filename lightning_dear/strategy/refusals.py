@@ -42,7 +42,6 @@ _INSTEAD = {
     # Options of `DearStrategy` that Fabric's strategy does not take.
     "compression_schedule": "it needs a Trainer, which counts steps",
     "decouple": "it needs a Trainer",
-    "gradients_in_hooks": "it needs a Trainer, which has hooks; see strategy.whole_gradients()",
     "save_distributed_checkpoint": "it needs a Trainer; fabric.save writes one file",
 }
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +19,10 @@ from lightning_dear.engine.hooks import StepHooks
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
+from tests.training import three_ways
 from tests.training.delays import Delays
 from tests.training.models import batch, build, loss_of, optimizer_for, weights
-from tests.training.three_ways import new_pipeline, train_steps
+from tests.training.three_ways import new_native, new_pipeline, train_steps
 
 LATE = Delays(before_all_gather_s=0.02)
 
@@ -50,30 +53,169 @@ def _assert_equal_on_ranks(tensors: Sequence[Tensor]) -> None:
         assert all(map(torch.equal, everyone[0], other))
 
 
+def _step_by_closure(
+    pipeline: Pipeline, model: nn.Module, optimizer: Optimizer, number: int
+) -> None:
+    def closure() -> Tensor:
+        with pipeline.forward():
+            loss = loss_of(model, *batch("mlp", number, dist.get_rank()))
+        optimizer.zero_grad()
+        with pipeline.backward():
+            loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+@contextmanager
+def _told(part: str) -> Iterator[list[str]]:
+    """The warnings with `part` in them; complete behind the block."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(one.message) for one in told if part in str(one.message)]
+
+
 @pytest.mark.parametrize("is_behind", [False, True])
 @distributed(world_sizes=(2,))
-def test_hooks_of_a_step_find_no_gradient_and_people_are_told_once(is_behind: bool) -> None:
+def test_hooks_before_backward_and_behind_the_step_find_no_gradient(is_behind: bool) -> None:
     model, optimizer, pipeline = _hooked()
-    pipeline.parts[0].warns_of_hooks = True
     seen: list[Tensor | None] = []
 
     def look(*_: Any) -> None:
         seen.extend(one.grad for one in model.parameters())
 
-    if is_behind:
-        optimizer.register_step_post_hook(look)
-    else:
-        optimizer.register_step_pre_hook(look)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        train_steps(pipeline, model, range(3))
-    texts = [str(one.message) for one in told if "Hooks of the step of SGD" in str(one.message)]
-    assert len(texts) == 1
+    with _told("Hooks of the step of SGD") as texts:
+        if is_behind:
+            optimizer.register_step_post_hook(look)
+            train_steps(pipeline, model, range(3))
+        else:
+            optimizer.register_step_pre_hook(look)
+            for number in range(3):
+                _step_by_closure(pipeline, model, optimizer, number)
+    assert len(texts) == (dist.get_rank() == 0)
     assert seen
     assert seen.count(None) == len(seen)
     pipeline.detach()
     for a, b in zip(weights(model), _plain(3), strict=True):
         assert torch.equal(a, b)
+
+
+def _has_gradient(model: nn.Module) -> bool:
+    return any(one.grad is not None for one in model.parameters())
+
+
+GATHERS = pytest.mark.parametrize("gather", ["parameters", "gradients"])
+SCALED = 0.25
+
+
+def _trained_by_hooks(gather: str, *, everywhere: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights after steps with scaled gradients, and the gradients that hooks have found.
+
+    Args:
+        gather: What is gathered.
+        everywhere: Whether hooks of all ranks scale. If not, all ranks scale in `expose`, and rank
+            0's hook looks alone.
+    """
+    model, optimizer, pipeline = _hooked(options=ExchangeOptions(gather))
+    seen: list[Tensor] = []
+
+    def scale(*_: Any) -> None:
+        for one in model.parameters():
+            assert one.grad is not None
+            seen.append(one.grad.clone())
+            one.grad.mul_(SCALED)
+
+    def look(*_: Any) -> None:
+        assert all(one.grad is not None for one in model.parameters())
+
+    def between(_: int) -> None:
+        pipeline.parts[0].mean.expose()
+        scale()
+
+    if everywhere:
+        optimizer.register_step_pre_hook(scale)
+    elif dist.get_rank() == 0:
+        optimizer.register_step_pre_hook(look)
+    with _told("gathers the mean gradient") as texts:
+        train_steps(pipeline, model, range(3), between=(lambda _: None) if everywhere else between)
+    assert len(texts) == (everywhere and dist.get_rank() == 0 and dist.get_world_size() > 1)
+    pipeline.detach()
+    return weights(model), seen
+
+
+@GATHERS
+@distributed(world_sizes=(1, 2, 3))
+def test_hooks_behind_backward_find_the_mean_and_their_changes_count(gather: str) -> None:
+    ours, seen = _trained_by_hooks(gather, everywhere=True)
+    theirs, means = _trained_by_hooks(gather, everywhere=False)
+    for a, b in zip([*ours, *seen], [*theirs, *means], strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(ours, _plain(3), strict=True):
+        assert not torch.equal(a, b)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("hooked", [0, 1])
+@distributed(world_sizes=(2,))
+def test_a_hook_of_one_rank_lets_no_rank_wait(hooked: int, native: bool) -> None:
+    collectives = new_native if native else three_ways.new_collectives
+    with mock.patch.object(three_ways, "new_collectives", collectives):
+        model, optimizer, pipeline = _hooked(delays=None)
+    seen: list[bool] = []
+
+    def look(*_: Any) -> None:
+        seen.extend(one.grad is not None for one in model.parameters())
+
+    if dist.get_rank() == hooked:
+        common = register_optimizer_step_pre_hook(look)
+    with _told("gathers the mean gradient") as texts:
+        train_steps(pipeline, model, range(3))
+    assert len(texts) == (dist.get_rank() == 0)
+    assert all(seen)
+    assert len(seen) == (18 if dist.get_rank() == hooked else 0)
+    if dist.get_rank() == hooked:
+        common.remove()
+    pipeline.detach()
+    for a, b in zip(weights(model), _plain(3), strict=True):
+        assert torch.equal(a, b)
+
+
+@distributed(world_sizes=(2,))
+def test_a_hook_that_comes_after_the_round_is_told_that_it_misses_the_mean_once() -> None:
+    model, optimizer, pipeline = _hooked()
+    train_steps(pipeline, model, [0])
+    seen: list[bool] = []
+
+    def register(_: int) -> None:
+        pipeline.parts[0].mean.norm()
+        if dist.get_rank() == 1 and not seen:
+            optimizer.register_step_pre_hook(lambda *_: seen.append(_has_gradient(model)))
+
+    with _told("find no gradient") as texts:
+        train_steps(pipeline, model, range(1, 4), between=register)
+    assert len(texts) == (dist.get_rank() == 1)
+    assert seen == ([False, True, True] if dist.get_rank() == 1 else [])
+    pipeline.detach()
+
+
+@distributed(world_sizes=(2,))
+def test_nothing_is_gathered_for_hooks_if_they_are_not_to_be_shown_it() -> None:
+    def gathered(*, is_hooked: bool) -> int:
+        model, optimizer, pipeline = _hooked(delays=None)
+        pipeline.parts[0].shows_in_hooks = not is_hooked
+        seen: list[bool] = []
+        if is_hooked:
+            optimizer.register_step_pre_hook(lambda *_: seen.append(_has_gradient(model)))
+        with _told("gradient") as texts:
+            train_steps(pipeline, model, range(3))
+        assert texts == []
+        assert seen == [False] * 3 * is_hooked
+        pipeline.detach()
+        return pipeline.collectives.ledger["all_gather"]
+
+    assert gathered(is_hooked=True) == gathered(is_hooked=False)
 
 
 @distributed(world_sizes=(1, 2))
@@ -88,26 +230,15 @@ def test_a_pre_hook_sees_the_users_groups_and_the_values_of_the_last_step() -> N
         ]
         seen.append([one.detach().clone() for one in held])
 
-    def step(number: int) -> None:
-        def closure() -> Tensor:
-            with pipeline.forward():
-                loss = loss_of(model, *batch("mlp", number, dist.get_rank()))
-            optimizer.zero_grad()
-            with pipeline.backward():
-                loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        step(0)
+        _step_by_closure(pipeline, model, optimizer, 0)
         common = register_optimizer_step_pre_hook(look)
         optimizer.register_step_pre_hook(look)
         for number in range(1, 3):
             # Nothing has been read since the step before.
             before = len(seen)
-            step(number)
+            _step_by_closure(pipeline, model, optimizer, number)
             assert len(seen) == before + 2
             _assert_equal_on_ranks(seen[-1])
             assert all(map(torch.equal, seen[-1], seen[-2]))
@@ -181,6 +312,21 @@ def test_torch_keeps_hooks_where_they_are_looked_for() -> None:
     behind = optimizer.register_step_post_hook(lambda *_: None)
     assert behind.hooks_dict_ref() is optimizer._optimizer_step_post_hooks
     common.remove()
+
+
+def test_hooks_of_all_optimizers_may_change_while_a_step_waits() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    waited: list[bool] = []
+
+    def wait() -> None:
+        # As another training does that begins or ends meanwhile.
+        register_optimizer_step_pre_hook(lambda *_: None).remove()
+        waited.append(True)
+
+    hooks = StepHooks(optimizer, wait, lambda: None, lambda *_: None)
+    optimizer.step()
+    assert waited == [True]
+    hooks.remove()
 
 
 def test_hooks_of_a_step_keep_their_places() -> None:

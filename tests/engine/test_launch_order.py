@@ -28,7 +28,7 @@ CASES = [(None, 1), (None, 2), (GRADIENTS, 1), (ALL_REDUCED, 1)]
 IDS = ["parameters", "two_optimizers", "gradients", "all_reduced"]
 
 
-def _log_launches(collectives: Any) -> list[tuple[str, int]]:
+def log_launches(collectives: Any) -> list[tuple[str, int]]:
     """What is launched from now on, and its number where it has one."""
     log = []
 
@@ -69,7 +69,7 @@ def test_a_rank_that_lacks_a_gradient_launches_in_the_order_of_the_others(
         pipeline = new_pipeline(
             model, optimizers[0], NoFusion(), more=optimizers[1:], options=options
         )
-    log = _log_launches(pipeline.collectives)
+    log = log_launches(pipeline.collectives)
     for step in range(3):
         _step(pipeline, model, uses_extra=step == 0 or dist.get_rank() == 1)
     pipeline.complete_parameters()

@@ -95,6 +95,48 @@ def hooks(run: Run) -> None:
     run.end(raw)
 
 
+def clips_in_hooks(run: Run) -> None:
+    """Clips in a hook before the step, which is registered before the setup or later."""
+    raw = build("mlp")
+    raw_optimizer = optimizer_for(run.optimizer, raw)
+
+    def clip(*_: Any) -> None:
+        run.note("gradients", nn.utils.parameters_to_vector([one.grad for one in raw.parameters()]))
+        nn.utils.clip_grad_value_(raw.parameters(), 1e-3)
+
+    model, optimizer = run.fabric.setup(raw, raw_optimizer)
+    for step in range(NUM_STEPS):
+        if step == 1:
+            optimizer.register_step_pre_hook(clip)
+        optimizer.zero_grad()
+        run.fabric.backward(loss_of(model, *run.data("mlp", step)))
+        optimizer.step()
+        run.see(raw)
+    run.end(raw)
+
+
+def steps_apart(run: Run) -> None:
+    """A parameter of the model has an optimizer that was not set up; two micro-batches a step."""
+    raw = build("mlp")
+    raw.scale = nn.Parameter(torch.ones(3))
+    raw.register_forward_hook(lambda *said: said[2] * raw.scale)
+    held = [one for one in raw.parameters() if one is not raw.scale]
+    model, optimizer = run.fabric.setup(raw, torch.optim.AdamW(held, lr=0.01))
+    own = torch.optim.SGD([raw.scale], lr=0.1)
+    for step in range(2 * NUM_STEPS):
+        is_last = step % 2 == 1
+        with run.fabric.no_backward_sync(model, enabled=not is_last):
+            run.fabric.backward(loss_of(model, *run.data("mlp", step)) / 2)
+        if is_last:
+            run.note("gradients", raw.scale.grad)
+            own.step()
+            own.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.see(raw)
+    run.end(raw)
+
+
 def accumulates(run: Run) -> None:
     """Two micro-batches per step, the first without communication."""
     raw, model, optimizer = _set_up(run, "mlp")

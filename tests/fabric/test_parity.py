@@ -74,6 +74,8 @@ ROWS = {
     # DDP adds the second gradient to the first one's mean before it averages again.
     "two backwards": Row(loops.backward_twice, ("sgd",), distance=1e-6),
     "hooks that clip": Row(loops.hooks, ALL),
+    "hooks of steps that clip": Row(loops.clips_in_hooks, ALL),
+    "an optimizer that is not set up": Row(loops.steps_apart),
     "two forwards": Row(loops.forward_twice),
     "dropped gradients": Row(loops.drops, ALL),
     "closure": Row(loops.closure),

@@ -45,7 +45,7 @@ BETWEEN_STEPS = [
     ),
     Mutation(
         "own gradients forbid reads of whole state",
-        "OptimizerPipeline._before_state_access",
+        "MeanGradient.before_state_access",
         "self.progress.state in _HAS_OWN_GRADIENTS",
         "False",
         (f"{BETWEEN}::test_with_gathered_gradients_reads_are_of_the_last_step",),

@@ -137,7 +137,7 @@ GATHERING = [
     ),
     Mutation(
         "trying the options of every parameter group",
-        "_shapes",
+        "_kinds",
         "enumerate(optimizer.param_groups)",
         "enumerate(optimizer.param_groups[:1])",
         ("tests/optimizers/test_elementwise.py::test_every_group_is_tried_with_its_own_options",),

@@ -25,6 +25,7 @@ from tests.mutations.starting import STARTING
 from tests.mutations.steps import FLUSHES, GUARDS, WAITS
 from tests.mutations.streams import STREAMS
 from tests.mutations.two_hops import TWO_HOPS
+from tests.mutations.unheld import UNHELD
 
 STATE = "tests/optimizers/test_state.py"
 
@@ -148,4 +149,5 @@ MUTATIONS = [
     *STREAMS,
     *STARTING,
     *TWO_HOPS,
+    *UNHELD,
 ]

@@ -66,7 +66,10 @@ HOOKS = (
     "post_accumulate",
     "step_post",
     "reads",
+    "closure_first",
+    "apart",
 )
+MANUAL_HOOKS = ("none", "step_pre", "apart")
 
 
 class Branches(nn.Module):
@@ -125,7 +128,7 @@ def job_of(seed: int) -> Job:
         draw.choice(MODELS),
         optimizer,
         draw.choice((1, 2)) if manual else 1,
-        "none" if manual else draw.choice(HOOKS),
+        draw.choice(MANUAL_HOOKS if manual else HOOKS),
         {"max_epochs": draw.choice((1, 2))} if manual else _trainer(draw),
         _strategy(draw, optimizer in ("centralized", "trusted")),
     )

@@ -30,6 +30,9 @@ class SoakNet(LightningModule):
         self.automatic_optimization = "precision" in job.trainer
         self.losses: list[Tensor] = []
         self.noted: list[Tensor] = []
+        if job.hook == "apart":
+            self.scale = nn.Parameter(torch.ones(()))
+            self.own, self.num_own_steps = torch.optim.SGD([self.scale], lr=0.1), 0
         if job.hook == "tensor":
             for parameter in self.net.parameters():
                 parameter.register_hook(lambda grad: grad * 0.5)
@@ -37,6 +40,9 @@ class SoakNet(LightningModule):
     def configure_optimizers(self) -> Any:
         """A schedule, too, where Lightning steps it."""
         made = optimizers_of(self.job, self.net)
+        if self.job.hook in ("step_pre", "closure_first"):
+            for one in made:
+                one.register_step_pre_hook(self._clip_in_step)
         if self.job.hook == "step_post":
             made[0].register_step_post_hook(self._note_in_step)
         if not self.automatic_optimization:
@@ -49,6 +55,8 @@ class SoakNet(LightningModule):
             turn = (batch_idx + self.global_rank) % 3
             self.net.used = (0, 1) if turn == 2 else (turn,)
         loss = loss_of(self.net, batch[0], batch[1].flatten())
+        if self.job.hook == "apart":
+            loss = loss * self.scale
         self.losses.append(loss.detach().clone())
         if self.automatic_optimization:
             return loss
@@ -106,6 +114,26 @@ def _clip(parameter: Tensor) -> None:
     parameter.grad.clamp_(-CLIP, CLIP)
 
 
+class ClosureFirst(SoakNet):
+    """Its step's pre-hook clips what backward has left."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        """Backward, and then the step."""
+        closure()
+        optimizer.step()
+
+
+class Apart(SoakNet):
+    """A parameter that an optimizer of its own steps, as often as the others are stepped."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Not while gradients accumulate."""
+        if self.trainer.global_step > self.num_own_steps:
+            self.num_own_steps = self.trainer.global_step
+            self.own.step()
+            self.own.zero_grad()
+
+
 class Reads(SoakNet):
     """Reads weights between two steps, through lists taken before."""
 
@@ -123,6 +151,8 @@ KINDS = {
     "configure_gradient_clipping": ClipsByHand,
     "post_accumulate": PostAccumulate,
     "reads": Reads,
+    "closure_first": ClosureFirst,
+    "apart": Apart,
 }
 
 

@@ -72,7 +72,11 @@ def expected_of(
     sums = order[: len(order) - len(gathers)]
     scale = [Launch("reduce", "max")] * training.is_scaled
     norm = [Launch("gather", "all_gather")] * (training.max_norm is not None)
-    return [*sums, *scale, *norm, *gathers]
+    apart = [Launch("reduce", "max"), Launch("reduce", "all_reduce")]
+    shown = [Launch("gather", "all_gather")] * len(part.plans.active.flat.buckets)
+    taken = [Launch("reduce", "max")]
+    others = apart * bool(training.optimizer == "apart") + [*shown, *taken] * training.is_hooked
+    return [*sums, *others, *scale, *norm, *gathers]
 
 
 def as_launch(call: str, number: int, part: OptimizerPipeline) -> Launch:
@@ -137,7 +141,8 @@ def test_a_step_launches_in_the_order_that_is_written(variant: str, model: str) 
     order = launches(replace(VARIANTS[variant], model=model), 3)
     count = Counter(one.call for one in order)
     assert count["broadcast"] == (model == "conv")
-    assert count["max"] == len(VARIANTS[variant].build()[1]) + VARIANTS[variant].is_scaled
+    num_more = VARIANTS[variant].is_scaled + (variant in ("apart", "hooked"))
+    assert count["max"] == len(VARIANTS[variant].build()[1]) + num_more
 
 
 @pytest.mark.parametrize("name", CODED)

@@ -32,13 +32,15 @@ VARIANTS = {
     "loss_scale": Training(is_scaled=True),
     "unused_on_one_rank": Training(lacks=True),
     "two_optimizers": Training(optimizer="two"),
+    "apart": Training(optimizer="apart"),
+    "hooked": Training(is_hooked=True),
     "replan": Training(between="replan"),
     "checkpoint": Training(between="checkpoint"),
     "validation": Training(between="validation"),
     "timeline": Training(has_timeline=True),
 }
 
-ROUNDED = {"clipping": 1e-6}
+ROUNDED = {"clipping": 1e-6, "apart": 1e-6}
 """How far apart numbers may be, where sums are made in another order; else not by a bit."""
 
 CODED = (*CODECS, "powersgd", "oktopk")

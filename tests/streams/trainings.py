@@ -57,7 +57,7 @@ class Training:
     Attributes:
         model: Its name.
         optimizer: Its name; "plain": SGD without momentum; "signs": Rprop; "two": one for matrices,
-            and another.
+            and another; "apart": plain SGD for matrices, and one that the pipeline does not know.
         options: What travels.
         dtype: Of the parameters.
         num_batches: Of each step, whose gradients add up.
@@ -66,6 +66,7 @@ class Training:
         lacks: Whether the last rank does not use a layer from the second step on.
         between: What is done in the middle: "replan", "checkpoint", "validation" or nothing.
         has_timeline: Whether one is recorded, in the steady steps too.
+        is_hooked: Whether a hook before each step halves the gradients.
     """
 
     model: str = "mlp"
@@ -78,6 +79,7 @@ class Training:
     lacks: bool = False
     between: str = ""
     has_timeline: bool = False
+    is_hooked: bool = False
 
     def build(self) -> tuple[nn.Module, list[Optimizer]]:
         """The model, the same on every rank, and its optimizers."""
@@ -85,6 +87,11 @@ class Training:
         if self.lacks:
             model = Skipping(model, WIDTHS[self.model])
         return model, optimizers_for(self.optimizer, model)
+
+    def own(self, model: nn.Module) -> list[Optimizer]:
+        """Optimizers that the pipeline does not know."""
+        vectors = [p for p in model.parameters() if p.ndim <= 1]
+        return [torch.optim.SGD(vectors, lr=0.05)] if self.optimizer == "apart" else []
 
     def scaler(self) -> Any:
         """Of the loss; does nothing where it is not scaled."""
@@ -104,6 +111,8 @@ def optimizers_for(name: str, model: nn.Module) -> list[Optimizer]:
     parameters = list(model.parameters())
     if name == "plain":
         return [torch.optim.SGD(parameters, lr=0.05)]
+    if name == "apart":
+        return [torch.optim.SGD([p for p in parameters if p.ndim > 1], lr=0.05)]
     if name == "signs":
         return [torch.optim.Rprop(parameters, lr=0.01)]
     if name == "two":
@@ -145,6 +154,14 @@ class OnDevice:
             clock=StreamClock(DEVICE, Cuda()),
         )
         self._scaler = training.scaler()
+        self._own = training.own(self.model)
+        for optimizer in self.optimizers if training.is_hooked else ():
+            optimizer.register_step_pre_hook(self._halve)
+
+    def _halve(self, *_: Any) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
 
     def step(self, step: int) -> None:
         """One optimizer step."""
@@ -155,6 +172,9 @@ class OnDevice:
                 loss = self.loss(step, part)
             with pipeline.backward(synchronize=part == training.num_batches - 1):
                 self._scaler.scale(loss).backward()
+        for optimizer in self._own:
+            optimizer.step()
+            optimizer.zero_grad()
         for optimizer in self.optimizers:
             if training.is_scaled:
                 pipeline.of(optimizer).mean.unscale(self._scaler.unscale_)
@@ -254,6 +274,7 @@ def reference(training: Training, size: int, ranks_a_host: int = 0) -> Sequence[
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     model, optimizers = training.build()
+    optimizers += training.own(model)
     stepped = list(model.parameters())
     if training.dtype != torch.float32:
         masters, _ = training.build()
@@ -267,6 +288,8 @@ def reference(training: Training, size: int, ranks_a_host: int = 0) -> Sequence[
         means = _means(training, model, step, size, scale, ranks_a_host or size)
         for parameter, mean in zip(stepped, means, strict=True):
             parameter.grad = None if mean is None else mean.to(parameter.dtype) / scale
+            if training.is_hooked and parameter.grad is not None:
+                parameter.grad.mul_(0.5)
         if training.max_norm is not None:
             clip_grad_norm_(stepped, training.max_norm)
         for optimizer in optimizers:

@@ -194,6 +194,34 @@ class _Manual(ManualNet):
         parameter.grad.clamp_(-CLIP, CLIP)
 
 
+class _ManualSteps(ManualNet):
+    """Step hooks of one optimizer and of all that look and clip; one of rank 0 alone."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.backward_of(batch)
+        optimizer.step()
+
+    def on_train_start(self) -> None:
+        if self.global_rank == 0:
+            self.optimizers().register_step_pre_hook(self._look)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == LATE_BATCH:
+            self.optimizers().register_step_pre_hook(self._clip)
+            self.common = register_optimizer_step_pre_hook(self._look)
+
+    def on_train_end(self) -> None:
+        self.common.remove()
+
+    def _look(self, *_: Any) -> None:
+        self.note("gradients", [one.grad for one in self.parameters()])
+
+    def _clip(self, *_: Any) -> None:
+        clip_grad_norm_(self.parameters(), CLIP)
+
+
 def _clipped(seen: Seen) -> None:
     hooked = [entries for name, entries in seen.series.items() if name.startswith("accumulated")]
     assert len(hooked) == 6
@@ -226,7 +254,7 @@ FEATURES = (
     row(
         name="hooks before and after the optimizer's step, of one or of all, at any time",
         net=_StepHooked,
-        remark="`.grad` is None there, with a warning, unless gradients accumulate",
+        remark="before the closure and behind the step `.grad` is None, with a warning",
     ),
     row(
         name="a step's pre-hook that changes gradients while accumulating",
@@ -238,6 +266,11 @@ FEATURES = (
     row(
         name="optimizer_step that calls the closure first, and clips in between and in a pre-hook",
         net=_ClosureFirst,
+        remark=GATHERED,
+    ),
+    row(
+        name="a step's pre-hooks that read and clip gradients in manual optimisation",
+        net=_ManualSteps,
         remark=GATHERED,
     ),
     row(

@@ -18,6 +18,7 @@ from tests.lightning.matrix.manual import FEATURES as MANUAL
 from tests.lightning.matrix.nets import RowNet
 from tests.lightning.matrix.rows import Feature, fit_and_validate
 from tests.lightning.matrix.seen import Seen
+from tests.lightning.matrix.unheld import FEATURES as UNHELD
 from tests.lightning.nets import copies
 
 ON_SHARDS = "call it in `with strategy.on_shards():`"
@@ -190,6 +191,7 @@ def _every_epoch_trains(seen: Seen) -> None:
 
 FEATURES = (
     *MANUAL,
+    *UNHELD,
     row(
         name="other parameters put into an optimizer's groups",
         net=_Blocks,

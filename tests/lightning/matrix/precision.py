@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
+from torch.nn.utils import clip_grad_value_
 
 from tests.distributed.rank import RANKS_A_HOST
-from tests.lightning.matrix.gradients import CLIP
+from tests.lightning.matrix.gradients import CLIP, GATHERED
 from tests.lightning.matrix.manual import Gan, ManualPlain
 from tests.lightning.matrix.nets import RowNet, conv, gpt, mlp
 from tests.lightning.matrix.rows import MOST, NORM_ORDER, SUM_ORDER, THREE_RANKS, Apart, Feature
@@ -84,6 +85,19 @@ class _Masters(RowNet):
                 parameter.copy_(master)
 
 
+class _HookedStep(RowNet):
+    """With a GradScaler the closure comes before the optimizer's step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(self._clip)
+        return optimizer
+
+    def _clip(self, *_: Any) -> None:
+        self.note("gradients", [one.grad for one in self.parameters()])
+        clip_grad_value_(self.parameters(), CLIP)
+
+
 def _mean(gradient: Tensor) -> Tensor:
     world_size = int(os.environ["WORLD_SIZE"])
     scaled = gradient * (1 / world_size)
@@ -138,6 +152,13 @@ FEATURES = (
         plugins=_grad_scaler,
         trainer={"gradient_clip_val": CLIP},
         apart=(NORM_ORDER, AT_THREE_RANKS),
+    ),
+    row(
+        name="GradScaler and a step's pre-hook that clips",
+        net=_HookedStep,
+        plugins=_grad_scaler,
+        apart=(AT_THREE_RANKS,),
+        remark=GATHERED,
     ),
     row(
         name="GradScaler and accumulation",

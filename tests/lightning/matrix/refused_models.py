@@ -350,7 +350,7 @@ OPTIMIZERS = (
         instead="one metric for schedules: `self.log(..., sync_dist=True)`",
     ),
     row(
-        name="a step of another optimizer than those that are trained with",
+        name="a step of another optimizer for parameters that one of the training holds",
         run=partial(_fit_net, partial(_StrangerNet, sgd)),
         message="A SGD that the training does not know steps parameters of the",
         why="its `.grad` is not the mean over ranks",

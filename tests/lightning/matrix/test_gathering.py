@@ -23,6 +23,8 @@ QUICK = (
     "parameters unused in some steps on some ranks",
     "BackboneFinetuning",
     "changing .grad in on_before_optimizer_step",
+    "a step's pre-hooks that read and clip gradients in manual optimisation",
+    "an optimizer of its own while accumulating",
 )
 """Run in every test run with gathered gradients; the rest is marked slow."""
 
