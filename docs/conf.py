@@ -62,6 +62,8 @@ autodoc_default_options = {"members": True, "show-inheritance": True}
 html_theme = "furo"
 html_title = f"{project} {version}"
 html_theme_options = {"source_repository": _ADDRESS, "source_branch": "main"} if _ADDRESS else {}
+# Troubleshooting comes first for words of messages.
+html_search_scorer = str(ROOT / "docs" / "search.js")
 html_show_sourcelink = html_copy_source = False
 # Its index.html leads from the top of the site to docs/index.html.
 html_extra_path = ["_root"]

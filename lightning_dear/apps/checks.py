@@ -5,15 +5,13 @@ import socket
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
 
 from lightning_dear.names import is_meant
 from lightning_dear.paths import conf_dir
-
-NODE_VARIABLES = frozenset({"NODE_RANK", "GROUP_RANK"})
-"""Variables from which Lightning's default environment reads this node's number."""
+from lightning_dear.strategy import starting
+from lightning_dear.strategy.base import PipelineStrategy
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -32,21 +30,16 @@ def check_single_process(trainer: Trainer, strategy: Any) -> None:
         )
 
 
-def check_nodes(trainer: Trainer) -> None:
-    """Check that a launcher has started this process as one node of a job on several nodes.
+def check_launch(trainer: Trainer) -> None:
+    """Check, for strategies that do not do it themselves, how this process was started.
 
     Raises:
-        ValueError: If no launcher has; this node's ranks would wait forever for the other nodes.
+        ValueError: See `starting.check_start`.
     """
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    num_nodes, is_started = trainer.num_nodes, not NODE_VARIABLES.isdisjoint(os.environ)
-    if num_nodes == 1 or is_started or not isinstance(environment, LightningEnvironment):
-        return
-    raise ValueError(
-        f"The job has {num_nodes} nodes, but nothing says that this is one of them. Start it with"
-        " torchrun or srun (docs/clusters.md), or set NODE_RANK, MASTER_ADDR and MASTER_PORT on"
-        " each node. To use this machine alone, choose cluster=local; to predict, use dear-plan."
-    )
+    strategy: Any = trainer.strategy
+    environment = getattr(strategy, "cluster_environment", None)
+    if environment is not None and not isinstance(strategy, PipelineStrategy):
+        starting.check_start(environment, strategy.parallel_devices, strategy.num_nodes)
 
 
 def use_interface(name: str | None) -> None:

@@ -201,6 +201,22 @@ def check(program: str, cfg: DictConfig, hydra: Any) -> None:
             if _is_given(str(name), hydra):
                 check_name("key", str(name), known)
         _check_values(cfg, keys, known)
+    _check_numbers(hydra)
+
+
+def _check_numbers(hydra: Any) -> None:
+    """Refuse a word where the file of the option has a number. Others would say it much later."""
+    words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    for word in words:
+        option, _, value = word.lstrip("+").partition("=")
+        group, _, rest = option.partition(".")
+        chosen = f"{group}/{hydra.runtime.choices.get(group)}" if rest else hydra.job.config_name
+        path = conf_dir() / f"{chosen}.yaml"
+        file = OmegaConf.load(path) if path.is_file() else OmegaConf.create()
+        default = OmegaConf.select(file, rest or option, throw_on_resolution_failure=False)
+        is_number = isinstance(default, int | float) and not isinstance(default, bool)
+        if is_number and re.fullmatch(r"(?!(null|auto|inf|nan)$)[a-zA-Z_]+", value):
+            raise ValueError(f"{word} is not valid. {option} must be a number, such as {default}.")
 
 
 def _is_given(name: str, hydra: Any) -> bool:

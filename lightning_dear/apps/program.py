@@ -122,7 +122,7 @@ class Program:
                 self.say_how_to_go_on()
             raise
         finally:
-            held.pass_on(_meant(getattr(sys.exc_info()[1], "__context__", None), self))
+            held.pass_on(_short(getattr(sys.exc_info()[1], "__context__", None), self, held.kept))
         # The module is not imported if there was no job, for example with --cfg.
         getattr(sys.modules.get(f"{__package__}.{self.module}"), "jobs_end", lambda: None)()
 
@@ -181,17 +181,36 @@ class _Held(TextIOBase):
     def fileno(self) -> int:
         return self.stream.fileno()
 
+    @property
+    def kept(self) -> str:
+        """Text that was written and not passed on."""
+        return "".join(self._kept or ())
+
     def pass_on(self, instead: str = "") -> None:
         """Write the kept text, if any, to stderr; or `instead` for it, if that is not empty."""
         if self._kept:
-            self.stream.write(instead or "".join(self._kept))
+            self.stream.write(instead or self.kept)
         self._kept = None
         self.stream.flush()
 
 
-def _meant(error: BaseException | None, program: Program) -> str:
-    """Return a short message on a misspelt name in Hydra's error; empty if no name is similar."""
+def _short(error: BaseException | None, program: Program, said: str) -> str:
+    """Return a short message in place of what Hydra said of a wrong option; empty if none fits.
+
+    Args:
+        error: Hydra's error. None means that Hydra raised none.
+        program: The program, whose config names the valid options.
+        said: What Hydra and argparse wrote to stderr.
+    """
     cause, wrong, known = getattr(error, "__cause__", None), "", list[str]()
+    if found := re.search(r"unrecognized arguments: (-\S+)", said):
+        option = found[1].lstrip("-")
+        form = option if "=" in option else f"{option}=VALUE"
+        text = f"unrecognized arguments: {found[1]}. Options have no dashes: {form}. See --help"
+        return f"{program.name}: {text}.\n"
+    if override := getattr(error, "override", None):
+        quoted = "'NAME=\"VALUE\"' where VALUE has one of = , : [ ] { }"
+        return f"{program.name}: Cannot read {override!r}. Write NAME=VALUE, or {quoted}.\n"
     if isinstance(cause, (AttributeError, KeyError)) and hasattr(cause, "parent_node"):
         # OmegaConf raises these for unknown keys, with the node that lacks the key.
         wrong, known = str(getattr(cause, "key", "")), list(map(str, cause.parent_node or ()))
@@ -200,5 +219,8 @@ def _meant(error: BaseException | None, program: Program) -> str:
     elif found := re.match(r"Could not override '(\w+)'", str(error)):
         text = (conf_dir() / f"{program.config}.yaml").read_text()
         wrong, known = found[1], re.findall(r"^(?:  - )?(\w+):", text, re.MULTILINE)
-    question = is_meant(wrong, known)
-    return question and f"{program.name}: Unknown name {wrong!r}.{question}\n"
+    known = [name for name in known if not name.startswith("_") and name != "hydra"]
+    question = is_meant(wrong, known) or (known and f" Valid names: {', '.join(known)}.")
+    if question and "." in (added := "".join(re.findall(r"config use (\+\S+)", str(error)))):
+        question += f" To add it, write {added}."
+    return f"{program.name}: Unknown name {wrong!r}.{question}\n" if question else ""

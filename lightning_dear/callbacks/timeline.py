@@ -30,23 +30,24 @@ class TimelineCallback(Callback):
             0 overlaps nothing, since the plan does not exist yet. If gradients accumulate, name a
             batch that ends in an optimizer step.
         dirpath: Folder of the files. None means the trainer's `default_root_dir`.
+        warns: Whether rank 0 warns if nothing is recorded or written.
 
     Raises:
         ValueError: If `step` is negative.
     """
 
-    def __init__(self, step: int = 10, dirpath: str | None = None) -> None:
+    def __init__(self, step: int = 10, dirpath: str | None = None, warns: bool = True) -> None:
         if step < 0:
             raise ValueError(f"step of TimelineCallback must be >= 0, got {step}.")
         self.step = step
-        self.dirpath = dirpath
+        self.dirpath, self._warns = dirpath, warns
         self._timeline: Timeline | None = None
         self._num_seen = 0
 
     @override
     def on_fit_start(self, trainer: Trainer, *_: Any) -> None:
         self._num_seen = 0
-        if not hasattr(trainer.strategy, "timeline"):
+        if self._warns and not hasattr(trainer.strategy, "timeline"):
             rank_zero_warn("TimelineCallback records nothing. It needs Trainer(strategy='dear').")
 
     @override
@@ -63,7 +64,7 @@ class TimelineCallback(Callback):
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         if self._timeline is not None:
             self._write(trainer)
-        elif hasattr(trainer.strategy, "timeline") and self._num_seen <= self.step:
+        elif self._warns and hasattr(trainer.strategy, "timeline") and self._num_seen <= self.step:
             rank_zero_warn(
                 f"No timeline was written: training ended after {self._num_seen} batches. Use a"
                 f" smaller step than in TimelineCallback(step={self.step}), or train longer."

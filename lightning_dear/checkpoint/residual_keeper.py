@@ -121,9 +121,8 @@ class ResidualKeeper:
         lost = self._unknown_names(own)
         if lost and self._present().world.rank == 0:
             warnings.warn(
-                f"What a compressor had left to be sent ({', '.join(lost)}) is dropped. Use the"
-                " same compressor and gather as before to have it sent: this training has another"
-                " one, or none, for some or all parameters.",
+                f"What a compressor had left to be sent ({', '.join(lost)}) is dropped. To have it"
+                " sent, resume with the compressor and gather of the run that saved.",
                 stacklevel=2,
             )
 

@@ -33,6 +33,13 @@ CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in _BY_ROWS}
 _COMPRESSORS: dict[str, type[Compressor]] = CODECS | {kind.name: kind for kind in _NOT_BY_ROWS}
 
 
+def class_of(compressor: object) -> type[Compressor] | None:
+    """Returns the class of an instance, or of a name of this package. None means neither."""
+    if isinstance(compressor, Compressor):
+        return type(compressor)
+    return _COMPRESSORS.get(compressor) if isinstance(compressor, str) else None
+
+
 def class_with(option: str) -> type[Compressor] | None:
     """Returns the first compressor class of this package that has an option of this name.
 

@@ -1,6 +1,7 @@
 """Runs `ip` and `tc`, and turns their failures into one message."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -38,7 +39,9 @@ def why_unavailable(*, as_own_root: bool = False) -> str | None:
     if sys.platform != "linux":
         return f"an emulated cluster needs Linux, not {sys.platform}: run this on a Linux machine"
     if os.geteuid() != 0 and not as_own_root:
-        return "an emulated cluster needs root, to create network namespaces: use sudo"
+        again = shlex.join([*AS_OWN_ROOT, sys.executable, *sys.argv])
+        what = "use sudo, or start it in namespaces of your own, as dear-bench does by itself"
+        return f"an emulated cluster needs root: {what}: {again}"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         packages = " and ".join(dict.fromkeys(TOOLS[tool] for tool in missing))

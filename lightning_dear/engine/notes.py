@@ -354,8 +354,8 @@ def _as_plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         # The value is copied: a scheduler may later write to this tensor.
         return _as_plain(value.item()) if value.is_cpu and value.numel() == 1 else None
-    if isinstance(value, int | float):
-        # Also for bools and for subclasses, such as NumPy's. Infinities and NaN are not whole.
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        # Also for subclasses, such as NumPy's. Infinities and NaN are not whole.
         return int(value) if isinstance(value, int) or value.is_integer() else float(value)
     return value
 
@@ -414,7 +414,9 @@ class SharedOptions(Digest):
         self._before = self._options
         if self._have_changed():
             self._options = self._values()
-            self._hash = hash_of(repr(sorted(self._options.items())))
+            # True equals 1, and so must have its hash.
+            text = repr(sorted(self._options.items()))
+            self._hash = hash_of(text.replace("True", "1").replace("False", "0"))
         return self._hash
 
     def _values(self) -> OptionValues:

@@ -321,11 +321,9 @@ class PlanLifecycle:
         """Warns on rank 0 if masters were dropped. Returns whether a piece took its master over."""
         if adopted.loses_masters and self._training.world.rank == 0:
             warnings.warn(
-                f"The masters in a checkpoint ('{MASTER_KEY}') are dropped where they differ from"
-                " weights. To lose nothing, resume with the compressor, gather and precision of"
-                " the run that saved. To change compressor or gather, let that run call"
-                " strategy.sync_replicas() before it saves. Weights differ if they were rounded,"
-                " written to after loading, or behind by what a compressor had not sent yet.",
+                f"The checkpoint's weights count. Its masters ('{MASTER_KEY}') are dropped where"
+                " they differ. To lose nothing, resume with the compressor, gather and precision of"
+                " the run that saved, or let that run call strategy.sync_replicas() before saving.",
                 stacklevel=2,
             )
         return adopted.brings_masters

@@ -48,8 +48,8 @@ class ExchangeOptions(Setting):
                 compressor.check_with(self)
         if not (self.decouple or self.is_of_gradients):
             raise ValueError(
-                "decouple=False all-reduces whole gradients, which gather='parameters' has no use"
-                " for: set gather='gradients' with it."
+                "decouple=False all-reduces whole gradients. Pass gather='gradients' with it: then"
+                " each rank steps with them. Parameters are gathered only after reduce-scatters."
             )
         if self.reduce_dtype is not None and (self.compressor is not None or not self.decouple):
             raise ValueError(

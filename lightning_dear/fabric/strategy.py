@@ -133,8 +133,8 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def _setup_distributed(self) -> None:
-        self._begin_attempt()
-        super()._setup_distributed()
+        with self._meeting():
+            super()._setup_distributed()
 
     @override
     def setup_module(self, module: Module) -> DearModule:  # type: ignore[override]

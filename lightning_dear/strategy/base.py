@@ -26,7 +26,7 @@ from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
 from lightning_dear.planning import BucketPlan, resolve_fusion, save_plan
 from lightning_dear.registration import register
-from lightning_dear.strategy import refusals
+from lightning_dear.strategy import refusals, starting
 from lightning_dear.strategy.connections import unwrapped
 from lightning_dear.telemetry.statistics import StepStatistics
 from lightning_dear.telemetry.timeline import Timeline
@@ -87,22 +87,34 @@ class PipelineStrategy(ABC):
             schedule.check_use(self._fusion)
         self.compression_schedule = schedule
 
-    def _begin_attempt(self) -> None:
-        """Under torchrun, creates the default process group with store keys that are new.
+    def _configure_launcher(self) -> None:
+        """Checks how ranks were started, and does what Lightning does. Local.
 
-        Collective and blocks under torchrun, see `attempt_store`. Otherwise does nothing. Earlier
-        restarts have left keys in torchrun's store, with addresses of dead ranks, which would be
-        found under the usual keys. Must run before Lightning's setup, which uses a group that is
-        there.
+        Raises:
+            ValueError: See `starting.check_start`.
+        """
+        host: Any = self
+        starting.check_start(host.cluster_environment, host.parallel_devices, host.num_nodes)
+        super()._configure_launcher()  # type: ignore[misc]
+
+    @contextmanager
+    def _meeting(self) -> Generator[None, None, None]:
+        """Around Lightning's setup of the default process group. Collective. Blocks.
+
+        Says which nodes do not come. Under torchrun creates the group before the block, with store
+        keys that are new; Lightning uses a group that is there. Earlier restarts have left keys in
+        torchrun's store, with addresses of dead ranks, which would be found under the usual keys.
         """
         host: Any = self
         environment, device = host.cluster_environment, host.root_device
-        is_elastic = isinstance(environment, TorchElasticEnvironment)
-        if is_elastic and (store := attempt_store(host._timeout or NO_TIMEOUT)) is not None:
-            device_id = device if device.type != "cpu" else None
-            options = {"timeout": host._timeout, "store": store, "device_id": device_id}
-            join = private_names.INIT_DIST_CONNECTION.of(distributed)
-            join(environment, host._get_process_group_backend(), **options)
+        with starting.late_nodes_named(environment, host.num_processes, host.num_nodes):
+            is_elastic = isinstance(environment, TorchElasticEnvironment)
+            if is_elastic and (store := attempt_store(host._timeout or NO_TIMEOUT)) is not None:
+                device_id = device if device.type != "cpu" else None
+                options = {"timeout": host._timeout, "store": store, "device_id": device_id}
+                join = private_names.INIT_DIST_CONNECTION.of(distributed)
+                join(environment, host._get_process_group_backend(), **options)
+            yield
 
     def _new_collectives(self) -> Collectives:
         """Returns collectives that fit the options. Collective. Blocks."""

@@ -158,8 +158,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        self._begin_attempt()
-        super().setup_distributed()
+        with self._meeting():
+            super().setup_distributed()
 
     @override
     def setup_environment(self) -> None:

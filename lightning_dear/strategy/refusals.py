@@ -23,7 +23,7 @@ from torch.optim import SGD, Optimizer
 from lightning_dear import private_names
 from lightning_dear.callbacks.fusion_tuner import option_of
 from lightning_dear.collectives.store import from_all_ranks
-from lightning_dear.compression import SparseAllReduce, class_with
+from lightning_dear.compression import SparseAllReduce, class_of, class_with
 from lightning_dear.compression.codec import FewOfMany
 from lightning_dear.engine.module_tree import ignored_names
 from lightning_dear.engine.pipeline import Pipeline
@@ -44,6 +44,9 @@ _INSTEAD = {
     "decouple": "it needs a Trainer",
     "save_distributed_checkpoint": "it needs a Trainer; fabric.save writes one file",
 }
+
+_SHARES = ("ratio", "compress_ratio", "compression_ratio", "fraction", "keep_ratio")
+"""Names that other packages give to the share of numbers that is sent, our `density`."""
 
 
 def checked_options(create: Callable[..., None], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +70,9 @@ def checked_options(create: Callable[..., None], given: Mapping[str, Any]) -> di
     """
     own, others = signature(create).parameters, given["ddp_options"]
     if others:
-        what = "; ".join(f"{one} ({_INSTEAD.get(one) or _guess(one, own)})" for one in others)
+        what = "; ".join(
+            f"{one} ({_INSTEAD.get(one) or _guess(one, given, own)})" for one in others
+        )
         raise ValueError(f"strategy='dear' does not take {what}. Write the right name, or omit it.")
     for option, hint in get_type_hints(create).items():
         takes = get_args(hint) or (hint,)
@@ -95,19 +100,28 @@ def _check_value(option: str, value: Any, takes: Sequence[Any]) -> None:
         raise ValueError(f"Unknown {option} {value!r}; valid names: {valid}.{meant}")
     words = [str(one).replace("torch.", "") if get_args(one) else one.__name__ for one in takes]
     said = " or ".join(words).replace("NoneType", "None")
-    raise TypeError(f"{option} must be {said}, got {value!r}.")
+    such = ", such as timedelta(minutes=10)" if timedelta in takes else ""
+    raise TypeError(f"{option} must be {said}, got {value!r}{such}.")
 
 
-def _guess(option: str, own: Iterable[str]) -> str:
+def _guess(option: str, given: Mapping[str, Any], own: Iterable[str]) -> str:
     if any(option in signature(one).parameters for one in (DDPStrategy, DistributedDataParallel)):
         return "it is of DistributedDataParallel: needs strategy='ddp'"
-    if (kind := class_with(option)) is not None:
-        return (
-            "unknown option; compressors have it: compressor="
-            f"lightning_dear.compression.{kind.__name__}({option}=...)"
-        )
-    close = get_close_matches(option, own, n=1)
-    return f"unknown option; is {close[0]} meant?" if close else "unknown option"
+    value, kind = given["ddp_options"][option], class_of(given["compressor"])
+    takes = () if kind is None else tuple(signature(kind).parameters)
+    name = option
+    if option in _SHARES and "density" in takes and isinstance(value, float) and value <= 1:
+        name = "density"
+    if name not in takes and (other := class_with(option)) is not None:
+        kind, takes = other, (option,)
+    if kind is not None and name in takes:
+        made = f"compressor={kind.__name__}({name}={value!r})"
+        return f"unknown option; write {made}, with {kind.__name__} of lightning_dear.compression"
+    if close := get_close_matches(option, own, n=1):
+        return f"unknown option; is {close[0]} meant?"
+    valid = ", ".join(name for name in own if name not in ("self", "ddp_options"))
+    theirs = f"{kind.__name__}(...) takes {', '.join(takes)}; " if kind is not None else ""
+    return f"unknown option; {theirs}valid here: {valid}"
 
 
 def check_optimizers(

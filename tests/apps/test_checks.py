@@ -1,10 +1,10 @@
 import os
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_dear import DearStrategy
 from lightning_dear.apps import checks
 
 
@@ -53,17 +53,13 @@ def test_options_that_do_not_exist_are_found():
     assert checks.unknown_options([*known, "strategi"]) == {"strategi": " Is 'strategy' meant?"}
 
 
-def test_nodes_that_nobody_starts_are_not_waited_for(monkeypatch) -> None:
-    for name in checks.NODE_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-
-    def check(num_nodes: int, **strategy: object) -> None:
-        checks.check_nodes(Mock(num_nodes=num_nodes, strategy=SimpleNamespace(**strategy)))
-
-    with pytest.raises(ValueError, match=r"has 16 nodes, but nothing says.*torchrun"):
-        check(16, cluster_environment=LightningEnvironment())
-    check(1, cluster_environment=LightningEnvironment())
-    check(16, cluster_environment=TorchElasticEnvironment())
-    check(16)
-    monkeypatch.setenv("NODE_RANK", "0")
-    check(16, cluster_environment=LightningEnvironment())
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_each_strategy_is_checked_once(monkeypatch: pytest.MonkeyPatch, is_ours: bool) -> None:
+    seen = Mock()
+    monkeypatch.setattr(checks.starting, "check_start", seen)
+    strategy = Mock(spec=DearStrategy if is_ours else DDPStrategy, num_nodes=2)
+    strategy.cluster_environment, strategy.parallel_devices = object(), [object()]
+    checks.check_launch(Mock(strategy=strategy))
+    arguments = (strategy.cluster_environment, strategy.parallel_devices, 2)
+    assert [one.args for one in seen.call_args_list] == ([] if is_ours else [arguments])
+    checks.check_launch(Mock(strategy=object()))

@@ -21,6 +21,7 @@ CONFIGS = {
     "dear-plan calibrate": "calibrate",
     "dear-bench": "bench",
     "dear-converge": "converge",
+    "dear-train": "train",
 }
 
 
@@ -196,3 +197,40 @@ def test_it_is_told_soon_and_leaves_no_files(
         assert lines == []
         assert last.startswith(f"dear-{program}")
         assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.max_epochs=one",
+        "+trainer.max_epochs=one",
+        "optimizer.lr=fast",
+        "seed=abc",
+        "cluster.devices=two",
+    ],
+)
+def test_a_word_in_place_of_a_number_is_told_before_training(override: str) -> None:
+    option = override.lstrip("+").partition("=")[0]
+    with pytest.raises(ValueError, match=f"{option}=.* {option} must be a number, such as "):
+        check("dear-train", override.replace("+", "++"))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.max_epochs=-1",
+        "optimizer.lr=1e-3",
+        "cluster.devices=auto",
+        "cluster.devices='[0,1]'",
+        "trainer.gradient_clip_val=null",
+        "trainer.precision=bf16-mixed",
+        "ckpt_path=last",
+        "trainer.max_epochs=${seed}",
+        "trainer.max_epochs=null",
+        "+trainer.profiler=simple",
+        "model=gpt",
+        "debug=limit",
+    ],
+)
+def test_other_values_pass(override: str) -> None:
+    check("dear-train", override)

@@ -71,7 +71,40 @@ def test_misspelt_options_are_answered_soon(tmp_path: Path, option: str, meant: 
     code, output, took_s = said(tmp_path, "train", option)
     assert code == 1
     # Instead of Hydra's many lines.
-    assert re.fullmatch(rf"dear-train: Unknown name '\w+'\. Is '{meant}' meant\?\n", output)
+    assert re.match(rf"dear-train: Unknown name '\w+'\. Is '{meant}' meant\?", output)
+    assert output.count("\n") == 1
+    assert took_s < heavy_s()
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["model=bert"], r"Unknown name 'bert'\. Valid names: densenet201, gpt, .*, vgg16\."),
+        (["foo=1"], r"Unknown name 'foo'\. Valid names: task_name, .*\bmodel, .*"),
+        (
+            ["trainer.profiler=simple"],
+            r"Unknown name 'profiler'\. Valid names: default_root_dir, .*max_epochs, .*"
+            r" To add it, write \+trainer\.profiler=simple\.",
+        ),
+        (
+            ["--strategy=ddp"],
+            r"unrecognized arguments: --strategy=ddp\. Options have no dashes: strategy=ddp\. .*",
+        ),
+        (["--epochs", "3"], r"unrecognized arguments: --epochs\. .* dashes: epochs=VALUE\. See .*"),
+        (["model"], r"Cannot read 'model'\. Write NAME=VALUE, or .*"),
+        (["ckpt_path=a=b.ckpt"], r"Cannot read 'ckpt_path=a=b\.ckpt'\. Write .*"),
+        (
+            ["trainer.max_epochs=one"],
+            r"trainer\.max_epochs=one is not valid\. .* must be a number, such as 10\.",
+        ),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_one_line(tmp_path: Path, words: list[str], answer: str) -> None:
+    code, output, took_s = said(tmp_path, "train", *words)
+    assert code in (1, 2)
+    assert re.fullmatch(rf"dear-train: {answer}\n", output), output
     assert took_s < heavy_s()
     assert not any(tmp_path.iterdir())
 

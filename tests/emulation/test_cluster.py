@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dear.emulation import (
+    AS_OWN_ROOT,
     EmulatedCluster,
     EmulatedHost,
     EmulationUnavailable,
@@ -276,8 +278,12 @@ def test_missing_root_tool_and_system_are_each_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
     assert why_unavailable() == "an emulated cluster needs tc, not found: install iproute2"
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(EmulationUnavailable, match="needs root"):
+    monkeypatch.setattr(sys, "argv", ["my script.py", "--fast"])
+    with pytest.raises(EmulationUnavailable, match="needs root: use sudo, or ") as raised:
         EmulatedCluster(num_hosts=1, rate_mbit=None).__enter__()
+    # The command that dear-bench runs, with this program.
+    again = shlex.split(str(raised.value).partition(" by itself: ")[2])
+    assert again == [*AS_OWN_ROOT, sys.executable, "my script.py", "--fast"]
     monkeypatch.setattr(sys, "platform", "darwin")
     assert (why_unavailable() or "").startswith("an emulated cluster needs Linux, not darwin: run")
 

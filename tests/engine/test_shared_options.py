@@ -53,6 +53,7 @@ def _scale_in_place(optimizer: torch.optim.Optimizer) -> None:
 
 CHANGES = {
     "lr": ("sgd", _set(1, "lr", 0.1), "SGD 0, parameter group 1: lr is 0.03 on rank 0 and 0.1 on"),
+    "nesterov": ("sgd", _set(0, "nesterov", True), "nesterov is False on rank 0 and True on rank"),
     "momentum": ("sgd", _set(0, "momentum", 0.5), "SGD 0, parameter group 0: momentum is 0.9 on"),
     "decay": ("adamw", _set(0, "weight_decay", 0.5), "group 0: weight_decay is 0.05 on rank 0"),
     "betas": ("adamw", _set(1, "betas", (0.5, 0.9)), "group 1: betas is (0.9, 0.999) on rank 0"),

@@ -114,7 +114,7 @@ def test_a_trainers_node_ranks_are_those_of_its_environment() -> None:
     seen = ("machine", f"network of {dist.get_rank()}")
     with (
         mock.patch.object(factory, "_host", return_value=seen),
-        mock.patch.dict(os.environ, GROUP_RANK=node, LOCAL_RANK=local),
+        mock.patch.dict(os.environ, GROUP_RANK=node, LOCAL_RANK=local, LOCAL_WORLD_SIZE="2"),
         mock.patch.object(refusals, "rank_zero_info") as said,
     ):
         fit(dear(), Net("mlp", "adamw"), devices=2, num_nodes=2)

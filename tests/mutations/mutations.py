@@ -22,6 +22,7 @@ from tests.mutations.seeds import SEEDS
 from tests.mutations.shares import SHARES
 from tests.mutations.sparse_sums import SPARSE_SUMS
 from tests.mutations.speed import SPEED
+from tests.mutations.starting import STARTING
 from tests.mutations.steps import FLUSHES, GUARDS, WAITS
 from tests.mutations.streams import STREAMS
 from tests.mutations.two_hops import TWO_HOPS
@@ -147,6 +148,7 @@ MUTATIONS = [
     *ROUNDS,
     *SEEDS,
     *STREAMS,
+    *STARTING,
     *TWO_HOPS,
     *BUFFERS,
     *UNHELD,

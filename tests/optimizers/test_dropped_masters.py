@@ -60,7 +60,7 @@ def _resume(
     keeps = options.encodes_differences or (dtype.itemsize < 4 and not options.is_of_gradients)
     assert all((MASTER_KEY in own) is keeps for own in state.values())
     pipeline.detach()
-    told = [one for one in said if "masters in a checkpoint" in str(one.message)]
+    told = [one for one in said if "Its masters (" in str(one.message)]
     return weights(model), len(told)
 
 

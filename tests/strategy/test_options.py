@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_dear import DearStrategy
 from lightning_dear.callbacks import CompressionSchedule
-from lightning_dear.compression import Int8, NoCompression
+from lightning_dear.compression import COMPRESSORS, Int8, NoCompression, resolve_compressor
 from lightning_dear.fabric import DearFabricStrategy
 from lightning_dear.planning import ThresholdFusion
 
@@ -178,3 +178,42 @@ def test_a_cap_is_a_number_for_its_planner_too() -> None:
 def test_no_timeout_is_half_an_hour_on_every_backend(kind: Any) -> None:
     """Torch's own default is 30 minutes on gloo and 10 on NCCL."""
     assert kind(timeout=None)._timeout == timedelta(minutes=30)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"compressor": "topk", "ratio": 0.01}, r"write compressor=TopK\(density=0.01\)"),
+        ({"compressor": "dgc", "compress_ratio": 0.5}, r"write compressor=DGC\(density=0.5\)"),
+        ({"compressor": "dgc", "momentum": 0.8}, r"write compressor=DGC\(momentum=0.8\)"),
+        ({"compressor": "topk", "ratio": 100.0}, r"TopK\(...\) takes .*density.*; valid here: acc"),
+        ({"compressor": Int8(), "ratio": 0.5}, r"Int8\(...\) takes error_feedback, .*block_size;"),
+        ({"rank": 2}, r"write compressor=PowerSGD\(rank=2\)"),
+        ({"foo": 1}, r"unknown option; valid here: accelerator, .*, start_method\)"),
+        ({"compressor": "mine", "foo": 1}, r"unknown option; valid here: accelerator"),
+        ({"compresor": "int8"}, r"unknown option; is compressor meant\?"),
+    ],
+)
+@pytest.mark.parametrize("strategy", [DearStrategy, DearFabricStrategy])
+def test_an_unknown_option_names_the_right_form(
+    strategy: type[Any], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        strategy(**options)
+
+
+@pytest.mark.parametrize("name", [one for one in COMPRESSORS if one != "none"])
+def test_every_option_of_a_compressor_is_led_to_its_class(name: str) -> None:
+    kind = type(resolve_compressor(name))
+    for option, one in signature(kind).parameters.items():
+        made = re.escape(f"compressor={kind.__name__}({option}={one.default!r})")
+        with pytest.raises(ValueError, match=made):
+            DearStrategy(compressor=name, **{option: one.default})
+
+
+def test_half_a_setting_is_not_said_to_be_set() -> None:
+    with pytest.raises(ValueError, match="Pass gather='gradients' with it") as raised:
+        DearStrategy(decouple=False)
+    assert "gather='parameters'" not in str(raised.value)
+    with pytest.raises(TypeError, match=r"timeout must .*, such as timedelta\(minutes=10\)"):
+        DearStrategy(timeout=5)  # type: ignore[arg-type]

@@ -92,7 +92,7 @@ def build_starter(cfg: DictConfig) -> Trainer:
     checks.use_interface(cfg.cluster.interface)
     with quiet_lightning():
         starter = build_trainer(cfg, "ddp")
-    checks.check_nodes(starter)
+    checks.check_launch(starter)
     configure_launcher(starter.strategy)
     return starter
 

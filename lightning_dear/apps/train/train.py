@@ -64,7 +64,7 @@ def check(cfg: DictConfig) -> None:
     """Check the config before anything is built, and make gloo and NCCL use its interface.
 
     Raises:
-        ValueError: If this machine does not have the interface.
+        ValueError: If this machine does not have the interface, or an added option is misspelt.
     """
     checks.use_interface(cfg.cluster.interface)
     options: Any = OmegaConf.to_container(cfg, resolve=False)
@@ -72,8 +72,10 @@ def check(cfg: DictConfig) -> None:
     for group in checks.ignored_groups(chosen, options["strategy"]):
         warn("%s is ignored. Leave it out: only strategy=dear reads it.", group)
     for key, hint in checks.unknown_options(options).items():
-        text = "%s is no option of dear-train.%s Leave it out unless your config uses it."
-        warn(text, key, hint and f"{hint} Then write it without +.")
+        if hint and any(word.lstrip("+").partition("=")[0] == key for word in chosen):
+            what = f"{key} is no option of dear-train.{hint} Then write it without +."
+            raise ValueError(f"{what} Nothing would read it.")
+        warn("%s is no option of dear-train.%s Leave it out unless your config uses it.", key, hint)
 
 
 def build_trainer(
@@ -99,7 +101,7 @@ def build_trainer(
         _convert_="all",
     )
     checks.check_single_process(trainer, strategy)
-    checks.check_nodes(trainer)
+    checks.check_launch(trainer)
     configure_launcher(trainer.strategy)
     return trainer
 
