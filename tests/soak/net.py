@@ -160,8 +160,11 @@ class Habit(Callback):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         """On rank 0 alone, a backward that nobody is told of."""
-        accumulates = pl_module.job.trainer.get("accumulate_grad_batches", 1) > 1
-        if pl_module.job.habit != "saliency" or accumulates or trainer.global_rank:
+        job = pl_module.job
+        accumulates = job.trainer.get("accumulate_grad_batches", 1) > 1
+        # With find_unused_parameters DDP itself hangs after such a backward.
+        is_left_out = job.habit != "saliency" or job.model == "branches" or accumulates
+        if is_left_out or trainer.global_rank:
             return
         pl_module.net.zero_grad()
         loss_of(pl_module.net, batch[0], batch[1].flatten()).backward()
