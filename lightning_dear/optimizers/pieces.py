@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, cast
@@ -31,9 +30,32 @@ NAMES = "param_names"
 
 def names_of(optimizer: Optimizer) -> dict[int, str]:
     """Returns the names of an optimizer's parameters, by the `id` of each. Empty without names."""
-    groups = [group for group in optimizer.param_groups if NAMES in group]
-    pairs = (zip(map(id, one["params"]), one[NAMES], strict=False) for one in groups)
-    return dict(chain.from_iterable(pairs))
+    named = (zip(one["params"], one.get(NAMES, ()), strict=False) for one in optimizer.param_groups)
+    return {id(one): name for one, name in chain.from_iterable(named)}
+
+
+def put_into(group: dict[str, Any], tensors: list[Any], names: Mapping[int, str]) -> None:
+    """Makes `tensors` the parameters of a group, which gets their names if it has names.
+
+    Args:
+        group: Parameter group of an optimizer. Mutated.
+        tensors: Its new parameters.
+        names: `id` of a tensor -> its name. Other tensors get the name "".
+    """
+    group["params"] = tensors
+    if NAMES in group:
+        group[NAMES] = [names.get(id(one), "") for one in tensors]
+
+
+def carry_attributes(pieces: Iterable[Piece], parameters: Sequence[Parameter]) -> None:
+    """Gives each piece the attributes that other code has put on its parameter.
+
+    A tensor with an element for each element of the parameter is cut, and copied.
+    """
+    for piece in pieces:
+        parameter = parameters[piece.tensor_index]
+        for key, value in vars(parameter).items():
+            setattr(piece.parameter, key, cut_state(key, value, parameter, piece))
 
 
 @dataclass(frozen=True)
@@ -45,7 +67,7 @@ class Shards:
         parameters: Parameters that the optimizer trains, by parameter index.
         layouts: (shape, strides) of each parameter. State is stored in the order of these strides.
         group_of: Parameter index -> index of its parameter group.
-        names: Parameter index -> its name in the group's "param_names", or "" if it has none.
+        names: `id` of `Piece.parameter` -> name of the parameter in its group's "param_names".
         in_bucket: Bucket number -> this rank's pieces of the bucket.
         state: Optimizer state of the pieces, keyed by `Piece.parameter`.
     """
@@ -54,7 +76,7 @@ class Shards:
     parameters: Sequence[Parameter] = ()
     layouts: Sequence[tuple[torch.Size, tuple[int, ...]]] = ()
     group_of: Sequence[int] = ()
-    names: Sequence[str] = ()
+    names: Mapping[int, str] = field(default_factory=dict)
     in_bucket: Mapping[int, Sequence[Piece]] = field(default_factory=dict)
     state: defaultdict[Tensor, Any] = field(default_factory=lambda: defaultdict(dict))
 
@@ -177,7 +199,7 @@ class StateBetweenSteps(MutableMapping[Any, Any]):
     @override
     def __reduce__(self) -> Any:
         self._stepper.before_write()
-        return partial(defaultdict, dict), (), None, None, iter(self.plain.items())
+        return self.plain.__reduce__()
 
 
 class _Removed(StateBetweenSteps):
@@ -239,9 +261,10 @@ class SteppedPieces(ABC):
             piece.is_plain = parameter.is_contiguous() and piece.numel == parameter.numel()
         self.device = parameters[0].device
         layouts = [(one.shape, one.stride()) for one in parameters]
-        names = names_of(self.optimizer)
-        known = [names.get(id(one), "") for one in parameters]
-        self.shards = Shards(buffers, parameters, layouts, group_of, known, in_bucket)
+        known = names_of(self.optimizer)
+        owners = ((one.parameter, parameters[one.tensor_index]) for one in self.pieces)
+        names = {id(one): known[id(owner)] for one, owner in owners if id(owner) in known}
+        self.shards = Shards(buffers, parameters, layouts, group_of, names, in_bucket)
 
     def detach(self) -> None:
         """Drops the flat buffers and removes hooks. State stays readable through `state_of`."""
@@ -320,46 +343,26 @@ class SteppedPieces(ABC):
         self._swap()
         try:
             self._put(self.shards.in_bucket)
-            self._insert(extra)
+            first = self.optimizer.param_groups[0]
+            put_into(first, [*extra, *first["params"]], self.shards.names)
             yield
         finally:
             self.restore()
 
-    def _insert(self, extra: Sequence[Tensor]) -> None:
-        first = self.optimizer.param_groups[0]
-        first["params"][:0] = extra
-        if NAMES in first:
-            first[NAMES][:0] = [""] * len(extra)
-
     def _put(self, numbers: Iterable[int]) -> None:
         shards = self.shards
-        groups: list[list[Piece]] = [[] for _ in self.optimizer.param_groups]
+        groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
         for piece in chain.from_iterable(shards.in_bucket[number] for number in numbers):
-            groups[shards.group_of[piece.tensor_index]].append(piece)
-        for group, pieces in zip(self.optimizer.param_groups, groups, strict=True):
-            group["params"] = [piece.parameter for piece in pieces]
-            if NAMES in group:
-                group[NAMES] = [shards.names[piece.tensor_index] for piece in pieces]
+            groups[shards.group_of[piece.tensor_index]].append(piece.parameter)
+        for group, tensors in zip(self.optimizer.param_groups, groups, strict=True):
+            put_into(group, tensors, shards.names)
 
     def _set_params_aside(self) -> None:
-        keys = ("params", NAMES)
-        self._params = [
-            {key: group[key] for key in keys if key in group}
-            for group in self.optimizer.param_groups
-        ]
-
-    def _carry_attributes(self) -> None:
-        """Gives each piece the attributes that other code has put on its parameter.
-
-        A tensor with an element for each element of the parameter is cut, and copied.
-        """
-        for piece in self.pieces:
-            parameter = self.shards.parameters[piece.tensor_index]
-            for key, value in vars(parameter).items():
-                setattr(piece.parameter, key, cut_state(key, value, parameter, piece))
+        groups = self.optimizer.param_groups
+        self._params = [{key: one[key] for key in ("params", NAMES) if key in one} for one in groups]
 
     def _swap(self) -> None:
-        self._carry_attributes()
+        carry_attributes(self.pieces, self.shards.parameters)
         self._set_params_aside()
         self._state, self.optimizer.state = self.optimizer.state, self.shards.state
 

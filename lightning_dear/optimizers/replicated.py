@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.optimizers.masters import AdoptedState, drop_masters
-from lightning_dear.optimizers.pieces import NAMES, SteppedPieces, names_of
+from lightning_dear.optimizers.pieces import SteppedPieces, names_of, put_into
 from lightning_dear.optimizers.sharded import closure_skipped, inner_step
 from lightning_dear.torch_modes import plain_mode
 
@@ -121,8 +121,7 @@ class ReplicatedOptimizer(SteppedPieces):
         self._set_params_aside()
         names = names_of(self.optimizer)
         for group in self.optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) in managed]
-            _name(group, names)
+            put_into(group, [p for p in group["params"] if id(p) in managed], names)
 
     @override
     def restore(self) -> None:
@@ -216,15 +215,10 @@ class DeferredStep:
             parameters: Index of a parameter group -> the parameters of the group to step now.
         """
         twin: Any = object.__new__(self._kind)
-        twin.__dict__.update(self._attributes)
-        twin.__dict__.update(
-            param_groups=[
-                {**_copied(options), "params": list(parameters.get(number, ()))}
-                for number, options in enumerate(self._options)
-            ],
-        )
-        for group in twin.param_groups:
-            _name(group, self._names)
+        groups = [_copied(options) for options in self._options]
+        vars(twin).update(self._attributes, param_groups=groups)
+        for number, group in enumerate(groups):
+            put_into(group, [*parameters.get(number, ())], self._names)
         stepped = chain.from_iterable(parameters.values())
         newer = [(one, new) for one in stepped if (new := self._newer_attributes(one))]
         for one, new in newer:
@@ -240,12 +234,6 @@ class DeferredStep:
         before = self._carried.get(id(parameter), {})
         own = vars(parameter).items()
         return {key: value for key, value in own if before.get(key, before) is not value}
-
-
-def _name(group: dict[str, Any], names: Mapping[int, str]) -> None:
-    """Makes a group's names those of its present parameters. Does nothing without names."""
-    if NAMES in group:
-        group[NAMES] = [names.get(id(one), "") for one in group["params"]]
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:

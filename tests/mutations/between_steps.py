@@ -52,16 +52,16 @@ BETWEEN_STEPS = [
     ),
     Mutation(
         "pieces carry the attributes of their parameters",
-        "SteppedPieces._carry_attributes",
-        "                setattr(piece.parameter, key, cut_state(key, value, parameter, piece))\n",
-        "                pass\n",
+        "carry_attributes",
+        "            setattr(piece.parameter, key, cut_state(key, value, parameter, piece))\n",
+        "            pass\n",
         (f"{CARRIED}::test_it_is_found_as_under_torch",),
     ),
     Mutation(
         "pieces have the names of their parameters",
-        "SteppedPieces._put",
-        "            if NAMES in group:\n",
-        "            if False:\n",
+        "put_into",
+        "    if NAMES in group:\n",
+        "    if False:\n",
         (f"{CARRIED}::test_it_is_found_as_under_torch",),
     ),
     Mutation(
