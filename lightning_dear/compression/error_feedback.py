@@ -67,35 +67,25 @@ class Memory:
         rate: Weight of the newest error in "residual", which is a moving average of errors, in
             (0, 1]. The stored residual is rate x the error that is still to be sent. 1 means plain
             feedback: the residual is the error itself.
-        momentum: Factor by which kept momentum decays in each step, in [0, 1). Used by subclasses
-            that keep momentum.
-        decay: Factor by which "residual" decays in each step, in [0, 1]. 1 means that it does not.
-            Used by `Residual`.
+        decay: Factor by which the first of `names` decays in each step, in [0, 1]: "residual", or
+            momentum in subclasses that keep momentum. 1 means that it does not.
 
     Attributes:
         names: Names of the kept tensors, such as "residual". Empty means that nothing is kept.
         rate: Same as the argument.
-        momentum: Same as the argument.
         decay: Same as the argument.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(
-        self,
-        numel: int,
-        device: torch.device,
-        rate: float = 1.0,
-        momentum: float = 0.0,
-        decay: float = 1.0,
-    ) -> None:
+    def __init__(self, numel: int, device: torch.device, rate: float = 1, decay: float = 1) -> None:
         # Two tensors for each name: encoding writes the pending one, so that the kept one is
         # unchanged if the step is left out.
         zeros = partial(torch.zeros, numel, dtype=torch.float32, device=device)
         self._kept = {name: zeros() for name in self.names}
         self._pending = {name: zeros() for name in self.names}
         self._has_pending = False
-        self.rate, self.momentum, self.decay = rate, momentum, decay
+        self.rate, self.decay = rate, decay
 
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
         """Turns gradients into the values to encode, in place, such as by adding the residual.

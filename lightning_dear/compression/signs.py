@@ -217,7 +217,7 @@ class Signum(SignSGD):
 
     @override
     def worker_memory(self, numel: int, device: torch.device) -> Memory:
-        return RunningMean(numel, device, momentum=self.momentum)
+        return RunningMean(numel, device, decay=self.momentum)
 
 
 class RunningMean(Memory):
@@ -232,11 +232,11 @@ class RunningMean(Memory):
     def compensate(self, rows: Tensor, scale: Tensor | None) -> None:
         # m decays once a step: in the first round (see `_now`). Later rounds of the step only add
         # their gradients to it.
-        decay = 1.0 if self._has_pending else self.momentum
+        decay = 1.0 if self._has_pending else self.decay
         before, mean = self._latest("running_mean", rows), self._next("running_mean", rows)
         torch.mul(before, decay, out=mean)
         gradients = rows if scale is None else rows.div_(scale)
-        rows.copy_(mean.add_(gradients, alpha=1 - self.momentum))
+        rows.copy_(mean.add_(gradients, alpha=1 - self.decay))
         if scale is not None:
             rows.mul_(scale)
         self._has_pending = True

@@ -144,7 +144,7 @@ class DGC(TopK):
 
     @override
     def worker_memory(self, numel: int, device: torch.device) -> Memory:
-        return Velocity(numel, device, momentum=self.momentum)
+        return Velocity(numel, device, decay=self.momentum)
 
 
 class Velocity(Memory):
@@ -163,7 +163,7 @@ class Velocity(Memory):
         waiting = self._next("residual", rows)
         gradients = rows if scale is None else rows.div_(scale)
         if is_first:
-            torch.mul(self._latest("momentum", rows), self.momentum, out=momentum)
+            torch.mul(self._latest("momentum", rows), self.decay, out=momentum)
             torch.add(self._latest("residual", rows), momentum, out=waiting)
         # u decays once a step: in the first round (see `_now`). Later rounds of the step only add
         # their gradients to u and v.

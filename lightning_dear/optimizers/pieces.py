@@ -334,8 +334,7 @@ class SteppedPieces(ABC):
     @property
     def gradients(self) -> list[Tensor]:
         """The gradients of all pieces that have one."""
-        gradients = (piece.parameter.grad for piece in self.pieces)
-        return [gradient for gradient in gradients if gradient is not None]
+        return [one.parameter.grad for one in self.pieces if one.parameter.grad is not None]
 
     @contextmanager
     def on_shards(self, *extra: Tensor) -> Iterator[None]:
@@ -359,7 +358,7 @@ class SteppedPieces(ABC):
 
     def _set_params_aside(self) -> None:
         groups = self.optimizer.param_groups
-        self._params = [{key: one[key] for key in ("params", NAMES) if key in one} for one in groups]
+        self._params = [{k: one[k] for k in ("params", NAMES) if k in one} for one in groups]
 
     def _swap(self) -> None:
         carry_attributes(self.pieces, self.shards.parameters)
@@ -410,11 +409,10 @@ class SteppedPieces(ABC):
 
     def drop_removed(self) -> None:
         """Drops the state in shards that other code has removed from `optimizer.state`."""
-        removed = self.outside.removed
-        for piece in self.pieces if removed else ():
-            if self.shards.parameters[piece.tensor_index] in removed:
-                self.shards.state.pop(piece.parameter, None)
-        for key in removed - set(self.shards.parameters):
+        removed, parameters = self.outside.removed, self.shards.parameters
+        pieces = self.pieces if removed else ()
+        gone = [one.parameter for one in pieces if parameters[one.tensor_index] in removed]
+        for key in (*gone, *removed):
             self.shards.state.pop(key, None)
         removed.clear()
 

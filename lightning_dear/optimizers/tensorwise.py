@@ -11,7 +11,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from inspect import signature
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import Parameter, UninitializedParameter
 from torch.optim import Optimizer
 
-from lightning_dear.bucket import LOW_PRECISION
+from lightning_dear.bucket import LOW_PRECISION, Piece
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers.pieces import NAMES, names_of
+from lightning_dear.optimizers.pieces import NAMES, carry_attributes, names_of, put_into
 from lightning_dear.optimizers.replicated import DeferredStep
 from lightning_dear.optimizers.sharded import inner_step
 from lightning_dear.planning.plan import ALIGNMENT
@@ -67,15 +67,23 @@ def why_not_tensorwise(optimizer: Optimizer) -> str | None:
 
     Returns:
         Sentences for the user, with what to use instead. None means that the optimizer is one of
-        `_KNOWN`, or that a trial found no difference.
+        `_KNOWN`, or that a trial found no difference, and that no parameter has 16 bits.
     """
-    why = None if type(optimizer) in _KNOWN else find_difference(optimizer, on_parts=False)
-    return why and (
-        "strategy='dear' with gather='gradients' steps each tensor when its gradient has"
-        f" arrived, and {type(optimizer).__name__} does not allow that: {why}. Use an optimizer"
-        f" that treats every tensor on its own ({_names(_KNOWN)}, or one that passes the same"
-        " test), or strategy='ddp'."
-    )
+    if type(optimizer) not in _KNOWN and (why := find_difference(optimizer, on_parts=False)):
+        return (
+            "strategy='dear' with gather='gradients' steps each tensor when its gradient has"
+            f" arrived, and {type(optimizer).__name__} does not allow that: {why}. Use an optimizer"
+            f" that treats every tensor on its own ({_names(_KNOWN)}, or one that passes the same"
+            " test), or strategy='ddp'."
+        )
+    dtypes = {one.dtype for group in optimizer.param_groups for one in group["params"]}
+    if narrow := sorted(str(dtype) for dtype in dtypes if dtype in LOW_PRECISION):
+        return (
+            f"gather='gradients' steps {', '.join(narrow)} parameters without fp32 masters,"
+            " so that small updates are rounded away. Use a mixed precision, or gather='parameters'"
+            " where the optimizer and the compressor allow it: it steps fp32 masters."
+        )
+    return None
 
 
 def _strange_parameters(optimizer: Optimizer) -> list[str]:
@@ -136,28 +144,15 @@ def why_not_steppable(optimizer: Optimizer, options: ExchangeOptions) -> str | N
             " several times. Use strategy='ddp', or an optimizer whose step needs none."
         )
     if options.is_of_gradients:
-        return _why_not_whole(optimizer)
+        return why_not_tensorwise(optimizer)
     why = why_not_elementwise(optimizer)
-    if why is not None and (other := _why_not_whole(optimizer)) is not None:
+    if why is not None and (other := why_not_tensorwise(optimizer)) is not None:
         return f"{_without_remedy(why)} And gather='gradients' is no way out: {other}"
     return why
 
 
 def _without_remedy(why: str) -> str:
     return why.partition(" Use ")[0]
-
-
-def _why_not_whole(optimizer: Optimizer) -> str | None:
-    why = why_not_tensorwise(optimizer)
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    narrow = {str(p.dtype) for p in parameters if p.dtype in LOW_PRECISION}
-    if why is None and narrow:
-        return (
-            f"gather='gradients' steps {', '.join(sorted(narrow))} parameters without fp32 masters,"
-            " so that small updates are rounded away. Use a mixed precision, or gather='parameters'"
-            " where the optimizer and the compressor allow it: it steps fp32 masters."
-        )
-    return why
 
 
 def choose_options(
@@ -232,11 +227,9 @@ class TriedOptions:
         Raises:
             RuntimeError: If the optimizer cannot be stepped in this way with the new option.
         """
-        new = set() if self._is_known else self._find() - self._set
-        if not new:
-            return
+        new = self._find() - self._set
         self._set |= new
-        if why := why_not_steppable(self._optimizer, self._options):
+        if new and (why := why_not_steppable(self._optimizer, self._options)):
             number, key = min(new)
             raise RuntimeError(
                 f"{key} of parameter group {number} is {self._optimizer.param_groups[number][key]}"
@@ -306,8 +299,8 @@ def find_difference(optimizer: Optimizer, *, on_parts: bool) -> str | None:
                 if (shape := other.first_difference(whole)) is not None:
                     way = "cut in two" if on_parts else "stepped by itself"
                     return f"a tensor of shape {tuple(shape)} gets other values if it is {way}"
-            values = (_new_tensor(one.tensor.shape, device) for one in whole.pieces)
-            if all(map(torch.equal, (one.tensor for one in whole.pieces), values)):
+            values = (_new_tensor(one.shape, device) for one in whole.wholes)
+            if all(map(torch.equal, whole.wholes, values)):
                 # If no step changes anything, equal values prove nothing.
                 raise ValueError("it changes no tensor")
             return None
@@ -338,22 +331,6 @@ def _kinds(optimizer: Optimizer, *, tries_all: bool) -> list[_Kind]:
     return list(kinds.values())
 
 
-class _TriedPart(NamedTuple):
-    """A small tensor, or a part of it, that a twin steps.
-
-    Attributes:
-        place: Index of the twin's group that the tensor belongs to.
-        number: Index of the whole tensor in the trial.
-        where: Range of the whole tensor's elements, flat.
-        tensor: The tensor that is stepped: 1-D for a part, otherwise in its shape.
-    """
-
-    place: int
-    number: int
-    where: slice
-    tensor: Tensor
-
-
 class _Trial:
     """A twin of an optimizer that steps small tensors in one of three ways.
 
@@ -364,31 +341,29 @@ class _Trial:
             no gradient, as in `ReplicatedOptimizer`. "parts": one half of a tensor at a time, as in
             `ShardedOptimizer`.
         kinds: Parameters to try, as `_kinds` returns them.
+
+    Attributes:
+        twin: The twin, with one group for each kind.
+        wholes: The small tensors, in the same order in all trials of these kinds.
+        pieces: What is stepped: the small tensors, or 1-D halves of them. `bucket` of a piece is
+            the index of its group.
     """
 
     def __init__(
         self, optimizer: Optimizer, device: torch.device, way: str, kinds: Sequence[_Kind]
     ) -> None:
-        self._way, self.pieces = way, list[_TriedPart]()
-        self._kinds = kinds
-        tried = [
-            (place, shape)
-            for place, kind in enumerate(kinds)
-            for shape in _SHAPES
-            if shape in kind.shapes
-        ]
-        self._shapes = [shape for _, shape in tried]
-        for number, (place, shape) in enumerate(tried):
-            tensor = _new_tensor(shape, device)
-            cut = -(-tensor.numel() // (2 * ALIGNMENT)) * ALIGNMENT
-            for where in (slice(0, cut), slice(cut, None)) if way == "parts" else ():
-                part = tensor.view(-1)[where]
-                self.pieces += [_TriedPart(place, number, where, part)] if part.numel() else []
-            if way != "parts":
-                self.pieces.append(_TriedPart(place, number, slice(None), Parameter(tensor)))
-        places = [kind.place for kind in kinds]
-        self.twin = _new_twin(optimizer, places, self.pieces[0].tensor)
-        self._carry_attributes()
+        self._way, self.wholes, self.pieces = way, list[Parameter](), list[Piece]()
+        for place, kind in enumerate(kinds):
+            for shape in filter(kind.shapes.__contains__, _SHAPES):
+                whole = _like(kind.example, shape, device)
+                middle = -(-whole.numel() // (2 * ALIGNMENT)) * ALIGNMENT
+                ends = {0, min(middle, whole.numel()), whole.numel()}
+                for start, stop in pairwise(sorted(ends) if way == "parts" else (0, max(ends))):
+                    own = whole.detach().view(-1)[start:stop] if way == "parts" else whole
+                    self.pieces.append(Piece(len(self.wholes), start, stop, place, 0, own, None))
+                self.wholes.append(whole)
+        self._names = {id(one.parameter): kinds[one.bucket].name for one in self.pieces}
+        self.twin = _new_twin(optimizer, [kind.place for kind in kinds], self.wholes[0])
         self._put(self.pieces)
 
     def step(self, number: int) -> None:
@@ -397,33 +372,22 @@ class _Trial:
         if self._way == "late":
             inner_step(self.twin)
         self._set_gradients(number)
-        if self._way == "parts":
-            self._carry_attributes()
-        if self._way == "whole":
+        if self._way == "late":
+            for one in reversed(self.pieces):
+                deferred.run({one.bucket: [one.parameter]})
+        elif self._way == "parts":
+            carry_attributes(self.pieces, self.wholes)
+            for one in self.pieces:
+                self._put([one])
+                inner_step(self.twin)
+        else:
             inner_step(self.twin)
-        for one in self.pieces if self._way == "parts" else ():
-            self._put([one])
-            inner_step(self.twin)
-        for one in reversed(self.pieces) if self._way == "late" else ():
-            deferred.run({one.place: [one.tensor]})
         for one in self.pieces:
-            one.tensor.grad = None
+            one.parameter.grad = None
 
-    def _put(self, pieces: Sequence[_TriedPart]) -> None:
+    def _put(self, pieces: Sequence[Piece]) -> None:
         for place, group in enumerate(self.twin.param_groups):
-            group["params"] = [one.tensor for one in pieces if one.place == place]
-            if NAMES in group:
-                group[NAMES] = [self._kinds[place].name] * len(group["params"])
-
-    def _carry_attributes(self) -> None:
-        """Gives each tensor the attributes of its kind, as `SteppedPieces` does for pieces."""
-        for one in self.pieces:
-            example, shape = self._kinds[one.place].example, self._shapes[one.number]
-            for key, value in vars(example).items():
-                if isinstance(value, Tensor) and value.shape == example.shape:
-                    whole = _new_tensor(shape, one.tensor.device).to(value.dtype)
-                    value = whole.view(-1)[one.where].view(one.tensor.shape)
-                setattr(one.tensor, key, value)
+            put_into(group, [one.parameter for one in pieces if one.bucket == place], self._names)
 
     def _set_gradients(self, number: int) -> None:
         most = max(map(math.prod, _SHAPES))
@@ -434,8 +398,8 @@ class _Trial:
             # The beginning is 0 and the rest is not, as it may be in the gradient of an embedding.
             row[:ALIGNMENT] = 0
         for one in self.pieces:
-            own = row[one.where][: one.tensor.numel()].view(one.tensor.shape)
-            one.tensor.grad = own.to(one.tensor.device, copy=True)
+            own = row[one.start : one.stop].view(one.parameter.shape)
+            one.parameter.grad = own.to(one.parameter.device, copy=True)
 
     def first_difference(self, whole: "_Trial") -> torch.Size | None:
         """Returns the shape of the first tensor whose values or state differ from `whole`'s.
@@ -444,17 +408,27 @@ class _Trial:
         and no number is not compared.
         """
         for one in self.pieces:
-            tensor = whole.pieces[one.number].tensor
-            own = {"": one.tensor, **self.twin.state.get(one.tensor, {})}
+            tensor = whole.wholes[one.tensor_index]
+            own = {"": one.parameter, **self.twin.state.get(one.parameter, {})}
             for key, value in {"": tensor, **whole.twin.state.get(tensor, {})}.items():
                 if not isinstance(value, Tensor | int | float):
                     continue
                 wanted, found = torch.as_tensor(value), torch.as_tensor(own[key])
                 if wanted.shape == tensor.shape:
-                    wanted = wanted.reshape(-1)[one.where].view(found.shape)
+                    wanted = wanted.reshape(-1)[one.start : one.stop].view(found.shape)
                 if not torch.allclose(found, wanted, 0, 0, equal_nan=True):
                     return tensor.shape
         return None
+
+
+def _like(example: Tensor, shape: Sequence[int], device: torch.device) -> Parameter:
+    """Returns a small parameter with the attributes of `example`."""
+    made = Parameter(_new_tensor(shape, device))
+    for key, value in vars(example).items():
+        if isinstance(value, Tensor) and value.shape == example.shape:
+            value = _new_tensor(shape, device).to(value.dtype)
+        setattr(made, key, value)
+    return made
 
 
 def _new_tensor(shape: Sequence[int], device: torch.device) -> Tensor:

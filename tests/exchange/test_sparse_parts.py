@@ -193,7 +193,7 @@ def test_what_travels_as_it_is_keeps_its_precision() -> None:
 def test_what_was_not_sent_has_not_arrived() -> None:
     """A static message ends with zeros from place 0, whatever comes of that place."""
     for is_made in (False, True):
-        worker = UnsentVelocity(4, torch.device("cpu"), momentum=0.9)
+        worker = UnsentVelocity(4, torch.device("cpu"), decay=0.9)
         waiting = worker.accumulate(torch.tensor([1.0, 2.0, 3.0, 4.0]), None)
         waiting[[0, 2]] = 0.0
         if is_made:

@@ -18,8 +18,8 @@ BETWEEN_STEPS = [
     Mutation(
         "removed entries of optimizer.state are dropped from shards",
         "SteppedPieces.drop_removed",
-        "                self.shards.state.pop(piece.parameter, None)\n",
-        "                pass\n",
+        "(*gone, *removed)",
+        "removed",
         (f"{BETWEEN}::test_what_is_reset_or_written_counts",),
     ),
     Mutation(
@@ -81,8 +81,8 @@ BETWEEN_STEPS = [
     Mutation(
         "an option that is set later is tried",
         "TriedOptions.check",
-        "        if not new:\n",
-        "        if True:\n",
+        "        if new and ",
+        "        if None and ",
         (f"{CARRIED}::test_an_option_that_is_set_later_is_tried_then",),
     ),
 ]

@@ -45,8 +45,8 @@ CODECS = [
     Mutation(
         "one pass through momentum in several rounds",
         "RunningMean.compensate",
-        "        decay = 1.0 if self._has_pending else self.momentum\n",
-        "        decay = self.momentum\n",
+        "        decay = 1.0 if self._has_pending else self.decay\n",
+        "        decay = self.decay\n",
         (f"{MEMORY}::test_two_rounds_of_a_step_count_once",),
     ),
     Mutation(

@@ -152,8 +152,8 @@ GATHERING = [
     Mutation(
         "trying whether tensors can be stepped one by one",
         "why_not_tensorwise",
-        "    return why and (\n",
-        "    return None and (\n",
+        "type(optimizer) not in _KNOWN and ",
+        "None and ",
         (f"{TENSORWISE}::test_what_couples_tensors_is_refused",),
     ),
 ]

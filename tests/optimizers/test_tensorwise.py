@@ -83,8 +83,9 @@ def test_each_tensor_on_its_own_is_accepted_and_left_as_it_was(kind: Any) -> Non
 def test_a_stranger_with_a_small_rate_passes_within_a_short_default_dtype() -> None:
     """Its updates would be rounded away."""
     stranger = type("Mine", (torch.optim.SGD,), {})
+    parameters = nn.Linear(3, 3).parameters()
     with default_dtype(torch.bfloat16):
-        assert why_not_tensorwise(stranger(nn.Linear(3, 3).parameters(), lr=1e-6)) is None
+        assert why_not_tensorwise(stranger(parameters, lr=1e-6)) is None
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ class UnsentVelocity(Unsent):
             # A later round of a step adds to u, which has decayed in the first round.
             momentum.add_(unscaled)
             return super().accumulate(unscaled, None)
-        torch.add(unscaled, self._latest("momentum", unscaled), alpha=self.momentum, out=momentum)
+        torch.add(unscaled, self._latest("momentum", unscaled), alpha=self.decay, out=momentum)
         return super().accumulate(momentum, None)
 
     @override
@@ -215,5 +215,5 @@ def new_unsent(compressor: SparseAllReduce, numel: int, device: torch.device) ->
     if not compressor.has_feedback:
         return Forgotten(numel, device)
     if isinstance(compressor, OkTopk) and compressor.momentum:
-        return UnsentVelocity(numel, device, momentum=compressor.momentum)
+        return UnsentVelocity(numel, device, decay=compressor.momentum)
     return Unsent(numel, device)
