@@ -4,8 +4,8 @@ import gc
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +22,7 @@ from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.step_state import StepState
 from lightning_dear.engine.training import REFUSALS
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
+from lightning_dear.strategy.base import meanwhile
 
 _PART = "_lightning_dear_part"
 """Name of the attribute in which an optimizer that was set up has its `OptimizerPipeline`."""
@@ -103,14 +104,9 @@ class DearModule(Module):
                 " torch.compile(model), or fabric.setup(..., _reapply_compile=False)."
             )
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """A context whose backwards accumulate gradients locally and send nothing."""
-        before, self.is_sync_blocked = self.is_sync_blocked, True
-        try:
-            yield
-        finally:
-            self.is_sync_blocked = before
+        return meanwhile(self, is_sync_blocked=True)
 
     def trains(self, optimizer: Optimizer) -> bool:
         """Tells whether `optimizer` trains this module."""

@@ -35,7 +35,7 @@ from lightning_dear.fabric import module as modules
 from lightning_dear.fabric.module import DearModule
 from lightning_dear.planning import FusionPlanner, resolve_fusion
 from lightning_dear.strategy import refusals
-from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy
+from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy, meanwhile
 from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
 from lightning_dear.strategy.connections import connect_scaler, unwrapped
 
@@ -103,12 +103,8 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         self._setups: list[weakref.ref[DearModule]] = []
         self._num_optimizers, self._is_saving = 0, False
         host = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision
-        super().__init__(
-            *host,
-            process_group_backend=process_group_backend,
-            timeout=timeout or NO_TIMEOUT,
-            start_method=start_method,
-        )
+        start = {name: given[name] for name in ("process_group_backend", "start_method")}
+        super().__init__(*host, timeout=timeout or NO_TIMEOUT, **start)
         private_names.FABRIC_BACKWARD_SYNC.replace_in(self, _DearBackwardSyncControl())
 
     # --- setting up -------------------------------------------------------------------------
@@ -182,15 +178,16 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         refusals.check_module_states(module)
         collectives = self._new_collectives()
         others = [one.pipeline for one in self._trained if one.module is not module]
-        own = [part.plans.number for other in others for part in other.parts]
+        here = [part.plans.number for other in others for part in other.parts]
         # Numbers of all ranks, because another rank may still have a model that this rank has
         # deleted.
-        taken = set(chain(*collectives.all_gather_object(own)))
+        taken = set(chain(*collectives.all_gather_object(here)))
         self._options.check(collectives, len(optimizers) + len(taken))
         number = self._next_number(len(optimizers), taken)
         before = self._end_training_of(module)
         modules.check_apart(module, self._trained)
-        pipeline = self._new_pipeline(module, optimizers, collectives, number, bool(taken))
+        own = {"first_number": number, "shares_groups": bool(taken)}
+        pipeline = self._new_pipeline(module, optimizers, collectives, **own)
         for one in [*others, pipeline] if taken else []:
             one.hold_back()
         _sync(module, self.world_size)
@@ -353,11 +350,8 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         if any(isinstance(one, (DearModule, Optimizer)) for one in state.values()):
             state = dict(state)
             stamp(state)
-        self._is_saving = True
-        try:
+        with meanwhile(self, _is_saving=True):
             super().save_checkpoint(path, state, *args, **kwargs)
-        finally:
-            self._is_saving = False
 
     @override
     def load_checkpoint(
@@ -374,13 +368,10 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
                 then. Also if an optimizer's state belongs to another optimizer class. Other entries
                 may have been loaded by then.
         """
-        plain = self.checkpoint_io
-        self.checkpoint_io = checking = _CheckingIO(plain)
+        checking = _CheckingIO(self.checkpoint_io)
         checking.checks_digests = self._checks_digests
-        try:
+        with meanwhile(self, checkpoint_io=checking):
             rest = super().load_checkpoint(path, state, *args, **kwargs)
-        finally:
-            self.checkpoint_io = plain
         if state:
             rest.pop(CHECKPOINT_KEY, None)
         return rest

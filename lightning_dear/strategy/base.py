@@ -39,6 +39,19 @@ NO_TIMEOUT = timedelta(minutes=30)
 """Timeout of collectives if `timeout` is None: torch's default on gloo. On NCCL torch's is 10."""
 
 
+@contextmanager
+def meanwhile(owner: object, **values: Any) -> Generator[None, None, None]:
+    """A context in which attributes of `owner` have other values. Former ones are put back."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
 class PipelineStrategy(ABC):
     """Trains modules through pipelines of the engine.
 
@@ -69,7 +82,7 @@ class PipelineStrategy(ABC):
             schedule.check(codec)
         groups = () if schedule is None else schedule.groups
         self._gather: str | None = given["gather"]
-        self._broadcast_buffers, self._audit = given["broadcast_buffers"], given["audit"]
+        self._of_engine = {name: given[name] for name in ("broadcast_buffers", "audit")}
         self._gradients_in_hooks = given.get("gradients_in_hooks", True)
         self._checks_digests = given["check_digests"]
         self._hops: int | None = given["hops"]
@@ -130,32 +143,18 @@ class PipelineStrategy(ABC):
         )
 
     def _new_pipeline(
-        self,
-        module: Module,
-        optimizers: Sequence[Optimizer],
-        collectives: Collectives,
-        first_number: int = 0,
-        shares_groups: bool = False,
+        self, module: Module, optimizers: Sequence[Optimizer], collectives: Collectives, **own: Any
     ) -> Pipeline:
         """Returns a pipeline with this strategy's options. Collective. Blocks.
 
         Rank 0 tells the user if the choice of what is gathered costs memory, if numbers wait long,
-        and how much is sent between hosts with several ranks. The arguments are `Pipeline`'s.
+        and how much is sent between hosts with several ranks. The arguments are `Pipeline`'s, with
+        `own` for those that differ from one pipeline of a strategy to the next.
         """
         refusals.say_what_is_gathered(self._gather, self._options)
         refusals.say_what_waits(self._options, optimizers, collectives.world.size)
-        pipeline = Pipeline(
-            module,
-            optimizers,
-            collectives,
-            self._fusion,
-            broadcast_buffers=self._broadcast_buffers,
-            audit=self._audit,
-            first_number=first_number,
-            shares_groups=shares_groups,
-            options=self._options,
-            or_else=self._or_else,
-        )
+        own |= {**self._of_engine, "options": self._options, "or_else": self._or_else}
+        pipeline = Pipeline(module, optimizers, collectives, self._fusion, **own)
         for part in pipeline.parts:
             part.shows_in_hooks = self._gradients_in_hooks
         if pipeline.remark is not None:

@@ -6,8 +6,8 @@ The methods stand in the order of a fit. `engine/pipeline.py` describes what the
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from lightning_dear.compression import Compressor, NoCompression
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.strategy import connections, failure_watch, refusals
-from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy
+from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy, meanwhile
 from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
 from lightning_dear.strategy.connections import StopRequest, unwrapped
 from lightning_dear.strategy.failures import FailureBoard, is_consequence
@@ -140,12 +140,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._pipeline: Pipeline | None = None
         self._connected: Sequence[LightningOptimizer] = ()
         host = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
-        super().__init__(
-            *host,
-            process_group_backend=process_group_backend,
-            timeout=timeout or NO_TIMEOUT,
-            start_method=start_method,
-        )
+        start = {name: given[name] for name in ("process_group_backend", "start_method")}
+        super().__init__(*host, timeout=timeout or NO_TIMEOUT, **start)
 
     # --- before training ------------------------------------------------------------------------
 
@@ -297,21 +293,13 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         self._check_optimizers()
-        self._is_stepping = True
-        try:
+        with meanwhile(self, _is_stepping=True):
             return super().optimizer_step(*args, **kwargs)
-        finally:
-            self._is_stepping = False
 
-    @contextmanager
     @override
-    def block_backward_sync(self) -> Generator[None, None, None]:
+    def block_backward_sync(self) -> Any:
         """A context whose backwards accumulate gradients locally and send nothing."""
-        before, self._is_sync_blocked = self._is_sync_blocked, True
-        try:
-            yield
-        finally:
-            self._is_sync_blocked = before
+        return meanwhile(self, _is_sync_blocked=True)
 
     @override
     def on_validation_start(self) -> None:
@@ -484,8 +472,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             raise RuntimeError("Nothing is being trained. Call the strategy's methods in a fit.")
         return self._pipeline
 
-    @contextmanager
-    def last_backward(self, *optimizers: Optimizer) -> Generator[None, None, None]:
+    def last_backward(self, *optimizers: Optimizer) -> AbstractContextManager[None]:
         """A context for the last backward before `step()`. For manual optimization only.
 
         Its gradients are sent while it runs, and otherwise in `step()`: more might follow.
@@ -493,8 +480,4 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         Args:
             *optimizers: Optimizers that step next. None given means all.
         """
-        before, self._last_of = self._last_of, [unwrapped(one) for one in optimizers]
-        try:
-            yield
-        finally:
-            self._last_of = before
+        return meanwhile(self, _last_of=[unwrapped(one) for one in optimizers])
