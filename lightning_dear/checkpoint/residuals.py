@@ -96,15 +96,9 @@ class Residuals:
 
         Where both have an entry, the entry of `self` is used.
         """
-        return Residuals(
-            {
-                kind: {**other.kept.get(kind, {}), **self.kept.get(kind, {})}
-                for kind in {**other.kept, **self.kept}
-            },
-            {**other.rates, **self.rates},
-            {**other.counts, **self.counts},
-            other.seed if self.seed is None else self.seed,
-        )
+        kinds, seed = other.kept | self.kept, other.seed if self.seed is None else self.seed
+        kept = {kind: other.kept.get(kind, {}) | self.kept.get(kind, {}) for kind in kinds}
+        return Residuals(kept, other.rates | self.rates, other.counts | self.counts, seed)
 
 
 class RowLayout(NamedTuple):
@@ -221,16 +215,12 @@ def unpacked(
 
     kept: dict[ResidualKind, dict[Tensor, Tensor]] = {}
     for name, saved in state["worker"].items():
-        kept["worker", name] = {
-            one: copied(one, own(all_own)) for one, all_own in by_parameter(saved)
-        }
+        kept["worker", name] = {one: copied(one, own(every)) for one, every in by_parameter(saved)}
     for name, saved in state["owner"].items():
         kept["owner", name] = {one: copied(one, values) for one, values in by_parameter(saved)}
     # `get`, because earlier versions have saved no factors, rates, seed and steering.
-    kept[FACTORS] = {
-        one: factor.to(one.device, copy=True)
-        for one, factor in by_parameter(state.get("factors", {}))
-    }
+    factors = by_parameter(state.get("factors", {}))
+    kept[FACTORS] = {one: factor.to(one.device, copy=True) for one, factor in factors}
     kept[STEERING] = {
         one: saved[rows.world.rank].to(one.device, copy=True)
         for one, saved in by_parameter(state.get("steering", {}))

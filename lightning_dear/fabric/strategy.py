@@ -301,9 +301,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         return mean.clip_by_norm(float(max_norm), float(norm_type))
 
     @override
-    def clip_gradients_value(
-        self, module: Module, optimizer: Optimizer, clip_val: float | int
-    ) -> None:
+    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
         """Clips each element of the mean gradient to [-clip_val, clip_val]. Collective. Blocks.
 
         If there is a GradScaler, the gradient is unscaled first.

@@ -219,21 +219,19 @@ class DeferredStep:
         vars(twin).update(self._attributes, param_groups=groups)
         for number, group in enumerate(groups):
             put_into(group, [*parameters.get(number, ())], self._names)
-        stepped = chain.from_iterable(parameters.values())
-        newer = [(one, new) for one in stepped if (new := self._newer_attributes(one))]
-        for one, new in newer:
-            for key in new:
-                delattr(one, key)
-            vars(one).update(self._carried.get(id(one), {}))
+        newer = [(one, self._hide_newer(one)) for one in chain.from_iterable(parameters.values())]
         inner_step(twin)
         for one, new in newer:
             vars(one).update(new)
 
-    def _newer_attributes(self, parameter: Tensor) -> dict[str, Any]:
-        """Returns attributes that were put on a parameter later, which the step must not see."""
-        before = self._carried.get(id(parameter), {})
-        own = vars(parameter).items()
-        return {key: value for key, value in own if before.get(key, before) is not value}
+    def _hide_newer(self, parameter: Tensor) -> dict[str, Any]:
+        """Returns attributes that were put on a parameter later, and removes them for the step."""
+        own, before = vars(parameter), self._carried.get(id(parameter), {})
+        new = {key: value for key, value in own.items() if before.get(key, before) is not value}
+        for key in new:
+            del own[key]
+        own.update(before if new else {})
+        return new
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:

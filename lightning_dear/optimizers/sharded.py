@@ -66,8 +66,7 @@ def is_nested(optimizer: Optimizer) -> bool:
 
 @cache
 def _has_several_steps(kind: type[Optimizer]) -> bool:
-    own = [one for one in kind.__mro__ if one is not Optimizer and "step" in vars(one)]
-    return len(own) > 1
+    return sum(one is not Optimizer and "step" in vars(one) for one in kind.__mro__) > 1
 
 
 def warn_of_zeros(optimizer: Optimizer) -> None:

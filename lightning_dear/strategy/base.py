@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -286,8 +286,7 @@ class PipelineStrategy(ABC):
         """
         return self._part(optimizer).mean.norm(norm_type)
 
-    @contextmanager
-    def whole_gradients(self, optimizer: Optimizer | None = None) -> Generator[None, None, None]:
+    def whole_gradients(self, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """A context in which `.grad` holds the whole mean gradient of each used parameter.
 
         Collective. Blocks at its beginning and end. For code between backward and step that reads
@@ -297,11 +296,9 @@ class PipelineStrategy(ABC):
         Args:
             optimizer: Optimizer of the parameters. None means the only optimizer.
         """
-        with self._part(optimizer).mean.exposed():
-            yield
+        return self._part(optimizer).mean.exposed()
 
-    @contextmanager
-    def on_shards(self, optimizer: Optimizer | None = None) -> Generator[None, None, None]:
+    def on_shards(self, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """A context for code that reads or writes the optimizer's state between steps.
 
         In the block the optimizer's parameter groups hold this rank's pieces of the parameters, as
@@ -318,8 +315,7 @@ class PipelineStrategy(ABC):
         Args:
             optimizer: Optimizer of the parameters. None means the only optimizer.
         """
-        with self._part(optimizer).on_shards():
-            yield
+        return self._part(optimizer).on_shards()
 
     def _part(self, optimizer: Optimizer | None) -> OptimizerPipeline:
         pipeline = self.pipeline_of(optimizer)

@@ -66,7 +66,7 @@ BETWEEN_STEPS = [
     ),
     Mutation(
         "a late step sees the attributes of its time",
-        "DeferredStep._newer_attributes",
+        "DeferredStep._hide_newer",
         "if before.get(key, before) is not value",
         "if False",
         (f"{CARRIED}::test_it_is_found_as_under_torch",),

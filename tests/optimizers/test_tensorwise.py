@@ -105,7 +105,7 @@ def test_what_couples_tensors_is_refused(kind: Any, why: str) -> None:
     ("options", "message"),
     [
         ({"gather": "weights"}, "valid names: parameters, gradients"),
-        ({"decouple": False}, "set gather='gradients' with it"),
+        ({"decouple": False}, "Pass gather='gradients' with it"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: Any, message: str) -> None:
