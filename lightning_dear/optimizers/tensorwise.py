@@ -27,12 +27,13 @@ from lightning_dear.optimizers.sharded import inner_step
 from lightning_dear.planning.plan import ALIGNMENT
 
 _NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
+_OTHERS = (
+    "adafactor distributedshampoo galoreadamw lamb lars lbfgs muon novograd prodigy shampoo soap"
+    " sparseadam"
+)
 
 ELEMENTWISE = frozenset[type[Optimizer]](getattr(torch.optim, name) for name in _NAMES.split())
-_WHOLE_TENSOR = frozenset(
-    "adafactor distributedshampoo galoreadamw lamb lars lbfgs muon novograd prodigy shampoo soap"
-    " sparseadam".split()
-)
+_WHOLE_TENSOR = frozenset(_OTHERS.split())
 _KNOWN = ELEMENTWISE | {
     getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
 }
@@ -256,11 +257,13 @@ class _Kind(NamedTuple):
     Attributes:
         place: Index of the parameter group of the first of them.
         example: The first of them.
+        name: Its name in the group, or "".
         shapes: Shapes to try.
     """
 
     place: int
     example: Tensor
+    name: str
     shapes: set[tuple[int, ...]]
 
 
@@ -312,11 +315,12 @@ def _kinds(optimizer: Optimizer, *, tries_all: bool) -> list[_Kind]:
             dimensions as a parameter of the kind: some optimizers accept only matrices.
     """
     kinds: dict[str, _Kind] = {}
+    names = names_of(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         options = repr({key: value for key, value in group.items() if key not in _VARYING})
         for one in group["params"]:
             carried = sorted((key, type(value).__name__) for key, value in vars(one).items())
-            new = _Kind(index, one, set())
+            new = _Kind(index, one, names.get(id(one), ""), set())
             if len(kinds) < _MAX_KINDS:
                 kinds.setdefault(f"{options} {carried}", new)
             own = kinds.get(f"{options} {carried}", new)
@@ -355,9 +359,7 @@ class _Trial:
                     own = whole.detach().view(-1)[start:stop] if way == "parts" else whole
                     self.pieces.append(Piece(len(self.wholes), start, stop, place, 0, own, None))
                 self.wholes.append(whole)
-        known, examples = names_of(optimizer), [kind.example for kind in kinds]
-        owners = ((one.parameter, examples[one.bucket]) for one in self.pieces)
-        self._names = {id(one): known.get(id(owner), "") for one, owner in owners}
+        self._names = {id(one.parameter): kinds[one.bucket].name for one in self.pieces}
         self.twin = _new_twin(optimizer, [kind.place for kind in kinds], self.wholes[0])
         self._put(self.pieces)
 

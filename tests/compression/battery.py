@@ -248,9 +248,8 @@ def _check_feedback(codec: Codec, numel: int = 16, num_steps: int = 256) -> None
         memory.commit()
     left = memory.kept["residual"].view_as(gradients).double() / memory.rate
     largest = gradients.abs().amax(1, keepdim=True)
-    off = (
-        arrived + faded + left - num_steps * gradients.double()
-    ).abs() > 1e-4 * num_steps * largest
+    missing = num_steps * gradients.double() - arrived - faded - left
+    off = missing.abs() > 1e-4 * num_steps * largest
     assert not off.any(), (
         f"{codec.name}: what has arrived and the residual do not add up to the gradients. decode"
         " must make the same numbers of the same bytes, with the same generator, whenever it is"
