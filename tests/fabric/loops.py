@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -52,6 +53,22 @@ def writes_buffers(run: Run) -> None:
         for buffer in model.buffers():
             if buffer.is_floating_point():
                 buffer.mul_(0.5 + 0.1 * run.fabric.global_rank)
+
+
+def uses_state(run: Run) -> None:
+    """Resets the optimizer's state in between, and scales the rest of it where it may be read."""
+    strategy = run.fabric.strategy
+    on_shards = getattr(strategy, "on_shards", lambda _: nullcontext())
+    for step, _, optimizer in _train(run, "mlp"):
+        if step == 2:
+            optimizer.state.clear()
+        if step == 3:
+            optimizer.state.pop(optimizer.param_groups[0]["params"][0], None)
+        if step > 3:
+            with on_shards(optimizer):
+                for own in list(optimizer.state.values()):
+                    for key in own.keys() & {"exp_avg", "momentum_buffer"}:
+                        own[key].mul_(0.5)
 
 
 def gpt(run: Run) -> None:

@@ -67,6 +67,7 @@ ROWS = {
     "plain": Row(loops.mlp, ALL),
     "buffers": Row(loops.conv, ALL),
     "buffers written between steps": Row(loops.writes_buffers, ALL),
+    "optimizer state reset and changed": Row(loops.uses_state, ALL),
     "shared weight": Row(loops.gpt, ALL),
     "accumulation": Row(loops.accumulates, ALL),
     "clipping by norm": Row(loops.clips_norm, ALL, distance=NORM_ORDER),

@@ -174,7 +174,8 @@ class Habit(Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Each rank writes a buffer; all reset some of the optimizer's state."""
-        if pl_module.job.habit == "buffers":
+        # In manual optimization DDP leaves each rank its own buffers, and ours are rank 0's.
+        if pl_module.job.habit == "buffers" and pl_module.automatic_optimization:
             pl_module.center.mul_(0.5).add_(0.1 * trainer.global_rank + 0.01)
         if pl_module.job.habit == "state" and batch_idx % 3 == 1:
             for optimizer in trainer.optimizers:

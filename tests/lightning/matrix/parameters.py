@@ -280,7 +280,11 @@ FEATURES = (
         data="conv",
         remark="follow rank 0 at the end of a step, not with the next forward",
     ),
-    row(name="a buffer written between steps", net=_Weighted),
+    row(
+        name="a buffer written between steps",
+        net=_Weighted,
+        remark="in manual optimisation, too; DDP leaves each rank its own values there",
+    ),
     row(name="a buffer written between steps by rank 0 alone", net=_WeightedByRank0),
     row(
         name="a buffer written between steps by rank 1 alone",
