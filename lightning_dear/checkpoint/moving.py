@@ -99,14 +99,11 @@ def move(items: Sequence[Item], collectives: Collectives, meeting: torch.device)
         collectives: Collectives that send the messages.
         meeting: Device of the messages that are sent. Elements on another device are copied to it.
     """
-    extents: Extents = [
-        (
-            item.dtype.itemsize,
-            [(chunk.start, chunk.start + chunk.values.numel()) for chunk in item.have],
-            [(wanted.start, wanted.stop) for wanted in item.want],
-        )
-        for item in items
-    ]
+    extents: Extents = []
+    for item in items:
+        have = [(chunk.start, chunk.start + chunk.values.numel()) for chunk in item.have]
+        want = [(wanted.start, wanted.stop) for wanted in item.want]
+        extents.append((item.dtype.itemsize, have, want))
     done = 0
     for batch in _batches(_transfers(collectives.all_gather_object(extents))):
         _send_batch(batch, items, collectives, meeting)
@@ -167,10 +164,7 @@ def _batches(transfers: Iterable[_Transfer]) -> Iterator[list[_Transfer]]:
 
 
 def _send_batch(
-    batch: Sequence[_Transfer],
-    items: Sequence[Item],
-    collectives: Collectives,
-    meeting: torch.device,
+    batch: list[_Transfer], items: Sequence[Item], collectives: Collectives, meeting: torch.device
 ) -> None:
     """Makes the transfers of one batch. Collective. Blocks.
 

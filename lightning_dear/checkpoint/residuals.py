@@ -124,10 +124,7 @@ ResidualChunk = tuple[ResidualKind, Tensor, Chunk]
 
 
 def sharded(
-    parts: Iterable[ResidualChunk],
-    whole: Residuals,
-    number_of: Mapping[Tensor, int],
-    rows: RowLayout,
+    parts: Iterable[ResidualChunk], whole: Residuals, numbers: Mapping[Tensor, int], rows: RowLayout
 ) -> tuple[dict[str, Any], list[tuple[Tensor, list[Chunk]]]]:
     """Converts residuals to a state dict's entry with stand-ins, and chunks for them. Local.
 
@@ -136,7 +133,7 @@ def sharded(
             parameters.
         whole: Residuals of whole parameters outside buckets. Also counts, rates, factors, steering
             and seed of all.
-        number_of: Parameter -> its index in the optimizer's state dict.
+        numbers: Parameter -> its index in the optimizer's state dict.
         rows: Which rows of the residuals are this rank's.
 
     Returns:
@@ -158,7 +155,7 @@ def sharded(
         all_own.append(Chunk(before + chunk.start, chunk.values))
     state: dict[str, Any] = {"worker": {}, "owner": {}, "factors": {}}
     state["counts"], state["seed"] = dict(whole.counts), whole.seed
-    state["rates"] = {number_of[one]: rate for one, rate in whole.rates.items()}
+    state["rates"] = {numbers[one]: rate for one, rate in whole.rates.items()}
     state["steering"] = {}
     stand_ins: list[tuple[Tensor, list[Chunk]]] = []
     for kind, of_kind in chunks.items():
@@ -168,7 +165,7 @@ def sharded(
             values = own[0].values
             layout = _layout(kind, parameter, values, rows)
             stand_in = torch.empty_strided(*layout, dtype=values.dtype, device="meta")
-            place[number_of[parameter]] = stand_in
+            place[numbers[parameter]] = stand_in
             stand_ins.append((stand_in, own))
     return state, stand_ins
 

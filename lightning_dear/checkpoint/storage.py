@@ -207,10 +207,7 @@ def write_tensors(
 
 
 def read_tensors(
-    folder: Path,
-    stand_ins: Mapping[str, Tensor],
-    places: list[FilePlace],
-    check_digests: bool = True,
+    folder: Path, stand_ins: Mapping[str, Tensor], places: list[FilePlace], check_digests: bool
 ) -> dict[str, Tensor]:
     """Reads whole tensors from a folder: name -> tensor on the CPU. Local.
 

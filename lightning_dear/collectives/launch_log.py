@@ -164,11 +164,8 @@ class LaunchLog:
         order.
         """
         with self._lock:
-            last = [(one, count) for _, one, count in self._last]
-        return [
-            (str(one.launch), count, one.owner if one.launch.has_tag else _ALL)
-            for one, count in last
-        ]
+            last = [(kind.launch, count, kind.owner) for _, kind, count in self._last]
+        return [(str(one), count, own if one.has_tag else _ALL) for one, count, own in last]
 
 
 def difference(reports: Sequence[Report], *, matches_by_tag: bool) -> str | None:

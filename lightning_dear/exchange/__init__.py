@@ -8,11 +8,7 @@ from lightning_dear.exchange.coded import CodedExchange
 from lightning_dear.exchange.compressed_bucket import NO_SEED, CompressedBucket
 from lightning_dear.exchange.low_rank import LowRankExchange
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.exchange.sparse.exchange import (
-    SparseExchange,
-    TreeExchange,
-    WholeSparseExchange,
-)
+from lightning_dear.exchange.sparse import exchange as sparse
 
 
 def new_exchange(
@@ -32,8 +28,8 @@ def new_exchange(
     if isinstance(compressor, Codec):
         return CodedExchange(traffic, options, codecs)
     if isinstance(compressor, SparseAllReduce):
-        whole = TreeExchange if compressor.is_tree else WholeSparseExchange
-        kind = whole if compressor.all_reduces else SparseExchange
+        whole = sparse.TreeExchange if compressor.is_tree else sparse.WholeSparseExchange
+        kind = whole if compressor.all_reduces else sparse.SparseExchange
         return kind(traffic, compressor)
     assert isinstance(compressor, PowerSGD)
     return LowRankExchange(traffic, compressor)

@@ -219,11 +219,8 @@ class CompressedBucket(ABC):
             keeps: True adds the means of unused parameters, in the range `own`, to the residuals of
                 `worker`, and makes these means 0. False leaves both as they are.
         """
-        self._unused = tuple(
-            slice(piece.offset, piece.offset + piece.numel)
-            for piece in self.spec.slices
-            if not used[piece.tensor]
-        )
+        unused = [piece for piece in self.spec.slices if not used[piece.tensor]]
+        self._unused = tuple(slice(one.offset, one.offset + one.numel) for one in unused)
         own, own_unused = self.own, []
         for part in self._unused:
             begin, end = max(part.start, own.start), min(part.stop, own.stop)

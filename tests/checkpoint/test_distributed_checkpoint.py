@@ -570,7 +570,7 @@ def test_elements_that_nobody_wrote_are_not_made_up(tmp_path: Path) -> None:
     longer = {"value": torch.empty(6000, device="meta")}
     skeleton = torch.load(tmp_path / "saved" / distributed_checkpoint.SKELETON_FILE)
     with pytest.raises(ValueError, match="holds 5000 of the 6000 elements of 'value'"):
-        checkpoint_storage.read_tensors(tmp_path / "saved", longer, skeleton["places"])
+        checkpoint_storage.read_tensors(tmp_path / "saved", longer, skeleton["places"], True)
 
 
 def test_an_unknown_format_is_refused_by_name(tmp_path: Path) -> None:
