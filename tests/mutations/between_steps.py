@@ -52,9 +52,9 @@ BETWEEN_STEPS = [
     ),
     Mutation(
         "pieces carry the attributes of their parameters",
-        "carry_attributes",
-        "            setattr(piece.parameter, key, cut_state(key, value, parameter, piece))\n",
-        "            pass\n",
+        "SteppedPieces._swap",
+        "        carry_attributes(self.pieces, self.shards.parameters)\n",
+        "",
         (f"{CARRIED}::test_it_is_found_as_under_torch",),
     ),
     Mutation(
