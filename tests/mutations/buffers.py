@@ -9,6 +9,7 @@ FORMER = "tests/engine/test_former_memory.py"
 FIRST = f"{WRITTEN}::test_a_write_after_the_first_step_is_asked_for"
 LATER = f"{WRITTEN}::test_a_later_first_write_warns_by_name_and_is_watched"
 NONE = f"{WRITTEN}::test_without_writes_there_is_one_question_and_no_other_message"
+CUT = f"{FORMER}::test_a_parameter_of_several_buckets_is_copied_once_all_have_arrived"
 FOLLOWS = f"{FORMER}::test_shared_memory_follows_every_step_and_comes_back"
 
 BUFFERS = [
@@ -85,7 +86,7 @@ BUFFERS = [
     Mutation(
         "copying buckets that no gather brings to shared memory",
         "ParameterGatherer.close_gates",
-        "        self._copy_to_shared(self._shared.keys() - self.pending.keys())\n",
+        "        self._copy_to_shared(range(len(self._buffers.buckets)))\n",
         "",
         (FOLLOWS,),
     ),
@@ -97,11 +98,11 @@ BUFFERS = [
         (FOLLOWS,),
     ),
     Mutation(
-        "cutting only gapless shared memory",
-        "_slices_of_shared",
-        "            if to.stride() == values.stride():\n",
-        "            if True:\n",
-        (FOLLOWS,),
+        "copying no parameter to shared memory of which a part is on its way",
+        "ParameterGatherer._copy_to_shared",
+        "            if is_new and self.pending.keys().isdisjoint(one.buckets):\n",
+        "            if is_new:\n",
+        (CUT,),
     ),
     Mutation(
         "looking for aliases a second time, after the first forward",
