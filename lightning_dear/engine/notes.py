@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from statistics import fmean, median
+from struct import iter_unpack, pack
 from typing import Any, Protocol
 
 import torch
@@ -37,8 +38,8 @@ class Note(Protocol):
     def num_bytes(self) -> int:
         """Number of bytes, the same on all ranks and in all rounds. 0 means that none are sent."""
 
-    def say(self, device: torch.device) -> Tensor:
-        """Returns this rank's bytes for this round: [num_bytes] uint8 on `device`."""
+    def say(self) -> bytes:
+        """Returns this rank's bytes for this round, `num_bytes` of them."""
 
     def hear(self, maxima: Sequence[int], *, is_of_round_before: bool) -> None:
         """Receives the maximum over ranks of each byte, equal on all ranks. May raise.
@@ -73,15 +74,10 @@ class Signal:
         self.ask: Callable[[], int] = int
         self.heard: int | None = None
         self.on_heard: Callable[[int], object] = int
-        # The number that `say` last sent, and its byte.
-        self._said: tuple[int, Tensor] | None = None
 
-    def say(self, device: torch.device) -> Tensor:
+    def say(self) -> bytes:
         """Returns what `ask` returns; see `Note`."""
-        number = self.ask()
-        if self._said is None or self._said[0] != number:
-            self._said = number, torch.full((1,), number, dtype=torch.uint8, device=device)
-        return self._said[1]
+        return bytes([self.ask()])
 
     def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
         """Stores the maximum in `heard`, and calls `on_heard` unless it is 0; see `Note`."""
@@ -117,10 +113,13 @@ class Notes:
         Args:
             room: Overwritten, [num_bytes] uint8.
         """
-        parts = torch.split(room, [note.num_bytes for note in self._notes])
-        for note, part in zip(self._notes, parts, strict=True):
-            if note.num_bytes:
-                part.copy_(note.say(room.device))
+        said = b"".join(note.say() for note in self._notes if note.num_bytes)
+        words = iter_unpack("q", said + bytes(-len(said) % 8))
+        # Written as integers, since `torch.full` does not block the host. To copy bytes to a device
+        # would.
+        parts = [torch.full((1,), word, device=room.device) for (word,) in words]
+        if parts:
+            room.copy_(torch.cat(parts).view(torch.uint8)[: len(said)])
 
     def hear(self, room: Tensor, collectives: Collectives) -> None:
         """Gives each note the maximum over ranks of its bytes.
@@ -148,6 +147,10 @@ class Notes:
 # --- numbers that must be equal on all ranks ----------------------------------------------------
 
 
+_LARGEST = (1 << 64) - 1
+"""The largest number of a digest."""
+
+
 class Digest(ABC):
     """A `Note` that compares a number of 64 bits between ranks, and raises if ranks differ.
 
@@ -163,8 +166,6 @@ class Digest(ABC):
 
     def __init__(self, collectives: Callable[[], Collectives]) -> None:
         self._collectives = collectives
-        # The number that `say` last sent, and its bytes.
-        self._said: tuple[int, Tensor] | None = None
 
     @abstractmethod
     def value(self) -> int:
@@ -184,16 +185,10 @@ class Digest(ABC):
         """Number of bytes of the note. 0 if there is no other rank."""
         return self.NUM_BYTES if self._collectives().world.size > 1 else 0
 
-    def say(self, device: torch.device) -> Tensor:
-        """Returns the number and its complement: [num_bytes] uint8 on `device`."""
+    def say(self) -> bytes:
+        """Returns the number and its complement; see `Note`."""
         value = self.value()
-        if self._said is None or self._said[0] != value:
-            signed = value - (value >> 63 << 64)
-            # Written as integers, since `torch.full` does not block the host. To copy bytes to a
-            # device would.
-            both = [torch.full((1,), one, device=device) for one in (signed, ~signed)]
-            self._said = value, torch.cat(both).view(torch.uint8)
-        return self._said[1]
+        return pack("QQ", value, _LARGEST - value)
 
     def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
         """Calls `explain` if ranks have sent different numbers; see `Note`."""
@@ -295,7 +290,7 @@ class RingTrial:
         limit_s = 1.5 * median(steps_s)
         return fmean(step_s for step_s in steps_s if step_s <= limit_s)
 
-    def say(self, device: torch.device) -> Tensor:
+    def say(self) -> bytes:
         """Returns 1 if this rank wants to send to all ranks at once, or 0; see `Note`."""
         statistics, now_s = self._instruments.statistics, time.monotonic()
         waited_s = 0.0 if statistics is None else statistics.exposed_s
@@ -303,7 +298,7 @@ class RingTrial:
         self._began_s = now_s
         step_s = self._mean_step_s()
         is_refused = median(one for _, one in self._steps) < step_s / 2 or step_s > self._limit_s
-        return torch.full((1,), is_refused, dtype=torch.uint8, device=device)
+        return bytes([is_refused])
 
     def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
         """Begins or ends a trial at the end of a window; see `Note`."""

@@ -103,8 +103,8 @@ LAUNCHES = [
     Mutation(
         "the complement in a digest",
         "Digest.say",
-        "(signed, ~signed)",
-        "(signed, signed)",
+        "_LARGEST - value",
+        "value",
         (f"{LOG}::test_a_digest_explains_if_and_only_if_numbers_differ",),
     ),
     Mutation(
