@@ -101,7 +101,7 @@ class MeanGradient:
             says = active.collector.collect_rest()
             active.round.launch_all()
             if sends_buffers:
-                self.training.launch_buffers()
+                self.training.buffers.launch()
             is_late = active.round.finish(says)
             active.collector.begin()
         active.exchange.note_used(active.round.used, keeps=True)

@@ -87,9 +87,8 @@ class PlanLifecycle:
         shared = SharedOptions(present, stepper.optimizer, number, written)
         ring = RingTrial(training.instruments, present, number)
         self.hooks_signal = Signal()
-        signals = training.signal, training.unheld.signal, self.hooks_signal
-        notes = shared, LaunchDigest(present, number), *signals, ring, training.broadcast
-        self._notes = Notes([note for note in notes if note is not None])
+        told = training.signal, training.unheld.signal, training.buffers.signal, self.hooks_signal
+        self._notes = Notes([shared, LaunchDigest(present, number), *told, ring])
         self.loss_scale: LossScale = lambda: None
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
         self.number, self._stepper = number, stepper

@@ -349,7 +349,7 @@ class OptimizerPipeline:
         self._tried.note()
         self.num_steps += 1
         self.timer.step_ends()
-        self._training.finish_buffers()
+        self._training.buffers.finish()
         self._instruments.finish_step()
         if self._training.is_in_forward:
             # Manual optimisation: this forward goes on, and may read parameters outside modules.

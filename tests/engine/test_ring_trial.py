@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.compression import Bf16
@@ -121,7 +120,7 @@ def test_to_change_between_both_ways_changes_no_bit(what: str, late: bool, world
     in_ring = PairwiseCollectives._gather_in_ring
     with (
         mock.patch.object(PairwiseCollectives, "can_use_rings", True),
-        mock.patch.object(RingTrial, "say", return_value=torch.ones(1, dtype=torch.uint8)),
+        mock.patch.object(RingTrial, "say", return_value=b"\x01"),
         mock.patch.object(RingTrial, "hear", _change),
         mock.patch.object(
             PairwiseCollectives, "_gather_in_ring", autospec=True, side_effect=in_ring

@@ -47,8 +47,8 @@ UNHELD = [
     Mutation(
         "asking no more for gradients of no optimizer",
         "UnheldGradients.average",
-        "self._patience - 1",
-        "self._patience",
+        "self.patience - 1",
+        "self.patience",
         (f"{TESTS}::{LATE}",),
     ),
     Mutation(
