@@ -290,20 +290,20 @@ def allocate(
     by_family, homes = _by_family_and_tensor(plan)
     buckets: dict[int, Bucket] = {}
     placements: dict[int, Placement] = {}
+    former = [one.data if is_in_shared_memory(one) else None for one in parameters]
     for numbers in by_family.values():
         like = parameters[plan.buckets[numbers[0]].slices[0].tensor]
         sizes = (plan.buckets[number].padded_numel for number in numbers)
         *offsets, numel = accumulate(sizes, initial=0)
         flat = torch.zeros(numel, dtype=like.dtype, device=like.device)
         begins = dict(zip(numbers, offsets, strict=True))
-        former = {n: p.data for n, p in enumerate(parameters) if is_in_shared_memory(p)}
         starts = _move_data(plan, begins, parameters, flat)
         # After `_move_data`, which frees the parameters' old memory: as much as is allocated here.
         has_gradients = keeps_gradients or flat.dtype in LOW_PRECISION
         gradients = torch.zeros_like(flat) if has_gradients else flat.new_empty(0)
         for tensor, start in starts.items():
-            where = start, homes[tensor], former.get(tensor)
-            placements[tensor] = _place(parameters[tensor], gradients, *where)
+            what = parameters[tensor], former[tensor], gradients
+            placements[tensor] = _place(*what, start, homes[tensor])
         for number, offset in begins.items():
             spec, role = plan.buckets[number], role_of(number, flat.dtype)
             part = slice(offset, offset + spec.padded_numel)
@@ -388,7 +388,7 @@ def _move_data(
 
 
 def _place(
-    parameter: Parameter, gradients: Tensor, start: int, homes: list[int], former: Tensor | None
+    parameter: Parameter, former: Tensor | None, gradients: Tensor, start: int, homes: list[int]
 ) -> Placement:
     view, gradient = parameter.data, None
     if gradients.numel():

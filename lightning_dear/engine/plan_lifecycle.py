@@ -184,18 +184,11 @@ class PlanLifecycle:
         for_gradients = partial(waiting, "reduce_scatter")
         names, order = self.trained.names, plan.reduce_order
         bucket_round = BucketRound(flat, order, exchange, names, self._notes, for_gradients)
-        collector = GradientCollector(
-            flat, names, recording.expected, plan, bucket_round, collectives
-        )
-        whole = WholeGradients(flat, bucket_round, exchange, for_gradients)
-        gatherer = ParameterGatherer(
-            training.module,
-            flat,
-            exchange,
-            recording.ungated,
-            partial(waiting, "all_gather"),
-            self._on_arrival if options.is_of_gradients else None,
-        )
+        collector = GradientCollector(flat, recording.expected, bucket_round)
+        whole = WholeGradients(flat, bucket_round)
+        where = training.module, flat, exchange, recording.ungated
+        on_arrival = self._on_arrival if options.is_of_gradients else None
+        gatherer = ParameterGatherer(*where, partial(waiting, "all_gather"), on_arrival)
         return ActivePlan(plan, flat, collector, bucket_round, whole, gatherer, exchange)
 
     def follow_parameters(self) -> None:

@@ -17,6 +17,8 @@ from lightning_dear import private_names
 from lightning_dear.collectives.launch_log import UNHELD_TAG
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.collectives.world import World
+from lightning_dear.engine.bucket_round import of_any_rank
+from lightning_dear.engine.gradient_collector import sparse_gradient
 from lightning_dear.engine.module_tree import ModuleTree, aliased_names
 from lightning_dear.engine.notes import Signal
 from lightning_dear.engine.trained_parameters import parameters_of, unheld_parameters
@@ -217,9 +219,7 @@ class BufferBroadcast:
         asks, self.asks = asks or self.asks, False
         written = () if self._is_due else self._names(buffers)
         if asks:
-            says = torch.full((1,), bool(written), device=self._collectives.flags_device).byte()
-            self._collectives.launch_max(says).wait()
-            self._is_watched = bool(says)
+            (self._is_watched,) = of_any_rank([bool(written)], self._collectives)
         elif written:
             self._written = written
         return self._is_watched
@@ -392,27 +392,16 @@ class UnheldGradients:
             RuntimeError: If a gradient is sparse.
         """
         self.is_due = False
-        own = self._own()
-        flags = torch.tensor(own, dtype=torch.uint8, device=self._collectives.flags_device)
-        self._collectives.launch_max(flags).wait()
-        # If all flags of this rank are set they are the maxima, and the host waits for no device.
-        used = own if all(own) else flags.tolist()
+        used = of_any_rank(self._own(), self._collectives)
         self.patience = math.inf if any(used) else self.patience - 1
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for (name, one), is_used in zip(self._named, used, strict=True):
             if is_used:
                 one.grad = torch.zeros_like(one) if one.grad is None else one.grad
-                _check_dense(name, one.grad)
+                if one.grad.is_sparse:
+                    raise sparse_gradient(name)
                 by_dtype.setdefault(one.dtype, []).append(one.grad)
         for gradients in by_dtype.values():
             flat = flat_of(gradients).mul_(1 / self._collectives.world.size)
             self._collectives.launch_all_reduce(flat, UNHELD_TAG).wait()
             copy_flat(flat, gradients)
-
-
-def _check_dense(name: str, gradient: Tensor) -> None:
-    if gradient.is_sparse:
-        raise RuntimeError(
-            f"'{name}' has a sparse gradient, which strategy='dear' does not reduce. Use"
-            " sparse=False in its embedding, or freeze it."
-        )

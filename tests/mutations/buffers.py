@@ -30,8 +30,8 @@ BUFFERS = [
     Mutation(
         "taking another rank's written buffers into account",
         "BufferBroadcast._is_needed",
-        "            self._collectives.launch_max(says).wait()\n",
-        "",
+        "of_any_rank([bool(written)], self._collectives)",
+        "[bool(written)]",
         row("a buffer written between steps by rank 0 alone"),
     ),
     Mutation(
