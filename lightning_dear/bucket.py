@@ -302,8 +302,11 @@ def allocate(
         has_gradients = keeps_gradients or flat.dtype in LOW_PRECISION
         gradients = torch.zeros_like(flat) if has_gradients else flat.new_empty(0)
         for tensor, start in starts.items():
-            what = parameters[tensor], former[tensor], gradients
-            placements[tensor] = _place(*what, start, homes[tensor])
+            view, buckets_of = parameters[tensor].data, tuple(homes[tensor])
+            where = view.size(), view.stride(), start
+            gradient = gradients.as_strided(*where) if has_gradients else None
+            what = parameters[tensor], view, gradient, buckets_of, view.data_ptr(), former[tensor]
+            placements[tensor] = Placement(*what)
         for number, offset in begins.items():
             spec, role = plan.buckets[number], role_of(number, flat.dtype)
             part = slice(offset, offset + spec.padded_numel)
@@ -385,15 +388,6 @@ def _move_data(
         view.copy_(parameter.data)
         parameter.data = view
     return starts
-
-
-def _place(
-    parameter: Parameter, former: Tensor | None, gradients: Tensor, start: int, homes: list[int]
-) -> Placement:
-    view, gradient = parameter.data, None
-    if gradients.numel():
-        gradient = gradients.as_strided(view.size(), view.stride(), start)
-    return Placement(parameter, view, gradient, tuple(homes), view.data_ptr(), former)
 
 
 @dataclass(frozen=True, eq=False)

@@ -180,12 +180,10 @@ class MeanGradient:
         """Called before other code reads or writes gathered gradients' whole state. May block."""
         self.plans.complete_parameters("optimizer state")
         if reads and self.training.uses_buckets and self.progress.state in _HAS_OWN_GRADIENTS:
-            kind = type(self.stepper.optimizer).__name__
             raise RuntimeError(
-                f"The state of this {kind} was read while gradients of this rank are not averaged"
-                " yet. Read it after step(). Or put the code that reads it into `with"
-                " strategy.on_shards(optimizer):`, on all ranks, where .grad is the mean over"
-                " ranks."
+                f"The state of this {type(self.stepper.optimizer).__name__} was read while"
+                " gradients of this rank are not averaged yet. Read it after step(), or on all"
+                " ranks in `with strategy.on_shards(optimizer):`, where .grad is the mean."
             )
 
     @contextmanager
@@ -195,20 +193,17 @@ class MeanGradient:
         With gathered gradients these are whole parameters. If there is no gradient, none is
         reduced. Collective, blocks. See `PipelineStrategy.on_shards`.
         """
+        is_whole = self.training.options.is_of_gradients
         has_gradient = self.progress.state is not StepState.EMPTY
-        if self.training.options.is_of_gradients:
-            with self.exposed() if has_gradient else nullcontext():
-                yield
-            return
-        with self.on_shards(mutates=True) if has_gradient else nullcontext():
-            active = self.plans.active
+        means = self.exposed() if is_whole else self.on_shards(mutates=True)
+        with means if has_gradient else nullcontext():
+            active = None if is_whole else self.plans.active
             with nullcontext() if active is None else self.stepper.on_shards():
                 yield
         if active is not None:
             # The block may have written to the weights of this rank's pieces.
             self.stepper.note_written()
             active.gatherer.begin_step()
-            active.gatherer.expect()
             for bucket in active.flat.buckets:
                 active.gatherer.launch(bucket.number)
             active.gatherer.close_gates()

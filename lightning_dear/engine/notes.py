@@ -10,6 +10,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from statistics import fmean, median
@@ -23,6 +24,7 @@ from typing_extensions import override
 
 from lightning_dear.collectives.launch_log import Report, difference, hash_of
 from lightning_dear.collectives.work import Collectives
+from lightning_dear.optimizers.pieces import SteppedPieces
 from lightning_dear.telemetry.statistics import Instruments
 
 
@@ -52,6 +54,7 @@ class Note(Protocol):
         """
 
 
+@dataclass(eq=False)
 class Signal:
     """Note of one byte: a number from which all ranks take the maximum in each round.
 
@@ -68,12 +71,10 @@ class Signal:
     """
 
     num_bytes = 1
-
-    def __init__(self) -> None:
-        # `int()` returns 0.
-        self.ask: Callable[[], int] = int
-        self.heard: int | None = None
-        self.on_heard: Callable[[int], object] = int
+    # `int()` returns 0.
+    ask: Callable[[], int] = int
+    on_heard: Callable[[int], object] = int
+    heard: int | None = None
 
     def say(self) -> bytes:
         """Returns what `ask` returns; see `Note`."""
@@ -114,12 +115,11 @@ class Notes:
             room: Overwritten, [num_bytes] uint8.
         """
         said = b"".join(note.say() for note in self._notes if note.num_bytes)
-        words = iter_unpack("q", said + bytes(-len(said) % 8))
+        words = iter_unpack("q", said + bytes(8 - len(said) % 8))
         # Written as integers, since `torch.full` does not block the host. To copy bytes to a device
         # would.
         parts = [torch.full((1,), word, device=room.device) for (word,) in words]
-        if parts:
-            room.copy_(torch.cat(parts).view(torch.uint8)[: len(said)])
+        room.copy_(torch.cat(parts).view(torch.uint8)[: len(said)])
 
     def hear(self, room: Tensor, collectives: Collectives) -> None:
         """Gives each note the maximum over ranks of its bytes.
@@ -383,20 +383,15 @@ class SharedOptions(Digest):
 
     Args:
         collectives: Returns the present collectives.
-        optimizer: The optimizer whose parameter groups are compared.
+        stepper: Has `written`, and the optimizer whose parameter groups are compared.
         number: Optimizer number, for messages.
-        written: Returns `SteppedPieces.written`, or "" if nothing is to be compared.
     """
 
     def __init__(
-        self,
-        collectives: Callable[[], Collectives],
-        optimizer: Optimizer,
-        number: int,
-        written: Callable[[], str] = str,
+        self, collectives: Callable[[], Collectives], stepper: SteppedPieces, number: int
     ) -> None:
         super().__init__(collectives)
-        self._optimizer, self._number, self._written = optimizer, number, written
+        self._stepper, self._number = stepper, number
         # Options that `value` has hashed in the present round, and in the round before.
         self._options: OptionValues = {}
         self._before: OptionValues = {}
@@ -415,7 +410,8 @@ class SharedOptions(Digest):
         return self._hash
 
     def _values(self) -> OptionValues:
-        return {**options_of(self._optimizer), (0, "optimizer.state"): self._written()}
+        written = {(0, "optimizer.state"): self._stepper.written}
+        return {**options_of(self._stepper.optimizer), **written}
 
     def _have_changed(self) -> bool:
         """Whether the options have changed since `value` has hashed them.
@@ -424,10 +420,10 @@ class SharedOptions(Digest):
         (`options_of`) if an object was replaced, or if any option is a tensor or a tuple, such as
         Adam's betas: a tensor, also one in a tuple, may have been written to.
         """
-        groups = self._optimizer.param_groups
+        groups = self._stepper.optimizer.param_groups
         keys = chain.from_iterable(groups)
         values = chain.from_iterable(group.values() for group in groups)
-        before, self._seen = self._seen, [*keys, *values, self._written()]
+        before, self._seen = self._seen, [*keys, *values, self._stepper.written]
         is_same = len(before) == len(self._seen) and all(map(is_, before, self._seen))
         if is_same and not any(isinstance(one, Tensor | tuple) for one in self._seen):
             return False
@@ -435,6 +431,8 @@ class SharedOptions(Digest):
 
     @override
     def explain(self, *, is_of_round_before: bool) -> None:
-        what = f"step with different options: {type(self._optimizer).__name__} {self._number}"
+        what = (
+            f"step with different options: {type(self._stepper.optimizer).__name__} {self._number}"
+        )
         options = self._before if is_of_round_before else self._options
         check_options(what, self._collectives().all_gather_object(options))

@@ -442,12 +442,10 @@ class OptimizerPipeline:
             other.prepare_state()
         self.plans.inherit([other.plans for other in own])
 
-    @contextmanager
-    def on_shards(self) -> Iterator[None]:
+    def on_shards(self) -> AbstractContextManager[None]:
         """See `PipelineStrategy.on_shards`. Collective, blocks at the beginning and at the end."""
         self.prepare_state("on_shards")
-        with self.mean.for_other_code():
-            yield
+        return self.mean.for_other_code()
 
     def sync_replicas(self) -> None:
         """See `ActivePlan.sync_replicas`. Without a plan it does nothing. Collective, blocks."""

@@ -264,7 +264,16 @@ def check_layout(
             options differ between ranks. Says what is wrong and what to change.
     """
     options, problem, remark = choose_options(unknown, options, or_else)
-    problem = problem or _first_problem(module, optimizers, unknown, collectives, options)
+    # Frozen ones, too: a compressor's group may name parameters that are trained later.
+    named = [(name, one.ndim) for name, one in module.named_parameters()]
+    problems = (
+        problem,
+        *(_local_problem(module, one, options) for one in unknown),
+        *(why_untrainable(module, one, collectives.world.size) for one in unknown),
+        _shared_problem(optimizers),
+        unused_group(options.groups, named),
+    )
+    problem = next(filter(None, problems), None)
     described = [
         (name, f"{what}, {type(optimizer).__name__} {number}")
         for number, optimizer in enumerate(optimizers)
@@ -282,29 +291,6 @@ def check_layout(
         what = f"set up different optimizers: {type(optimizer).__name__} {number}"
         check_options(what, [report.settings[number] for report in reports])
     return options, remark
-
-
-def _first_problem(
-    module: Module,
-    optimizers: Sequence[Optimizer],
-    unknown: Sequence[Optimizer],
-    collectives: Collectives,
-    options: ExchangeOptions,
-) -> str | None:
-    """First reason why this rank cannot train like this, for the user. None means that it can.
-
-    Local. The arguments are those of `check_layout`.
-    """
-    # All parameters: a compressor's group may name parameters that are frozen now, and trained
-    # later.
-    named = [(name, one.ndim) for name, one in module.named_parameters()]
-    problems = (
-        *(_local_problem(module, one, options) for one in unknown),
-        *(why_untrainable(module, one, collectives.world.size) for one in unknown),
-        _shared_problem(optimizers),
-        unused_group(options.groups, named),
-    )
-    return next((problem for problem in problems if problem), None)
 
 
 def _compare(reports: Sequence[Report]) -> None:

@@ -128,12 +128,11 @@ class Training:
             RuntimeError: If `optimizer` is not in `optimizers` and holds any of `parameters`, or
                 what `UnheldGradients.check` raises.
         """
-        is_ours = optimizer in self.optimizers or TWIN in vars(optimizer)
-        is_known = is_ours or REFUSALS in vars(optimizer)
+        is_known = optimizer in self.optimizers or {TWIN, REFUSALS} & vars(optimizer).keys()
         # Without buckets `.grad` holds the gradient as under plain torch, for any optimizer.
         if is_known or not self.uses_buckets:
             return
-        stepped = parameters_of(optimizer)
+        stepped = {*parameters_of(optimizer)}
         if not self.parameters.isdisjoint(stepped):
             raise RuntimeError(
                 f"A {type(optimizer).__name__} that the training does not know steps parameters of"
@@ -185,10 +184,8 @@ class BufferBroadcast:
         self._seen: tuple[Sequence[list[Tensor]], Sequence[int]] = (), ()
         # Names of buffers that this rank has written, until other ranks have been told.
         self._written: Sequence[str] = ()
-        self.signal = Signal()
         own = 255 - min(collectives.world.rank, 254)
-        self.signal.ask = lambda: own if self._written else 0
-        self.signal.on_heard = self._hear
+        self.signal = Signal(lambda: own if self._written else 0, self._hear)
 
     def prepare(self, *, synchronize: bool, asks: bool = False) -> None:
         """Gives all ranks rank 0's buffers before a forward that reads them, where DDP does so.
@@ -205,15 +202,14 @@ class BufferBroadcast:
         """
         self.finish()
         is_after_step, self._is_after_step = self._is_after_step, synchronize
-        if self.is_on and is_after_step and self._is_needed(asks):
+        buffers = self._tree.buffers() if self.is_on and is_after_step else ()
+        if buffers and self._is_needed(buffers, asks):
             self._is_due = True
             self.launch()
             self.finish()
         self._is_due = True
 
-    def _is_needed(self, asks: bool) -> bool:
-        if not (buffers := self._tree.buffers()):
-            return False
+    def _is_needed(self, buffers: Sequence[list[Tensor]], asks: bool) -> bool:
         if self._is_watched or not self._seen[0]:
             return True
         asks, self.asks = asks or self.asks, False
@@ -292,8 +288,7 @@ def flat_of(tensors: Sequence[Tensor]) -> Tensor:
 def copy_flat(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copies into `tensors` what `flat_of` has made of such tensors. Mutates them."""
     parts = torch.split(flat, [one.numel() for one in tensors])
-    pairs = zip(parts, tensors, strict=True)
-    torch._foreach_copy_([*tensors], [part.view_as(one) for part, one in pairs])
+    torch._foreach_copy_([*tensors], [*map(Tensor.view_as, parts, tensors)])
 
 
 def _versions(buffers: Sequence[Sequence[Tensor]]) -> Sequence[int]:
@@ -331,9 +326,7 @@ class UnheldGradients:
         self._named: Sequence[tuple[str, Parameter]] = ()
         self.patience: float = 0
         self.is_due = False
-        self.signal = Signal()
-        self.signal.ask = lambda: int(not self.patience and any(self._own()))
-        self.signal.on_heard = self._hear
+        self.signal = Signal(lambda: int(not self.patience and any(self._own())), self._hear)
 
     def begin(self, named: Sequence[tuple[str, Parameter]]) -> None:
         """Begins with other parameters, whose names and `requires_grad` are equal on all ranks.
@@ -368,11 +361,10 @@ class UnheldGradients:
             self.patience = 1
             self.average()
 
-    def check(self, stepped: Sequence[Parameter]) -> None:
+    def check(self, stepped: AbstractSet[Parameter]) -> None:
         """Raises if an optimizer steps `stepped`, and a gradient of these waits to be averaged."""
-        known = set(map(id, stepped)) if not self.patience else ()
-        for name, one in self._named:
-            if one.grad is not None and id(one) in known:
+        for name, one in () if self.patience else self._named:
+            if one.grad is not None and one in stepped:
                 raise RuntimeError(
                     f"An optimizer that the training does not know steps '{name}', whose first"
                     f" gradient came after {PATIENCE} backwards or was not the strategy's, and was"

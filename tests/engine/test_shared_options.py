@@ -114,8 +114,9 @@ def _said(*options: tuple[str, Any]) -> bytes:
     optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
     optimizer.param_groups[0].clear()
     optimizer.param_groups[0].update(options)
+    stepper: Any = SimpleNamespace(optimizer=optimizer, written="")
     collectives: Any = SimpleNamespace(world=World(0, 2))
-    return SharedOptions(lambda: collectives, optimizer, 0).say()
+    return SharedOptions(lambda: collectives, stepper, 0).say()
 
 
 @pytest.mark.parametrize("whole", [0, 0.0, -0.0, False, np.float64(0), torch.tensor(0)])
@@ -140,7 +141,8 @@ def test_a_number_in_a_tuple_is_seen_to_change_in_place() -> None:
     beta = torch.tensor(0.5)
     optimizer.param_groups[0]["betas"] = (beta, 0.9)
     collectives: Any = SimpleNamespace(world=World(0, 2))
-    shared = SharedOptions(lambda: collectives, optimizer, 0)
+    stepper: Any = SimpleNamespace(optimizer=optimizer, written="")
+    shared = SharedOptions(lambda: collectives, stepper, 0)
     before = shared.say()
     assert shared.say() == before
     beta.mul_(0.5)

@@ -37,8 +37,8 @@ BUFFERS = [
     Mutation(
         "no broadcast before a forward behind one that only accumulates",
         "BufferBroadcast.prepare",
-        "self.is_on and is_after_step and",
-        "self.is_on and",
+        "self.is_on and is_after_step else",
+        "self.is_on else",
         (f"{WRITTEN}::test_writes_before_a_forward_that_only_accumulates_stay_as_under_ddp",),
     ),
     Mutation(

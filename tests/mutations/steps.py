@@ -336,8 +336,8 @@ FLUSHES = [
     Mutation(
         "weights written after masters were loaded",
         "PlanLifecycle.take_over",
-        "        if self.adopt_state():\n            # Masters were",
-        "        if self.adopt_state() and False:\n            # Masters were",
+        "if self._tell_of_masters(self._stepper.adopt_state()):",
+        "if self._tell_of_masters(self._stepper.adopt_state()) and False:",
         (f"{MASTERS}::test_what_is_written_after_loading_reaches_the_masters",),
     ),
     Mutation(
