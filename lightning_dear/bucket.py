@@ -290,20 +290,23 @@ def allocate(
     by_family, homes = _by_family_and_tensor(plan)
     buckets: dict[int, Bucket] = {}
     placements: dict[int, Placement] = {}
+    former = [one.data if is_in_shared_memory(one) else None for one in parameters]
     for numbers in by_family.values():
         like = parameters[plan.buckets[numbers[0]].slices[0].tensor]
         sizes = (plan.buckets[number].padded_numel for number in numbers)
         *offsets, numel = accumulate(sizes, initial=0)
         flat = torch.zeros(numel, dtype=like.dtype, device=like.device)
         begins = dict(zip(numbers, offsets, strict=True))
-        former = {n: p.data for n, p in enumerate(parameters) if is_in_shared_memory(p)}
         starts = _move_data(plan, begins, parameters, flat)
         # After `_move_data`, which frees the parameters' old memory: as much as is allocated here.
         has_gradients = keeps_gradients or flat.dtype in LOW_PRECISION
         gradients = torch.zeros_like(flat) if has_gradients else flat.new_empty(0)
         for tensor, start in starts.items():
-            where = start, homes[tensor], former.get(tensor)
-            placements[tensor] = _place(parameters[tensor], gradients, *where)
+            view, buckets_of = parameters[tensor].data, tuple(homes[tensor])
+            where = view.size(), view.stride(), start
+            gradient = gradients.as_strided(*where) if has_gradients else None
+            what = parameters[tensor], view, gradient, buckets_of, view.data_ptr(), former[tensor]
+            placements[tensor] = Placement(*what)
         for number, offset in begins.items():
             spec, role = plan.buckets[number], role_of(number, flat.dtype)
             part = slice(offset, offset + spec.padded_numel)
@@ -385,15 +388,6 @@ def _move_data(
         view.copy_(parameter.data)
         parameter.data = view
     return starts
-
-
-def _place(
-    parameter: Parameter, gradients: Tensor, start: int, homes: list[int], former: Tensor | None
-) -> Placement:
-    view, gradient = parameter.data, None
-    if gradients.numel():
-        gradient = gradients.as_strided(view.size(), view.stride(), start)
-    return Placement(parameter, view, gradient, tuple(homes), view.data_ptr(), former)
 
 
 @dataclass(frozen=True, eq=False)

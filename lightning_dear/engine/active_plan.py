@@ -158,8 +158,7 @@ class ActivePlan:
         """
         self.gatherer.detach()
         self.round.release()
-        placements = self.flat.placements
-        return [(one.parameter, one.former) for one in placements if not one.was_replaced()]
+        return [(p.parameter, p.former) for p in self.flat.placements if not p.was_replaced()]
 
 
 def _norms(gradients: Sequence[Tensor], norm_type: float) -> Tensor:

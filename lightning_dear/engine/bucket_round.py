@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.background import Background
-from lightning_dear.collectives.work import Work
+from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.engine.notes import Notes
 from lightning_dear.exchange import Exchange
 
@@ -111,6 +111,10 @@ class BucketRound:
         waiting: Reason -> context that is entered around the wait for the means.
 
     Attributes:
+        order: Same as the argument.
+        exchange: Same as the argument.
+        names: Same as the argument.
+        waiting: Same as the argument.
         launched: Bucket number -> its work, for the buckets launched in the present round, in the
             order of the launches.
         used: For each parameter whether any rank had a gradient for it since `begin_step`. Known
@@ -134,11 +138,11 @@ class BucketRound:
         notes: Notes | None,
         waiting: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        self._order, self._exchange, self._names = order, exchange, names
+        self.order, self.exchange, self.names = order, exchange, names
         self._buckets = {number: flat.buckets[number] for number in order}
         self._placements = flat.placements
         self._collectives = exchange.collectives
-        self._notes, self._waiting = notes or Notes(()), waiting
+        self._notes, self.waiting = notes or Notes(()), waiting
         self.weight = Weight(1.0, exchange.collectives.world.size)
         self.written_on: set[Any] = set()
         # Flags of two rounds of one exchange, with other buckets, may travel at the same time.
@@ -170,7 +174,7 @@ class BucketRound:
 
         Compressors keep the residuals that encoding has left in this step.
         """
-        self._exchange.commit()
+        self.exchange.commit()
         self.begin_step()
 
     def drop(self) -> None:
@@ -178,7 +182,7 @@ class BucketRound:
 
         Compressors go back to the residuals that they had before this step.
         """
-        self._exchange.discard()
+        self.exchange.discard()
         self.begin_step()
 
     @property
@@ -198,9 +202,9 @@ class BucketRound:
         Other ranks' messages then arrive without delay. All these buckets must be launched later,
         and `finish` be called.
         """
-        for number in self._order:
+        for number in self.order:
             if number not in self.launched:
-                self._exchange.expect_reduce(self._buckets[number])
+                self.exchange.expect_reduce(self._buckets[number])
         num_flags = len(self._placements) + len(self._voted) + self._notes.num_bytes + 1
         self._collectives.expect_max(num_flags, self._tag)
 
@@ -230,8 +234,8 @@ class BucketRound:
 
         A full bucket behind that one is launched later. Does not block.
         """
-        while len(self.launched) < len(self._order):
-            number = self._order[len(self.launched)]
+        while len(self.launched) < len(self.order):
+            number = self.order[len(self.launched)]
             if number not in self._full:
                 return
             self._launch(self._buckets[number])
@@ -241,7 +245,7 @@ class BucketRound:
 
         In them, elements without a gradient must be 0, since they are summed over ranks.
         """
-        self._full.update(self._order)
+        self._full.update(self.order)
         self.launch_full()
 
     def _launch(self, bucket: Bucket) -> None:
@@ -250,7 +254,7 @@ class BucketRound:
         if not self.weight.own:
             # This rank's gradients do not count. Multiplied by 0, inf would have become nan.
             bucket.gradients.zero_()
-        work = self.launched[bucket.number] = self._exchange.launch_reduce(bucket)
+        work = self.launched[bucket.number] = self.exchange.launch_reduce(bucket)
         if bucket.number in self.watched:
             work.await_in(self._waiter.submit)
 
@@ -309,12 +313,12 @@ class BucketRound:
                 `says` has another length than there are parameters.
             RuntimeError: If a bucket of the round was not launched. What the backend raises.
         """
-        if left := [number for number in self._order if number not in self.launched]:
+        if left := [number for number in self.order if number not in self.launched]:
             raise RuntimeError(f"Buckets {left} were not launched. Call launch_all before finish.")
         if len(says) != len(self._placements):
             raise ValueError(f"{len(says)} flags for {len(self._placements)} parameters. Pass all.")
         absent = {index: says[index] == UNUSED for index in self._voted}
-        with self._waiting("gradients"):
+        with self.waiting("gradients"):
             flags, found = self._flags([*says, *absent.values()])
             for work in (*self.launched.values(), self._collectives.launch_max(flags, self._tag)):
                 work.wait()
@@ -337,7 +341,7 @@ class BucketRound:
         if self.has_means:
             for number, bucket in self._buckets.items():
                 earlier = self._earlier.pop(number, None)
-                self._exchange.add_earlier(bucket, earlier, is_empty=is_empty)
+                self.exchange.add_earlier(bucket, earlier, is_empty=is_empty)
 
     @cached_property
     def _voted(self) -> Sequence[int]:
@@ -347,7 +351,7 @@ class BucketRound:
         cannot abstain: zeros in its bucket would be votes, too. So `_refuse_votes` refuses the step
         if only some ranks have a gradient.
         """
-        voting = self._exchange.voting
+        voting = self.exchange.voting
         placed = enumerate(self._placements)
         return [index for index, one in placed if not voting.isdisjoint(one.buckets)]
 
@@ -366,7 +370,7 @@ class BucketRound:
             flags[: len(says)] = torch.tensor(says, dtype=torch.uint8)
         self._notes.write(flags[len(says) : end])
         # With two hops, blocks until the sums of this host are encoded: only then inf is found.
-        found = self._exchange.take_found_inf()
+        found = self.exchange.take_found_inf()
         if self._collectives.world.size == 1:
             # No other rank needs it. To copy it to `flags`, which may be on another device, would
             # make the host wait.
@@ -384,7 +388,7 @@ class BucketRound:
         """
         num_flags = len(says) + len(absent)
         self._notes.hear(flags[num_flags:-1], self._collectives)
-        self._exchange.hear_found_inf(found)
+        self.exchange.hear_found_inf(found)
         # On NCCL reading flags would block the host, and no rank's flag is LATE, since late
         # gradients were refused. So if all flags of this rank are USED, they are the maxima.
         is_free = self._collectives.wait_blocks_host
@@ -404,4 +408,18 @@ class BucketRound:
         """
         split = [index for index, is_absent in absent.items() if is_absent and agreed[index]]
         if split:
-            self._exchange.refuse_votes([self._names[index] for index in split])
+            self.exchange.refuse_votes([self.names[index] for index in split])
+
+
+def of_any_rank(own: Sequence[bool], collectives: Collectives) -> Sequence[bool]:
+    """For each flag whether any rank has set it. Collective, blocks.
+
+    Args:
+        own: This rank's flags, as many on all ranks.
+        collectives: Launches the message.
+    """
+    flags = torch.tensor(own, dtype=torch.uint8, device=collectives.flags_device)
+    collectives.launch_max(flags).wait()
+    # If all flags of this rank are set they are the maxima, and the host waits for no device.
+    knows = collectives.world.size == 1 or all(own)
+    return own if knows else flags.bool().tolist()

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_dear.bucket import Bucket, FlatBuffers
-from lightning_dear.collectives.work import Collectives
 from lightning_dear.engine.bucket_round import LATE, UNUSED, USED, BucketRound
-from lightning_dear.planning.plan import BucketPlan
 from lightning_dear.torch_modes import saves_calls
 
 
@@ -38,6 +36,14 @@ def _most_held(bucket: Bucket) -> int:
     return 1 << 12
 
 
+def sparse_gradient(name: str) -> RuntimeError:
+    """Returns the error for a sparse gradient of the parameter of that name."""
+    return RuntimeError(
+        f"'{name}' has a sparse gradient, which strategy='dear' does not reduce. Use sparse=False"
+        " in its embedding, or freeze it."
+    )
+
+
 class GradientCollector:
     """Copies gradients into buckets, times `Weight.scale`, and marks full buckets in the round.
 
@@ -53,27 +59,18 @@ class GradientCollector:
 
     Args:
         flat: The buckets, and where each gradient lies in them.
-        names: Names of the parameters, for messages.
         expected: For each parameter how often its hook is called in one backward, as recorded.
-        plan: Gives the order in which buckets are launched.
         bucket_round: The round that launches buckets and knows which were launched.
-        collectives: Has the streams of the device.
     """
 
     def __init__(
-        self,
-        flat: FlatBuffers,
-        names: Sequence[str],
-        expected: Sequence[int],
-        plan: BucketPlan,
-        bucket_round: BucketRound,
-        collectives: Collectives,
+        self, flat: FlatBuffers, expected: Sequence[int], bucket_round: BucketRound
     ) -> None:
         self._placements, self._buckets = flat.placements, flat.buckets
-        self._names, self._expected = names, expected
-        self._round, self._collectives = bucket_round, collectives
+        self._names, self._expected = bucket_round.names, expected
+        self._round, self._collectives = bucket_round, bucket_round.exchange.collectives
         self._num_tensors = [len(bucket.spec.slices) for bucket in flat.buckets]
-        turns = {number: turn for turn, number in enumerate(plan.reduce_order)}
+        turns = {number: turn for turn, number in enumerate(bucket_round.order)}
         # For each parameter: how many buckets are launched before the first bucket that holds it.
         # Once more buckets than that are launched, a gradient of the parameter is late.
         self._turns = [min(map(turns.__getitem__, one.buckets)) for one in flat.placements]
@@ -138,10 +135,7 @@ class GradientCollector:
             # A hook has cleared `.grad`. DistributedDataParallel averages zeros then.
             gradient = torch.zeros_like(parameter)
         if gradient.is_sparse:
-            raise RuntimeError(
-                f"'{self._names[index]}' has a sparse gradient, which strategy='dear' does not"
-                " reduce. Use sparse=False in its embedding."
-            )
+            raise sparse_gradient(self._names[index])
         if home is not None:
             parameter.grad = None
             # A gradient that other code refers to is copied at once: that code could change it

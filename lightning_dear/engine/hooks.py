@@ -203,17 +203,15 @@ def _behind_closure(begin: Callable[[], None], optimizer: Optimizer, args: Any, 
         begin()
         return None
 
-    was_called = False
-
     def closure_then_step() -> Any:
-        nonlocal was_called
-        if was_called:
+        nonlocal closure
+        call, closure = closure, None
+        if call is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} calls its closure more than once in a step. Use"
                 " strategy='ddp', since strategy='dear' can reduce gradients only once in a step."
             )
-        was_called = True
-        loss = closure()
+        loss = call()
         begin()
         return loss
 

@@ -9,6 +9,7 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_dear.engine.active_plan import ActivePlan
+from lightning_dear.engine.bucket_round import of_any_rank
 from lightning_dear.engine.hooks import warn_of_leftovers
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle
 from lightning_dear.engine.step_state import StepProgress, StepState
@@ -101,7 +102,7 @@ class MeanGradient:
             says = active.collector.collect_rest()
             active.round.launch_all()
             if sends_buffers:
-                self.training.launch_buffers()
+                self.training.buffers.launch()
             is_late = active.round.finish(says)
             active.collector.begin()
         active.exchange.note_used(active.round.used, keeps=True)
@@ -139,7 +140,7 @@ class MeanGradient:
         if not collectives.wait_blocks_host and not self._have_asked:
             # On NCCL no round has brought anything before the second step.
             self._have_asked = True
-            is_anywhere = any(collectives.all_gather_object(is_here))
+            (is_anywhere,) = of_any_rank([is_here], collectives)
         if is_anywhere:
             self.expose()
         return is_anywhere
@@ -179,12 +180,10 @@ class MeanGradient:
         """Called before other code reads or writes gathered gradients' whole state. May block."""
         self.plans.complete_parameters("optimizer state")
         if reads and self.training.uses_buckets and self.progress.state in _HAS_OWN_GRADIENTS:
-            kind = type(self.stepper.optimizer).__name__
             raise RuntimeError(
-                f"The state of this {kind} was read while gradients of this rank are not averaged"
-                " yet. Read it after step(). Or put the code that reads it into `with"
-                " strategy.on_shards(optimizer):`, on all ranks, where .grad is the mean over"
-                " ranks."
+                f"The state of this {type(self.stepper.optimizer).__name__} was read while"
+                " gradients of this rank are not averaged yet. Read it after step(), or on all"
+                " ranks in `with strategy.on_shards(optimizer):`, where .grad is the mean."
             )
 
     @contextmanager
@@ -194,20 +193,17 @@ class MeanGradient:
         With gathered gradients these are whole parameters. If there is no gradient, none is
         reduced. Collective, blocks. See `PipelineStrategy.on_shards`.
         """
+        is_whole = self.training.options.is_of_gradients
         has_gradient = self.progress.state is not StepState.EMPTY
-        if self.training.options.is_of_gradients:
-            with self.exposed() if has_gradient else nullcontext():
-                yield
-            return
-        with self.on_shards(mutates=True) if has_gradient else nullcontext():
-            active = self.plans.active
+        means = self.exposed() if is_whole else self.on_shards(mutates=True)
+        with means if has_gradient else nullcontext():
+            active = None if is_whole else self.plans.active
             with nullcontext() if active is None else self.stepper.on_shards():
                 yield
         if active is not None:
             # The block may have written to the weights of this rank's pieces.
             self.stepper.note_written()
             active.gatherer.begin_step()
-            active.gatherer.expect()
             for bucket in active.flat.buckets:
                 active.gatherer.launch(bucket.number)
             active.gatherer.close_gates()

@@ -1,6 +1,5 @@
 """The modules of a model, a cheap check whether they hold the same parameters, and aliases."""
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain, repeat
@@ -40,19 +39,6 @@ def aliased_names(module: Module) -> AbstractSet[str]:
     # Each of the module's own tensors holds its storage once.
     held = (names for at, names in names_in.items() if count(at) - len(names) > usual - 1)
     return frozenset(chain.from_iterable(held))
-
-
-def warn_of_aliases(names: Sequence[str]) -> None:
-    """Warns that tensors which hold the memory of the named parameters will not follow them."""
-    if names:
-        warnings.warn(
-            f"Other tensors share the memory of '{names[0]}' ({len(names)} such parameters), such"
-            " as those of a state_dict() or .data that was kept, a NumPy array or a flat vector."
-            " They keep their present values, since strategy='dear' moves parameters to other"
-            " memory. Take them anew after the first step, or call module.share_memory() before"
-            " the fit: that memory is kept up to date.",
-            stacklevel=2,
-        )
 
 
 def other_forward(own: Mapping[str, Any]) -> Any:
@@ -132,6 +118,9 @@ class ModuleTree:
     def buffers(self) -> Sequence[list[Tensor]]:
         """Returns the module's buffers, one list for each dtype, without `ignored_names`. Local.
 
+        The widest elements come first, so that in one message each dtype begins at a multiple of
+        its own width.
+
         Buffers that were replaced in a module since the last call are found. If there are none, the
         same object is returned. Buffers of modules that were put into the tree since the last
         `look` may be missing.
@@ -147,7 +136,7 @@ class ModuleTree:
             by_dtype: dict[torch.dtype, list[Tensor]] = {}
             for _, buffer in self.named_buffers():
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
-            self._by_dtype = [*by_dtype.values()]
+            self._by_dtype = sorted(by_dtype.values(), key=lambda one: -one[0].element_size())
         return self._by_dtype
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:

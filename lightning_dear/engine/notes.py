@@ -10,9 +10,11 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from statistics import fmean, median
+from struct import iter_unpack, pack
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +24,7 @@ from typing_extensions import override
 
 from lightning_dear.collectives.launch_log import Report, difference, hash_of
 from lightning_dear.collectives.work import Collectives
+from lightning_dear.optimizers.pieces import SteppedPieces
 from lightning_dear.telemetry.statistics import Instruments
 
 
@@ -37,8 +40,8 @@ class Note(Protocol):
     def num_bytes(self) -> int:
         """Number of bytes, the same on all ranks and in all rounds. 0 means that none are sent."""
 
-    def say(self, device: torch.device) -> Tensor:
-        """Returns this rank's bytes for this round: [num_bytes] uint8 on `device`."""
+    def say(self) -> bytes:
+        """Returns this rank's bytes for this round, `num_bytes` of them."""
 
     def hear(self, maxima: Sequence[int], *, is_of_round_before: bool) -> None:
         """Receives the maximum over ranks of each byte, equal on all ranks. May raise.
@@ -51,6 +54,7 @@ class Note(Protocol):
         """
 
 
+@dataclass(eq=False)
 class Signal:
     """Note of one byte: a number from which all ranks take the maximum in each round.
 
@@ -67,21 +71,14 @@ class Signal:
     """
 
     num_bytes = 1
+    # `int()` returns 0.
+    ask: Callable[[], int] = int
+    on_heard: Callable[[int], object] = int
+    heard: int | None = None
 
-    def __init__(self) -> None:
-        # `int()` returns 0.
-        self.ask: Callable[[], int] = int
-        self.heard: int | None = None
-        self.on_heard: Callable[[int], object] = int
-        # The number that `say` last sent, and its byte.
-        self._said: tuple[int, Tensor] | None = None
-
-    def say(self, device: torch.device) -> Tensor:
+    def say(self) -> bytes:
         """Returns what `ask` returns; see `Note`."""
-        number = self.ask()
-        if self._said is None or self._said[0] != number:
-            self._said = number, torch.full((1,), number, dtype=torch.uint8, device=device)
-        return self._said[1]
+        return bytes([self.ask()])
 
     def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
         """Stores the maximum in `heard`, and calls `on_heard` unless it is 0; see `Note`."""
@@ -117,10 +114,12 @@ class Notes:
         Args:
             room: Overwritten, [num_bytes] uint8.
         """
-        parts = torch.split(room, [note.num_bytes for note in self._notes])
-        for note, part in zip(self._notes, parts, strict=True):
-            if note.num_bytes:
-                part.copy_(note.say(room.device))
+        said = b"".join(note.say() for note in self._notes if note.num_bytes)
+        words = iter_unpack("q", said + bytes(8 - len(said) % 8))
+        # Written as integers, since `torch.full` does not block the host. To copy bytes to a device
+        # would.
+        parts = [torch.full((1,), word, device=room.device) for (word,) in words]
+        room.copy_(torch.cat(parts).view(torch.uint8)[: len(said)])
 
     def hear(self, room: Tensor, collectives: Collectives) -> None:
         """Gives each note the maximum over ranks of its bytes.
@@ -148,6 +147,10 @@ class Notes:
 # --- numbers that must be equal on all ranks ----------------------------------------------------
 
 
+_LARGEST = (1 << 64) - 1
+"""The largest number of a digest."""
+
+
 class Digest(ABC):
     """A `Note` that compares a number of 64 bits between ranks, and raises if ranks differ.
 
@@ -163,8 +166,6 @@ class Digest(ABC):
 
     def __init__(self, collectives: Callable[[], Collectives]) -> None:
         self._collectives = collectives
-        # The number that `say` last sent, and its bytes.
-        self._said: tuple[int, Tensor] | None = None
 
     @abstractmethod
     def value(self) -> int:
@@ -184,16 +185,10 @@ class Digest(ABC):
         """Number of bytes of the note. 0 if there is no other rank."""
         return self.NUM_BYTES if self._collectives().world.size > 1 else 0
 
-    def say(self, device: torch.device) -> Tensor:
-        """Returns the number and its complement: [num_bytes] uint8 on `device`."""
+    def say(self) -> bytes:
+        """Returns the number and its complement; see `Note`."""
         value = self.value()
-        if self._said is None or self._said[0] != value:
-            signed = value - (value >> 63 << 64)
-            # Written as integers, since `torch.full` does not block the host. To copy bytes to a
-            # device would.
-            both = [torch.full((1,), one, device=device) for one in (signed, ~signed)]
-            self._said = value, torch.cat(both).view(torch.uint8)
-        return self._said[1]
+        return pack("QQ", value, _LARGEST - value)
 
     def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
         """Calls `explain` if ranks have sent different numbers; see `Note`."""
@@ -295,7 +290,7 @@ class RingTrial:
         limit_s = 1.5 * median(steps_s)
         return fmean(step_s for step_s in steps_s if step_s <= limit_s)
 
-    def say(self, device: torch.device) -> Tensor:
+    def say(self) -> bytes:
         """Returns 1 if this rank wants to send to all ranks at once, or 0; see `Note`."""
         statistics, now_s = self._instruments.statistics, time.monotonic()
         waited_s = 0.0 if statistics is None else statistics.exposed_s
@@ -303,7 +298,7 @@ class RingTrial:
         self._began_s = now_s
         step_s = self._mean_step_s()
         is_refused = median(one for _, one in self._steps) < step_s / 2 or step_s > self._limit_s
-        return torch.full((1,), is_refused, dtype=torch.uint8, device=device)
+        return bytes([is_refused])
 
     def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
         """Begins or ends a trial at the end of a window; see `Note`."""
@@ -388,20 +383,15 @@ class SharedOptions(Digest):
 
     Args:
         collectives: Returns the present collectives.
-        optimizer: The optimizer whose parameter groups are compared.
+        stepper: Has `written`, and the optimizer whose parameter groups are compared.
         number: Optimizer number, for messages.
-        written: Returns `SteppedPieces.written`, or "" if nothing is to be compared.
     """
 
     def __init__(
-        self,
-        collectives: Callable[[], Collectives],
-        optimizer: Optimizer,
-        number: int,
-        written: Callable[[], str] = str,
+        self, collectives: Callable[[], Collectives], stepper: SteppedPieces, number: int
     ) -> None:
         super().__init__(collectives)
-        self._optimizer, self._number, self._written = optimizer, number, written
+        self._stepper, self._number = stepper, number
         # Options that `value` has hashed in the present round, and in the round before.
         self._options: OptionValues = {}
         self._before: OptionValues = {}
@@ -420,7 +410,8 @@ class SharedOptions(Digest):
         return self._hash
 
     def _values(self) -> OptionValues:
-        return {**options_of(self._optimizer), (0, "optimizer.state"): self._written()}
+        written = {(0, "optimizer.state"): self._stepper.written}
+        return {**options_of(self._stepper.optimizer), **written}
 
     def _have_changed(self) -> bool:
         """Whether the options have changed since `value` has hashed them.
@@ -429,10 +420,10 @@ class SharedOptions(Digest):
         (`options_of`) if an object was replaced, or if any option is a tensor or a tuple, such as
         Adam's betas: a tensor, also one in a tuple, may have been written to.
         """
-        groups = self._optimizer.param_groups
+        groups = self._stepper.optimizer.param_groups
         keys = chain.from_iterable(groups)
         values = chain.from_iterable(group.values() for group in groups)
-        before, self._seen = self._seen, [*keys, *values, self._written()]
+        before, self._seen = self._seen, [*keys, *values, self._stepper.written]
         is_same = len(before) == len(self._seen) and all(map(is_, before, self._seen))
         if is_same and not any(isinstance(one, Tensor | tuple) for one in self._seen):
             return False
@@ -440,6 +431,8 @@ class SharedOptions(Digest):
 
     @override
     def explain(self, *, is_of_round_before: bool) -> None:
-        what = f"step with different options: {type(self._optimizer).__name__} {self._number}"
+        what = (
+            f"step with different options: {type(self._stepper.optimizer).__name__} {self._number}"
+        )
         options = self._before if is_of_round_before else self._options
         check_options(what, self._collectives().all_gather_object(options))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_dear import private_names
-from lightning_dear.bucket import Bucket, FlatBuffers, as_flat
+from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.work import Work
 from lightning_dear.engine.gate import ModuleGate, has_gate, owners
 from lightning_dear.exchange import Exchange
@@ -91,7 +91,8 @@ class ParameterGatherer:
         # At world size 1 without a compressor nothing travels, and modules get no hooks or gates.
         self._is_gated = exchange.collectives.world.size > 1 or bool(exchange.coded)
         self._find_readers(module, ungated)
-        self._shared = _slices_of_shared(buffers)
+        former = ((one.former, one) for one in buffers.placements)
+        self._shared = [(memory, one) for memory, one in former if memory is not None]
 
     def _find_readers(self, module: Module, ungated: Mapping[int, Module | None]) -> None:
         """Makes a `_Reader` for each module that owns parameters, or reads some without a gate.
@@ -191,7 +192,7 @@ class ParameterGatherer:
         Blocks until `ungatable` buckets are complete, since reads of their parameters cannot be
         made to wait.
         """
-        self._copy_to_shared(self._shared.keys() - self.pending.keys())
+        self._copy_to_shared(range(len(self._buffers.buckets)))
         with self.arriving:
             for reader in self._readers:
                 if reader.is_free(self.pending):
@@ -239,7 +240,6 @@ class ParameterGatherer:
             work.wait()
         if self._on_arrival is not None:
             self._on_arrival(number)
-        self._copy_to_shared([number])
         # Other streams will read the bucket without a gate, and the stepping stream will free and
         # overwrite what was gathered. Both must come after this stream's wait.
         self._streams.lead_readers()
@@ -247,17 +247,23 @@ class ParameterGatherer:
         # raises in its backward, instead of computing a wrong gradient from the new values.
         torch.autograd.graph.increment_version(self._parameters_of[number])
         del self.pending[number]
+        self._copy_to_shared([number])
         for reader in self._readers_of[number]:
             if reader.is_free(self.pending):
                 reader.open()
 
     def _copy_to_shared(self, numbers: Iterable[int]) -> None:
-        """Copies new values into the shared memory that the buckets' parameters had before. Local.
+        """Copies parameters into the shared memory that they had before. Local.
 
         Processes that read that memory meanwhile may see values of two steps.
+
+        Args:
+            numbers: Buckets with new values. A parameter is copied once none of its own is pending.
         """
-        for number in self._shared.keys() & numbers:
-            torch._foreach_copy_(*self._shared[number])
+        for memory, one in self._shared:
+            is_new = not set(numbers).isdisjoint(one.buckets)
+            if is_new and self.pending.keys().isdisjoint(one.buckets):
+                memory.copy_(one.view)
 
     def check_was_complete(self, index: int, name: str) -> None:
         """Raises if a gradient of parameter `index` was produced while its bucket was pending.
@@ -300,28 +306,6 @@ class ParameterGatherer:
         # threads of that are then freed, too.
         self._readers.clear()
         self._readers_of = [[] for _ in self._readers_of]
-
-
-def _slices_of_shared(buffers: FlatBuffers) -> Mapping[int, tuple[list[Tensor], list[Tensor]]]:
-    """Bucket number -> slices of `Placement.former`, and the bucket's slices that go there.
-
-    Empty if no parameter was in shared memory.
-    """
-    pairs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-    for bucket in buffers.buckets:
-        for part in bucket.spec.slices:
-            placement = buffers.placements[part.tensor]
-            to, values = placement.former, placement.view
-            if to is None:
-                continue
-            # Only gapless memory can be cut where the bucket cuts the tensor.
-            if to.stride() == values.stride():
-                to = as_flat(to, to.stride())[part.start : part.start + part.numel]
-                values = bucket.parameters[part.offset : part.offset + part.numel]
-            both = pairs.setdefault(bucket.number, ([], []))
-            both[0].append(to)
-            both[1].append(values)
-    return pairs
 
 
 class _Reader:

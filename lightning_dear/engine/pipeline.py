@@ -43,7 +43,7 @@ from lightning_dear.engine.read_order import has_compiled_region
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.step_state import StepState
 from lightning_dear.engine.trained_parameters import check_layout
-from lightning_dear.engine.training import BufferBroadcast, Training
+from lightning_dear.engine.training import Training
 from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.telemetry.clock import Clock, clock_of
@@ -131,8 +131,7 @@ class Pipeline:
             warnings.warn(
                 "reduce_dtype has no effect on fp32 gradients. Leave it out.", stacklevel=2
             )
-        if broadcast_buffers:
-            training.broadcast = BufferBroadcast(training.tree, collectives)
+        training.buffers.is_on &= broadcast_buffers
         self._version = 0
         self._look()
         self._audit = audit
@@ -273,9 +272,9 @@ class Pipeline:
                 only accumulated.
         """
         training = self.training
-        training.finish_buffers()
+        training.buffers.finish()
         self._look()
-        training.prepare_buffers(synchronize=synchronize)
+        training.buffers.prepare(synchronize=synchronize)
         if training.aliased is None and training.world.rank == 0:
             training.aliased = aliased_names(training.module)
         with ExitStack() as stack:
@@ -310,7 +309,7 @@ class Pipeline:
         With any value of `synchronize` but False it ends with `end_backward`.
         """
         unheld = self.training.unheld
-        unheld.is_due = synchronize is not False and unheld.is_asked
+        unheld.is_due = synchronize is not False and unheld.patience > 0
         with ExitStack() as stack:
             for part in self.parts:
                 is_meant = optimizers is None or part.optimizer in optimizers
@@ -373,7 +372,7 @@ class Pipeline:
                 part.drop_gradients()
         try:
             self.complete_parameters("teardown")
-            self.training.finish_buffers()
+            self.training.buffers.finish()
         except RuntimeError as error:
             if not self.collectives.was_discarded:
                 raise
@@ -383,7 +382,7 @@ class Pipeline:
                 stacklevel=2,
             )
         # Validations after the training do not ask other ranks.
-        self.training.broadcast = None
+        self.training.buffers.is_on = False
         for part in self.parts:
             part.detach()
         self.collectives.end_training()

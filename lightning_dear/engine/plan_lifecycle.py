@@ -83,13 +83,11 @@ class PlanLifecycle:
         self._training = training
         present = partial(getattr, training, "collectives")
         self.residuals = ResidualKeeper(stepper.optimizer, present, training.options)
-        written = partial(getattr, stepper, "written")
-        shared = SharedOptions(present, stepper.optimizer, number, written)
+        shared = SharedOptions(present, stepper, number)
         ring = RingTrial(training.instruments, present, number)
         self.hooks_signal = Signal()
-        signals = training.signal, training.unheld.signal, self.hooks_signal
-        notes = shared, LaunchDigest(present, number), *signals, ring, training.broadcast
-        self._notes = Notes([note for note in notes if note is not None])
+        told = training.signal, training.unheld.signal, training.buffers.signal, self.hooks_signal
+        self._notes = Notes([shared, LaunchDigest(present, number), *told, ring])
         self.loss_scale: LossScale = lambda: None
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
         self.number, self._stepper = number, stepper
@@ -185,18 +183,11 @@ class PlanLifecycle:
         for_gradients = partial(waiting, "reduce_scatter")
         names, order = self.trained.names, plan.reduce_order
         bucket_round = BucketRound(flat, order, exchange, names, self._notes, for_gradients)
-        collector = GradientCollector(
-            flat, names, recording.expected, plan, bucket_round, collectives
-        )
-        whole = WholeGradients(flat, bucket_round, exchange, for_gradients)
-        gatherer = ParameterGatherer(
-            training.module,
-            flat,
-            exchange,
-            recording.ungated,
-            partial(waiting, "all_gather"),
-            self._on_arrival if options.is_of_gradients else None,
-        )
+        collector = GradientCollector(flat, recording.expected, bucket_round)
+        whole = WholeGradients(flat, bucket_round)
+        where = training.module, flat, exchange, recording.ungated
+        on_arrival = self._on_arrival if options.is_of_gradients else None
+        gatherer = ParameterGatherer(*where, partial(waiting, "all_gather"), on_arrival)
         return ActivePlan(plan, flat, collector, bucket_round, whole, gatherer, exchange)
 
     def follow_parameters(self) -> None:
@@ -291,31 +282,22 @@ class PlanLifecycle:
     def take_over(self) -> None:
         """Adopts weights and optimizer state that the user has written since the last step. Local.
 
-        Masters in the shards follow written weights. If the user has loaded masters whose rounded
-        values are not the weights, the weights win. Does nothing while there is no plan.
+        State moves from `optimizer.state` to the shards. With gathered gradients it stays there,
+        without masters. Masters in the shards follow written weights. If the user has loaded
+        masters whose rounded values are not the weights, the weights win, and rank 0 warns. Does
+        nothing while there is no plan.
         """
         if self.active is None:
             return
         if self.active.flat.adopt_writes() and self._training.uses_buckets:
             self.trained.watch(self._on_gradient)
-        if self.adopt_state():
+        if self._tell_of_masters(self._stepper.adopt_state()):
             # Masters were loaded. The user may have changed weights since these were saved, and
             # weights win: once more compare weights with masters.
             self.active.flat.adopt_writes()
         if self._training.options.encodes_differences:
             # Masters still in `optimizer.state` are of parameters in no plan, and are dropped.
             self._tell_of_masters(AdoptedState(False, drop_masters(self._stepper.optimizer)))
-
-    def adopt_state(self) -> bool:
-        """Moves state that the user has loaded into `optimizer.state` to the shards. Local.
-
-        With gathered gradients it stays there, without masters. Rank 0 warns if masters that differ
-        from weights are dropped.
-
-        Returns:
-            Whether the loaded state had masters, which are used.
-        """
-        return self._tell_of_masters(self._stepper.adopt_state())
 
     def _tell_of_masters(self, adopted: AdoptedState) -> bool:
         """Warns on rank 0 if masters were dropped. Returns whether a piece took its master over."""
@@ -377,7 +359,11 @@ class PlanLifecycle:
                 lagging = was_written.keys() & set(self._training.module.parameters())
                 self._sync(left.take(MASTER_KEY, lagging - set(self.trained.parameters)))
         if isinstance(self._stepper, ReplicatedOptimizer):
-            self._give_back()
+            # Whole tensors are stepped now: state of an ended training that stays in shards would
+            # be of no use. Every rank needs memory for all of it.
+            own = spread_state(self._stepper, collectives)
+            self._stepper.leave(None)
+            self._hand_on(own)
 
     @torch.no_grad()
     def _sync(self, masters: SpreadState) -> None:
@@ -406,16 +392,6 @@ class PlanLifecycle:
         self._stepper.leave(None)
         at_end = self._lagging_at_end.items()
         return left, {parameter: _digest(parameter) != digest for parameter, digest in at_end}
-
-    def _give_back(self) -> None:
-        """Moves inherited state into `optimizer.state`, whole on every rank. Collective, blocks.
-
-        Called only by `inherit` with gathered gradients, which step whole tensors: state that an
-        ended training had in shards would be of no use. Every rank needs memory for all of it.
-        """
-        left = spread_state(self._stepper, self._training.collectives)
-        self._stepper.leave(None)
-        self._hand_on(left)
 
     def _hand_on(self, left: SpreadState) -> bool:
         """Moves state to the ranks that step it now, or into `optimizer.state` if no rank does.

@@ -349,7 +349,7 @@ class OptimizerPipeline:
         self._tried.note()
         self.num_steps += 1
         self.timer.step_ends()
-        self._training.finish_buffers()
+        self._training.buffers.finish()
         self._instruments.finish_step()
         if self._training.is_in_forward:
             # Manual optimisation: this forward goes on, and may read parameters outside modules.
@@ -442,12 +442,10 @@ class OptimizerPipeline:
             other.prepare_state()
         self.plans.inherit([other.plans for other in own])
 
-    @contextmanager
-    def on_shards(self) -> Iterator[None]:
+    def on_shards(self) -> AbstractContextManager[None]:
         """See `PipelineStrategy.on_shards`. Collective, blocks at the beginning and at the end."""
         self.prepare_state("on_shards")
-        with self.mean.for_other_code():
-            yield
+        return self.mean.for_other_code()
 
     def sync_replicas(self) -> None:
         """See `ActivePlan.sync_replicas`. Without a plan it does nothing. Collective, blocks."""

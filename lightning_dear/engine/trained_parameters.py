@@ -170,8 +170,8 @@ class TrainedParameters:
             kinds = {(isinstance(one, Parameter), one.requires_grad) for one in (parameter, other)}
             if len(kinds) > 1 or any(other is known for known in self.parameters):
                 continue
-            held = {id(one) for group in self._optimizer.param_groups for one in group["params"]}
-            if id(other) in held or id(parameter) not in held:
+            held = {*parameters_of(self._optimizer)}
+            if other in held or parameter not in held:
                 continue
             if other.shape != parameter.shape:
                 raise ValueError(
@@ -189,11 +189,11 @@ def managed_parameters(module: Module, optimizer: Optimizer) -> list[tuple[str, 
     Those are the module's parameters in the optimizer's groups, without frozen and empty ones. A
     shared parameter stands there once, under its first name. Waits for gathers if gates are closed.
     """
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = {*parameters_of(optimizer)}
     return [
         (name, parameter)
         for name, parameter in module.named_parameters()
-        if id(parameter) in trained and parameter.requires_grad and parameter.numel()
+        if parameter in trained and parameter.requires_grad and parameter.numel()
     ]
 
 
@@ -204,8 +204,8 @@ def why_untrainable(module: Module, optimizer: Optimizer, world_size: int) -> st
     memory with another tensor, or (with several ranks) is one of `ignored_names`.
     """
     kind, managed = type(optimizer).__name__, dict(managed_parameters(module, optimizer))
-    held = Counter(id(one) for group in optimizer.param_groups for one in group["params"])
-    if twice := [name for name, parameter in managed.items() if held[id(parameter)] > 1]:
+    held = Counter(parameters_of(optimizer))
+    if twice := [name for name, parameter in managed.items() if held[parameter] > 1]:
         return (
             f"'{twice[0]}' stands twice in the parameter groups of {kind}. Name each parameter"
             " once, such as by list(dict.fromkeys(parameters)). torch would step it twice."
@@ -264,7 +264,16 @@ def check_layout(
             options differ between ranks. Says what is wrong and what to change.
     """
     options, problem, remark = choose_options(unknown, options, or_else)
-    problem = problem or _first_problem(module, optimizers, unknown, collectives, options)
+    # Frozen ones, too: a compressor's group may name parameters that are trained later.
+    named = [(name, one.ndim) for name, one in module.named_parameters()]
+    problems = (
+        problem,
+        *(_local_problem(module, one, options) for one in unknown),
+        *(why_untrainable(module, one, collectives.world.size) for one in unknown),
+        _shared_problem(optimizers),
+        unused_group(options.groups, named),
+    )
+    problem = next(filter(None, problems), None)
     described = [
         (name, f"{what}, {type(optimizer).__name__} {number}")
         for number, optimizer in enumerate(optimizers)
@@ -282,29 +291,6 @@ def check_layout(
         what = f"set up different optimizers: {type(optimizer).__name__} {number}"
         check_options(what, [report.settings[number] for report in reports])
     return options, remark
-
-
-def _first_problem(
-    module: Module,
-    optimizers: Sequence[Optimizer],
-    unknown: Sequence[Optimizer],
-    collectives: Collectives,
-    options: ExchangeOptions,
-) -> str | None:
-    """First reason why this rank cannot train like this, for the user. None means that it can.
-
-    Local. The arguments are those of `check_layout`.
-    """
-    # All parameters: a compressor's group may name parameters that are frozen now, and trained
-    # later.
-    named = [(name, one.ndim) for name, one in module.named_parameters()]
-    problems = (
-        *(_local_problem(module, one, options) for one in unknown),
-        *(why_untrainable(module, one, collectives.world.size) for one in unknown),
-        _shared_problem(optimizers),
-        unused_group(options.groups, named),
-    )
-    return next((problem for problem in problems if problem), None)
 
 
 def _compare(reports: Sequence[Report]) -> None:
@@ -363,7 +349,7 @@ def _shared_problem(optimizers: Sequence[Optimizer]) -> str | None:
     """Why the optimizers cannot train together: two hold one parameter. None means they can."""
     seen: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
-        for parameter in {p for group in optimizer.param_groups for p in group["params"]}:
+        for parameter in {*parameters_of(optimizer)}:
             other = seen.setdefault(id(parameter), number)
             if other != number:
                 return (
@@ -466,8 +452,12 @@ def unheld_parameters(
 
     Frozen ones, too, but not those in `ignored_names`. Waits for gathers if gates are closed.
     """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    held = {id(parameter) for group in groups for parameter in group["params"]}
-    ignored = ignored_names(module)
+    held, ignored = {*parameters_of(*optimizers)}, ignored_names(module)
     named = module.named_parameters()
-    return [(name, one) for name, one in named if id(one) not in held and name not in ignored]
+    return [(name, one) for name, one in named if one not in held and name not in ignored]
+
+
+def parameters_of(*optimizers: Optimizer) -> list[Parameter]:
+    """All parameters in the groups of optimizers, frozen ones too, in their order. Local."""
+    groups = chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
+    return [parameter for group in groups for parameter in group["params"]]

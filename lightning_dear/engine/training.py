@@ -17,9 +17,11 @@ from lightning_dear import private_names
 from lightning_dear.collectives.launch_log import UNHELD_TAG
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.collectives.world import World
-from lightning_dear.engine.module_tree import ModuleTree, aliased_names, warn_of_aliases
+from lightning_dear.engine.bucket_round import of_any_rank
+from lightning_dear.engine.gradient_collector import sparse_gradient
+from lightning_dear.engine.module_tree import ModuleTree, aliased_names
 from lightning_dear.engine.notes import Signal
-from lightning_dear.engine.trained_parameters import unheld_parameters
+from lightning_dear.engine.trained_parameters import parameters_of, unheld_parameters
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.replicated import TWIN
 from lightning_dear.planning import FusionPlanner
@@ -45,7 +47,6 @@ class Training:
             compressor.
         instruments: Measures every wait for gradients, parameters and module buffers.
         tree: The tree of modules. `Pipeline.forward` looks for changes in it.
-        broadcast: Sends the module's buffers from rank 0. None means that each rank keeps its own.
         all_reduce_refusal: Why no bucket of a plan may be all-reduced, for the user. None means
             that all-reduced buckets of plans are.
         has_compiled_region: Whether a part of the module is compiled. Its reads of parameters
@@ -57,6 +58,7 @@ class Training:
             means that there was no such forward on this rank, or that it is not rank 0.
         signal: Note that carries each rank's wish to stop; it travels with each round.
         unheld: Averages the gradients of the module's other parameters.
+        buffers: Sends the module's buffers from rank 0.
     """
 
     module: Module
@@ -65,7 +67,6 @@ class Training:
     options: ExchangeOptions
     instruments: Instruments
     tree: ModuleTree
-    broadcast: "BufferBroadcast | None" = None
     all_reduce_refusal: str | None = None
     has_compiled_region: bool = False
     is_in_forward: bool = False
@@ -76,6 +77,7 @@ class Training:
 
     def __post_init__(self) -> None:
         self.unheld = UnheldGradients(self.collectives)
+        self.buffers = BufferBroadcast(self.tree, self.collectives, self.instruments)
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Stores the optimizers, and which parameters they hold. To be called after `check_layout`.
@@ -83,8 +85,7 @@ class Training:
         To list the module's parameters in each step would wait for their all-gathers.
         """
         self.optimizers = optimizers
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self.parameters = frozenset(chain.from_iterable(group["params"] for group in groups))
+        self.parameters = frozenset(parameters_of(*optimizers))
         self.unheld.begin(unheld_parameters(self.module, optimizers))
 
     def warn_of_aliases(self, names: Sequence[str]) -> None:
@@ -93,9 +94,16 @@ class Training:
         To be called after the first forward. An alias counts only if it was there before it, too:
         at first a module may hold one itself (`spectral_norm`), and afterwards a graph may.
         """
-        if self.aliased:
-            still = self.aliased & aliased_names(self.module)
-            warn_of_aliases([name for name in names if name in still])
+        still = self.aliased & aliased_names(self.module) if self.aliased else ()
+        if found := [name for name in names if name in still]:
+            warnings.warn(
+                f"Other tensors share the memory of '{found[0]}' ({len(found)} such parameters),"
+                " such as those of a state_dict() or .data that was kept, a NumPy array or a flat"
+                " vector. They keep their present values, since strategy='dear' moves parameters to"
+                " other memory. Take them anew after the first step, or call module.share_memory()"
+                " before the fit: that memory is kept up to date.",
+                stacklevel=2,
+            )
 
     @property
     def world(self) -> World:
@@ -110,40 +118,6 @@ class Training:
         """
         return self.world.size > 1 or self.options.compressor is not None
 
-    def launch_buffers(self) -> None:
-        """Launches the broadcast of module buffers. Does not block.
-
-        Does nothing without `broadcast`, or if no forward has run since the last broadcast.
-
-        To be called after the last reduce-scatter was launched. Some ranks launch that one in
-        backward, and ranks that lack a gradient launch it only before the step. The broadcast is in
-        the other process group, and NCCL needs one order of launches over both groups on all ranks.
-        """
-        if self.broadcast is not None and self.broadcast.are_due:
-            self.broadcast.launch()
-
-    def prepare_buffers(self, *, synchronize: bool, asks: bool = False) -> None:
-        """Gives all ranks rank 0's buffers before a forward that reads them, where DDP does so.
-
-        Collective in every forward, see `BufferBroadcast.is_needed`, whose arguments these are.
-        Blocks if a message is sent, which is so only if the buffers were written between steps.
-        """
-        self.finish_buffers()
-        if self.broadcast is not None:
-            if self.broadcast.is_needed(synchronize, asks):
-                self.broadcast.launch()
-                self.finish_buffers()
-            self.broadcast.are_due = True
-
-    def finish_buffers(self) -> None:
-        """Blocks until a launched broadcast has arrived, and writes the buffers; see `wait`.
-
-        Does nothing if none was launched since the last call.
-        """
-        if self.broadcast is not None and self.broadcast.launched:
-            with self.instruments.waiting("all_gather", "module buffers"):
-                self.broadcast.wait()
-
     def refuse_stranger(self, optimizer: Optimizer) -> None:
         """Refuses a step of an unknown optimizer that holds parameters of this training's module.
 
@@ -154,12 +128,11 @@ class Training:
             RuntimeError: If `optimizer` is not in `optimizers` and holds any of `parameters`, or
                 what `UnheldGradients.check` raises.
         """
-        is_ours = optimizer in self.optimizers or TWIN in vars(optimizer)
-        is_known = is_ours or REFUSALS in vars(optimizer)
+        is_known = optimizer in self.optimizers or {TWIN, REFUSALS} & vars(optimizer).keys()
         # Without buckets `.grad` holds the gradient as under plain torch, for any optimizer.
         if is_known or not self.uses_buckets:
             return
-        stepped = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
+        stepped = {*parameters_of(optimizer)}
         if not self.parameters.isdisjoint(stepped):
             raise RuntimeError(
                 f"A {type(optimizer).__name__} that the training does not know steps parameters of"
@@ -179,67 +152,76 @@ class BufferBroadcast:
     the next forward, all ranks broadcast before forward from then on, too, as under DDP: they
     *watch* the buffers. Writes through `.data` are not seen.
 
-    Ranks learn of each other's writes in a message of one byte before some forwards
-    (`is_needed`), and otherwise with the flags of the next round: this object is a `Note`. Then one
-    forward has used other values than rank 0's, and the lowest rank that has written warns.
+    Ranks learn of each other's writes in a message of one byte before some forwards (`prepare`),
+    and otherwise with the flags of the next round. Then one forward has used other values than rank
+    0's, and the lowest rank that has written warns.
 
     Args:
         tree: Tree of the module. On ranks other than 0 the module's buffers are overwritten, except
             those that `ignored_names` returns.
         collectives: Launches the broadcasts.
+        instruments: Measures the waits.
 
     Attributes:
-        are_due: Whether a forward has run since the last broadcast; to be assigned to. A forward
-            may change the buffers of each rank in another way.
-        launched: The message's work, the message, and the buffers in it, a list for each dtype, in
-            order. None means that no message is to be waited for.
+        is_on: Whether ranks get rank 0's buffers; to be assigned to. If not, each rank keeps its
+            own, and methods do nothing. False at world size 1.
         asks: Whether ranks tell each other of writes before the next forward that may need a
             broadcast; to be assigned to, on all ranks alike.
-        num_bytes: See `Note`. 0 if there was no buffer or no other rank at first.
+        signal: Note that tells of writes where nobody asks.
     """
 
-    def __init__(self, tree: ModuleTree, collectives: Collectives) -> None:
-        self.are_due, self.asks = True, False
-        self._tree, self._collectives = tree, collectives
-        self.launched: tuple[Work, Tensor, Sequence[list[Tensor]]] | None = None
-        self.num_bytes = int(collectives.world.size > 1 and len(tree.buffers()) > 0)
-        self._is_watched, self._is_after_step = False, True
-        # Buffers, and their versions, as all ranks had them last. None before the first broadcast.
-        self._seen: tuple[Sequence[list[Tensor]], Sequence[int]] | None = None
+    def __init__(
+        self, tree: ModuleTree, collectives: Collectives, instruments: Instruments
+    ) -> None:
+        self._tree, self._collectives, self._instruments = tree, collectives, instruments
+        self.is_on, self.asks = collectives.world.size > 1, True
+        # `_is_due`: whether a forward has run since the last broadcast. It may change the buffers
+        # of each rank in another way.
+        self._is_due, self._is_watched, self._is_after_step = True, False, True
+        # Work and bytes of the broadcast that is to be waited for.
+        self._launched: tuple[Work, Tensor] | None = None
+        # Buffers, and their versions, as all ranks had them last. Empty before the first broadcast.
+        self._seen: tuple[Sequence[list[Tensor]], Sequence[int]] = (), ()
         # Names of buffers that this rank has written, until other ranks have been told.
         self._written: Sequence[str] = ()
+        own = 255 - min(collectives.world.rank, 254)
+        self.signal = Signal(lambda: own if self._written else 0, self._hear)
 
-    def is_needed(self, synchronize: bool, asks: bool = False) -> bool:
-        """Whether the buffers are to be broadcast before a forward. To be called before each one.
+    def prepare(self, *, synchronize: bool, asks: bool = False) -> None:
+        """Gives all ranks rank 0's buffers before a forward that reads them, where DDP does so.
 
-        All ranks get the same answer. Collective, and blocks for one byte, if `asks`. False if the
-        forward before was not synchronized, since DDP does not broadcast then. The first answer is
-        True, so that all ranks begin with the same values, and the next one is asked for.
+        To be called before each forward. Blocks if a message is sent, which is so only if the
+        buffers were written between steps, or for one byte if ranks tell each other of writes.
+        Collective. Does nothing if the forward before was not synchronized, since DDP does not
+        broadcast then. The first call broadcasts, so that all ranks begin with the same values, and
+        in the next one ranks tell each other.
 
         Args:
             synchronize: Whether the forward is one of a last backward, so that a step follows.
             asks: Whether ranks tell each other of writes now. They also do if `self.asks`.
         """
+        self.finish()
         is_after_step, self._is_after_step = self._is_after_step, synchronize
-        if not is_after_step or self._collectives.world.size == 1:
-            return False
-        if not (buffers := self._tree.buffers()):
-            return False
-        is_first, asks, self.asks = self._seen is None, asks or self.asks, self._seen is None
-        if is_first or self._is_watched:
+        buffers = self._tree.buffers() if self.is_on and is_after_step else ()
+        if buffers and self._is_needed(buffers, asks):
+            self._is_due = True
+            self.launch()
+            self.finish()
+        self._is_due = True
+
+    def _is_needed(self, buffers: Sequence[list[Tensor]], asks: bool) -> bool:
+        if self._is_watched or not self._seen[0]:
             return True
-        written = () if self.are_due else self._names(buffers)
+        asks, self.asks = asks or self.asks, False
+        written = () if self._is_due else self._names(buffers)
         if asks:
-            says = torch.full((1,), bool(written), device=self._collectives.flags_device).byte()
-            self._collectives.launch_max(says).wait()
-            self._is_watched = bool(says)
+            (self._is_watched,) = of_any_rank([bool(written)], self._collectives)
         elif written:
             self._written = written
         return self._is_watched
 
     def _names(self, now: Sequence[list[Tensor]]) -> Sequence[str]:
         """Names of the buffers that were written or replaced on this rank since the last step."""
-        assert self._seen is not None
         buffers, versions = self._seen
         if buffers is now and versions == _versions(buffers):
             return ()
@@ -247,20 +229,10 @@ class BufferBroadcast:
         named = self._tree.named_buffers()
         return [name for name, one in named if [before.get(id(one))] != _versions([[one]])]
 
-    def say(self, device: torch.device) -> Tensor:
-        """Returns 255 - rank if this rank has written buffers, or 0; see `Note`."""
-        return torch.full((1,), self._own, dtype=torch.uint8, device=device)
-
-    @property
-    def _own(self) -> int:
-        return 255 - min(self._collectives.world.rank, 254) if self._written else 0
-
-    def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
-        """Begins to watch buffers if a rank has written some. That rank warns; see `Note`."""
-        if not any(maxima):
-            return
+    def _hear(self, number: int) -> None:
+        """Begins to watch buffers, since a rank has written some. The lowest such rank warns."""
         self._is_watched = True
-        if self._own == maxima[0]:
+        if self.signal.ask() == number:
             warnings.warn(
                 f"The buffer '{self._written[0]}' ({len(self._written)} such buffers) was written"
                 " between a step and the next forward. That forward has used each rank's own"
@@ -275,39 +247,48 @@ class BufferBroadcast:
     def launch(self) -> None:
         """Launches the broadcast of rank 0's present buffer values. Does not block.
 
-        At world size 1, or without buffers, nothing is launched.
+        Does nothing without buffers, or if no forward has run since the last broadcast.
+
+        To be called after the last reduce-scatter was launched. Some ranks launch that one in
+        backward, and ranks that lack a gradient launch it only before the step. The broadcast is in
+        the other process group, and NCCL needs one order of launches over both groups on all ranks.
         """
-        self.are_due = False
-        # The widest elements first, so that each dtype begins at a multiple of its own width.
-        buffers = self._tree.buffers()
-        kinds = sorted(buffers, key=lambda one: -one[0].element_size())
-        if self._collectives.world.size > 1 and kinds:
-            flats = [torch.cat([buffer.reshape(-1) for buffer in one]) for one in kinds]
-            message = torch.cat([flat.view(torch.uint8) for flat in flats])
-            self.launched = self._collectives.launch_broadcast(message, 0), message, kinds
+        is_due, self._is_due = self._is_due and self.is_on, False
+        if is_due and (buffers := self._tree.buffers()):
+            message = torch.cat([flat_of(one).view(torch.uint8) for one in buffers])
+            self._launched = self._collectives.launch_broadcast(message, 0), message
             self._seen = buffers, _versions(buffers)
 
     @torch.no_grad()
-    def wait(self) -> None:
+    def finish(self) -> None:
         """Waits for the broadcast, and then writes rank 0's values into the other ranks' buffers.
 
-        Rank 0 writes nothing. Blocks the host on gloo, and the current stream on NCCL.
+        Rank 0 writes nothing. Blocks the host on gloo, and the current stream on NCCL. Does nothing
+        if none was launched since the last call.
         """
-        if self.launched is None:
+        if self._launched is None:
             return
-        work, message, kinds = self.launched
-        work.wait()
-        sizes = [sum(buffer.nbytes for buffer in one) for one in kinds]
-        for flat, buffers in zip(torch.split(message, sizes), kinds, strict=True):
-            if self._collectives.world.rank != 0:
-                values, numbers = flat.view(buffers[0].dtype), [one.numel() for one in buffers]
-                parts = torch.split(values, numbers)
-                pairs = zip(parts, buffers, strict=True)
-                torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in pairs])
-        self.launched = None
-        if self._collectives.world.rank != 0 and self._seen is not None:
+        (work, message), buffers = self._launched, self._seen[0]
+        with self._instruments.waiting("all_gather", "module buffers"):
+            work.wait()
+        self._launched = None
+        if self._collectives.world.rank != 0:
+            sizes = [sum(buffer.nbytes for buffer in one) for one in buffers]
+            for flat, own in zip(torch.split(message, sizes), buffers, strict=True):
+                copy_flat(flat.view(own[0].dtype), own)
             # What this rank has written since the launch is overwritten. Rank 0's writes stay.
-            self._seen = self._seen[0], _versions(self._seen[0])
+            self._seen = buffers, _versions(buffers)
+
+
+def flat_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns all elements of tensors of one dtype, in one new tensor."""
+    return torch.cat([one.reshape(-1) for one in tensors])
+
+
+def copy_flat(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copies into `tensors` what `flat_of` has made of such tensors. Mutates them."""
+    parts = torch.split(flat, [one.numel() for one in tensors])
+    torch._foreach_copy_([*tensors], [*map(Tensor.view_as, parts, tensors)])
 
 
 def _versions(buffers: Sequence[Sequence[Tensor]]) -> Sequence[int]:
@@ -336,18 +317,16 @@ class UnheldGradients:
 
     Attributes:
         signal: Note that tells of a gradient, while nobody asks.
+        patience: Number of backwards after which ranks still ask, equal on all ranks; read-only.
         is_due: Whether DDP would have averaged after the backward that runs now; to be assigned to.
     """
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self._named: Sequence[tuple[str, Parameter]] = ()
-        # Number of backwards after which ranks still ask, equal on all ranks.
-        self._patience: float = 0
+        self.patience: float = 0
         self.is_due = False
-        self.signal = Signal()
-        self.signal.ask = lambda: int(not self._patience and any(self._own()))
-        self.signal.on_heard = self._hear
+        self.signal = Signal(lambda: int(not self.patience and any(self._own())), self._hear)
 
     def begin(self, named: Sequence[tuple[str, Parameter]]) -> None:
         """Begins with other parameters, whose names and `requires_grad` are equal on all ranks.
@@ -356,7 +335,7 @@ class UnheldGradients:
             named: (name, parameter) of each, frozen ones too.
         """
         self._named = named if self._collectives.world.size > 1 else ()
-        self._patience = PATIENCE if any(one.requires_grad for _, one in self._named) else 0
+        self.patience = PATIENCE if any(one.requires_grad for _, one in self._named) else 0
 
     @property
     def remark(self) -> str | None:
@@ -373,25 +352,19 @@ class UnheldGradients:
             " requires_grad_(False)."
         )
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether `average` is to be called after a backward. Equal on all ranks."""
-        return self._patience > 0
-
     def _own(self) -> list[bool]:
         """Whether this rank has a gradient, for each parameter."""
         return [one.requires_grad and one.grad is not None for _, one in self._named]
 
     def _hear(self, _: int) -> None:
-        if not self._patience:
-            self._patience = 1
+        if not self.patience:
+            self.patience = 1
             self.average()
 
-    def check(self, stepped: Sequence[Parameter]) -> None:
+    def check(self, stepped: AbstractSet[Parameter]) -> None:
         """Raises if an optimizer steps `stepped`, and a gradient of these waits to be averaged."""
-        known = set(map(id, stepped)) if not self._patience else ()
-        for name, one in self._named:
-            if one.grad is not None and id(one) in known:
+        for name, one in () if self.patience else self._named:
+            if one.grad is not None and one in stepped:
                 raise RuntimeError(
                     f"An optimizer that the training does not know steps '{name}', whose first"
                     f" gradient came after {PATIENCE} backwards or was not the strategy's, and was"
@@ -411,30 +384,16 @@ class UnheldGradients:
             RuntimeError: If a gradient is sparse.
         """
         self.is_due = False
-        own = self._own()
-        flags = torch.tensor(own, dtype=torch.uint8, device=self._collectives.flags_device)
-        self._collectives.launch_max(flags).wait()
-        # If all flags of this rank are set they are the maxima, and the host waits for no device.
-        used = own if all(own) else flags.tolist()
-        self._patience = math.inf if any(used) else self._patience - 1
+        used = of_any_rank(self._own(), self._collectives)
+        self.patience = math.inf if any(used) else self.patience - 1
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for (name, one), is_used in zip(self._named, used, strict=True):
             if is_used:
                 one.grad = torch.zeros_like(one) if one.grad is None else one.grad
-                _check_dense(name, one.grad)
+                if one.grad.is_sparse:
+                    raise sparse_gradient(name)
                 by_dtype.setdefault(one.dtype, []).append(one.grad)
         for gradients in by_dtype.values():
-            flat = torch.cat([one.reshape(-1) for one in gradients])
-            flat.mul_(1 / self._collectives.world.size)
+            flat = flat_of(gradients).mul_(1 / self._collectives.world.size)
             self._collectives.launch_all_reduce(flat, UNHELD_TAG).wait()
-            parts = torch.split(flat, [one.numel() for one in gradients])
-            pairs = zip(parts, gradients, strict=True)
-            torch._foreach_copy_(gradients, [part.view_as(one) for part, one in pairs])
-
-
-def _check_dense(name: str, gradient: Tensor) -> None:
-    if gradient.is_sparse:
-        raise RuntimeError(
-            f"'{name}' has a sparse gradient, which strategy='dear' does not reduce. Use"
-            " sparse=False in its embedding, or freeze it."
-        )
+            copy_flat(flat, gradients)

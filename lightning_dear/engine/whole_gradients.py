@@ -1,13 +1,9 @@
 """Whole mean gradients in `.grad`, as DistributedDataParallel leaves them there."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-
 import torch
 
 from lightning_dear.bucket import FlatBuffers
-from lightning_dear.engine.bucket_round import BucketRound
-from lightning_dear.exchange import Exchange
+from lightning_dear.engine.bucket_round import BucketRound, of_any_rank
 
 
 class WholeGradients:
@@ -19,19 +15,11 @@ class WholeGradients:
         flat: The buckets, and where each parameter lies in them. Their gradients and means are
             mutated.
         bucket_round: The round that has reduced the means; its `used` and `has_means` are mutated.
-        exchange: Launches the all-gathers.
-        waiting: Reason -> context that is entered around the wait for the all-gathers.
     """
 
-    def __init__(
-        self,
-        flat: FlatBuffers,
-        bucket_round: BucketRound,
-        exchange: Exchange,
-        waiting: Callable[[str], AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, flat: FlatBuffers, bucket_round: BucketRound) -> None:
         self._flat, self._round = flat, bucket_round
-        self._exchange, self._waiting = exchange, waiting
+        self._exchange, self._waiting = bucket_round.exchange, bucket_round.waiting
 
     def expose(self) -> None:
         """Puts the whole mean gradient of each parameter into its `.grad`. Collective, blocks.
@@ -70,12 +58,7 @@ class WholeGradients:
         self._round.has_means = True
         collectives, placements = self._exchange.collectives, self._flat.placements
         # A maximum over ranks, since a hook may have cleared a `.grad` on some ranks only.
-        own = torch.tensor([one.parameter.grad is not None for one in placements])
-        flags = own.to(collectives.flags_device, torch.uint8)
-        collectives.launch_max(flags).wait()
-        # If all flags of this rank are set they are the maxima, and the host waits for no device.
-        knows = bool(own.all()) or collectives.world.size == 1
-        used = (own if knows else flags).tolist()
+        used = of_any_rank([one.parameter.grad is not None for one in placements], collectives)
         for index, placement in enumerate(placements):
             gradient, home = placement.parameter.grad, placement.gradient
             is_used = bool(used[index]) and (home is not None or gradient is not None)

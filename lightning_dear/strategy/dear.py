@@ -265,8 +265,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0 and (broadcast := self.pipeline_of().training.broadcast) is not None:
-            broadcast.asks = True
+        if batch_idx == 0:
+            self.pipeline_of().training.buffers.asks = True
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -304,7 +304,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @override
     def on_validation_start(self) -> None:
         for pipeline in self._pipelines:
-            pipeline.training.prepare_buffers(synchronize=False, asks=True)
+            pipeline.training.buffers.prepare(synchronize=False, asks=True)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

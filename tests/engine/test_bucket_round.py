@@ -223,8 +223,8 @@ class _Said:
     def num_bytes(self) -> int:
         return 2
 
-    def say(self, device: torch.device) -> Tensor:
-        return torch.tensor([self.number, 255 - self.number], dtype=torch.uint8, device=device)
+    def say(self) -> bytes:
+        return bytes([self.number, 255 - self.number])
 
     def hear(self, told: Sequence[int], *, is_of_round_before: bool) -> None:
         self.heard.append(([*told], is_of_round_before))

@@ -110,3 +110,23 @@ def test_an_alias_that_is_gone_by_the_first_step_gives_no_alarm(world_size: int)
             loss.backward()
         pipeline.parts[0].optimizer.step()
     pipeline.detach()
+
+
+@distributed(world_sizes=(2, 3))
+def test_a_parameter_of_several_buckets_is_copied_once_all_have_arrived(world_size: int) -> None:
+    model = build("mlp")
+    kept = _share(model, is_gapped=False)
+    pipeline = new_pipeline(model, optimizer_for("sgd", model))
+    train_steps(pipeline, model, [0])
+    gatherer = pipeline.parts[0].plans.present.gatherer
+    cut = [one for one in gatherer._buffers.placements if len(one.buckets) > 1]
+    assert cut
+    for one in cut:
+        before = one.former.clone()
+        gatherer.complete(one.buckets[:-1])
+        assert torch.equal(one.former, before)
+        gatherer.complete(one.buckets[-1:])
+        assert not torch.equal(one.former, before)
+    pipeline.complete_parameters()
+    _assert_equal(kept, weights(model))
+    pipeline.detach()

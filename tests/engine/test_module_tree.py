@@ -68,11 +68,11 @@ def test_buffers_are_those_that_the_modules_hold_now() -> None:
     net: Any = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(2))
     tree = ModuleTree(net)
     found = tree.buffers()
-    assert [one[0].dtype for one in found] == [torch.float32, torch.int64]
+    assert [one[0].dtype for one in found] == [torch.int64, torch.float32]
     assert tree.buffers() is found
     net[0].running_mean = torch.ones(3)
     net[1].running_var = net[1].running_var.double()
-    floats, counts, doubles = tree.buffers()
+    counts, doubles, floats = tree.buffers()
     assert [len(one) for one in (floats, counts, doubles)] == [3, 2, 1]
     assert any(one is net[0].running_mean for one in floats)
 
@@ -81,9 +81,9 @@ def test_ignored_and_shared_buffers() -> None:
     net: Any = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     net[1].running_mean = net[0].running_mean
     tree = ModuleTree(net)
-    assert len(tree.buffers()[0]) == 3
+    assert len(tree.buffers()[1]) == 3
     net._ddp_params_and_buffers_to_ignore = ["0.running_var"]
-    (floats, _) = tree.buffers()
+    (_, floats) = tree.buffers()
     assert len(floats) == 2
     assert not any(one is net[0].running_var for one in floats)
 

@@ -256,7 +256,7 @@ def test_nothing_is_under_way_into_a_parameter_when_it_is_stepped() -> None:
     assert part.plans.active is not None
     gatherer = part.plans.active.gatherer
     assert not gatherer.is_idle
-    pipeline.training.launch_buffers = lambda: seen.append(gatherer.is_idle)
+    pipeline.training.buffers.launch = lambda: seen.append(gatherer.is_idle)
     optimizer.step()
     assert seen == [True]
     pipeline.detach()

@@ -32,7 +32,7 @@ BETWEEN_STEPS = [
     Mutation(
         "ranks compare what was written to optimizer.state",
         "SharedOptions._values",
-        '"optimizer.state"): self._written()',
+        '"optimizer.state"): self._stepper.written',
         '"optimizer.state"): ""',
         (f"{BETWEEN}::test_a_write_on_one_rank_alone_is_refused",),
     ),

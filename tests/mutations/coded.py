@@ -23,15 +23,15 @@ CODED = [
     Mutation(
         "keeping what is pending once the step is made",
         "BucketRound.end_step",
-        "        self._exchange.commit()\n",
+        "        self.exchange.commit()\n",
         "",
         (LAW,),
     ),
     Mutation(
         "forgetting what is pending once gradients are dropped",
         "BucketRound.drop",
-        "        self._exchange.discard()\n",
-        "        self._exchange.commit()\n",
+        "        self.exchange.discard()\n",
+        "        self.exchange.commit()\n",
         (f"{ENGINE}::test_gradients_that_are_dropped_leave_residuals_alone",),
     ),
     Mutation(

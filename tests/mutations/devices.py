@@ -117,9 +117,9 @@ DEVICES = [
     ),
     Mutation(
         "a digest that the device is given without a wait",
-        "Digest.say",
-        "torch.full((1,), one, device=device)",
-        "torch.tensor([one], device=device)",
+        "Notes.write",
+        "torch.full((1,), word, device=room.device)",
+        "torch.tensor([word], device=room.device)",
         (ACCELERATOR,),
     ),
     Mutation(

@@ -98,8 +98,8 @@ KEPT = [
     ),
     Mutation(
         "agreeing on the gradients that a hook has left",
-        "WholeGradients.conceal",
-        "        collectives.launch_max(flags).wait()\n",
+        "of_any_rank",
+        "    collectives.launch_max(flags).wait()\n",
         "",
         (
             "tests/exchange/test_lagging_unused.py"

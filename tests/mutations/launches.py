@@ -103,8 +103,8 @@ LAUNCHES = [
     Mutation(
         "the complement in a digest",
         "Digest.say",
-        "(signed, ~signed)",
-        "(signed, signed)",
+        "_LARGEST - value",
+        "value",
         (f"{LOG}::test_a_digest_explains_if_and_only_if_numbers_differ",),
     ),
     Mutation(
@@ -158,15 +158,15 @@ LAUNCHES = [
     ),
     Mutation(
         "the widest buffers first",
-        "BufferBroadcast.launch",
-        "sorted(buffers, key=lambda one: -one[0].element_size())",
-        "self._tree.buffers()",
+        "ModuleTree.buffers",
+        "sorted(by_dtype.values(), key=lambda one: -one[0].element_size())",
+        "[*by_dtype.values()]",
         ("tests/engine/test_delays.py::test_buffers_of_all_types_travel_in_one_message",),
     ),
     Mutation(
         "writing module buffers once",
-        "BufferBroadcast.wait",
-        "        self.launched = None\n",
+        "BufferBroadcast.finish",
+        "        self._launched = None\n",
         "",
         ("tests/engine/test_delays.py::test_buffers_that_the_user_writes_stay",),
     ),

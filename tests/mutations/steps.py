@@ -69,9 +69,9 @@ WAITS = [
     ),
     Mutation(
         "waiting for module buffers",
-        "BufferBroadcast.wait",
-        "        work.wait()\n",
-        "",
+        "BufferBroadcast.finish",
+        "            work.wait()\n",
+        "            pass\n",
         (f"{DELAYS}::test_module_buffers_follow_rank_0_however_late",),
     ),
     Mutation(
@@ -251,8 +251,8 @@ GUARDS = [
         "module buffers behind the last reduce-scatters on all ranks",
         "MeanGradient.finish_rounds",
         "            active.round.launch_all()\n            if sends_buffers:\n"
-        "                self.training.launch_buffers()\n",
-        "            if sends_buffers:\n                self.training.launch_buffers()\n"
+        "                self.training.buffers.launch()\n",
+        "            if sends_buffers:\n                self.training.buffers.launch()\n"
         "            active.round.launch_all()\n",
         (
             "tests/engine/test_launch_order.py"
@@ -336,8 +336,8 @@ FLUSHES = [
     Mutation(
         "weights written after masters were loaded",
         "PlanLifecycle.take_over",
-        "        if self.adopt_state():\n            # Masters were",
-        "        if self.adopt_state() and False:\n            # Masters were",
+        "if self._tell_of_masters(self._stepper.adopt_state()):",
+        "if self._tell_of_masters(self._stepper.adopt_state()) and False:",
         (f"{MASTERS}::test_what_is_written_after_loading_reaches_the_masters",),
     ),
     Mutation(

@@ -40,15 +40,15 @@ UNHELD = [
     Mutation(
         "agreeing which gradients of no optimizer there are",
         "UnheldGradients.average",
-        "own if all(own) else flags.tolist()",
-        "own",
+        "of_any_rank(self._own(), self._collectives)",
+        "self._own()",
         (f"{TESTS}::test_a_gradient_of_some_ranks_is_averaged_and_one_of_none_stays_none",),
     ),
     Mutation(
         "asking no more for gradients of no optimizer",
         "UnheldGradients.average",
-        "self._patience - 1",
-        "self._patience",
+        "self.patience - 1",
+        "self.patience",
         (f"{TESTS}::{LATE}",),
     ),
     Mutation(
