@@ -188,26 +188,37 @@ class MeanGradient:
 
     @contextmanager
     def for_other_code(self) -> Iterator[None]:
-        """A context in which the optimizer has what it steps: pieces, their state and means.
+        """A context in which the optimizer holds this rank's pieces and their state.
 
-        With gathered gradients these are whole parameters. If there is no gradient, none is
-        reduced. Collective, blocks. See `PipelineStrategy.on_shards`.
+        `.grad` of a piece is its part of the mean. It is None if no rank has a gradient. With
+        gathered gradients the optimizer holds whole parameters. Collective, blocks. See
+        `PipelineStrategy.on_shards`.
         """
-        is_whole = self.training.options.is_of_gradients
-        has_gradient = self.progress.state is not StepState.EMPTY
+        is_whole, parameters = self.training.options.is_of_gradients, self.plans.trained.parameters
+        # A plain backward, of which the strategy was not told, leaves the state as it is.
+        is_here = self.progress.state is not StepState.EMPTY or any(
+            one.grad is not None for one in parameters
+        )
+        (has_gradient,) = of_any_rank([is_here], self.training.collectives)
         means = self.exposed() if is_whole else self.on_shards(mutates=True)
         with means if has_gradient else nullcontext():
             active = None if is_whole else self.plans.active
-            with nullcontext() if active is None else self.stepper.on_shards():
-                yield
-        if active is not None:
-            # The block may have written to the weights of this rank's pieces.
-            self.stepper.note_written()
-            active.gatherer.begin_step()
-            for bucket in active.flat.buckets:
-                active.gatherer.launch(bucket.number)
-            active.gatherer.close_gates()
-            self.plans.complete_parameters("on_shards")
+            try:
+                with nullcontext() if active is None else self.stepper.on_shards():
+                    yield
+            finally:
+                # Also after an error in the block: other ranks gather, and it may be caught.
+                if active is not None:
+                    self._gather(active)
+
+    def _gather(self, active: ActivePlan) -> None:
+        """Gathers all parameters, since other code may have written to pieces. Blocks."""
+        self.stepper.note_written()
+        active.gatherer.begin_step()
+        for bucket in active.flat.buckets:
+            active.gatherer.launch(bucket.number)
+        active.gatherer.close_gates()
+        self.plans.complete_parameters("on_shards")
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """Returns the norm of the whole mean gradient, as a scalar. Collective, blocks.

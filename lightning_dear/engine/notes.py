@@ -376,6 +376,9 @@ def check_options(what: str, reports: Sequence[OptionValues]) -> None:
                 )
 
 
+_STATE = 0, "optimizer.state"
+
+
 class SharedOptions(Digest):
     """Compares learning rates and other options between ranks in each round of gradients.
 
@@ -410,7 +413,7 @@ class SharedOptions(Digest):
         return self._hash
 
     def _values(self) -> OptionValues:
-        written = {(0, "optimizer.state"): self._stepper.written}
+        written = {_STATE: self._stepper.written}
         return {**options_of(self._stepper.optimizer), **written}
 
     def _have_changed(self) -> bool:
@@ -431,8 +434,12 @@ class SharedOptions(Digest):
 
     @override
     def explain(self, *, is_of_round_before: bool) -> None:
-        what = (
-            f"step with different options: {type(self._stepper.optimizer).__name__} {self._number}"
-        )
+        name = f"{type(self._stepper.optimizer).__name__} {self._number}"
         options = self._before if is_of_round_before else self._options
-        check_options(what, self._collectives().all_gather_object(options))
+        reports = self._collectives().all_gather_object(options)
+        if len({report[_STATE] for report in reports}) > 1:
+            raise ValueError(
+                f"Ranks have written to other entries of optimizer.state: {name}. Write, reset and"
+                " remove the same entries on all ranks. Each rank steps a part of the model."
+            )
+        check_options(f"step with different options: {name}", reports)

@@ -288,6 +288,7 @@ class PlanLifecycle:
         nothing while there is no plan.
         """
         if self.active is None:
+            self._stepper.drop_removed()
             return
         if self.active.flat.adopt_writes() and self._training.uses_buckets:
             self.trained.watch(self._on_gradient)

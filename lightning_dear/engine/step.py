@@ -226,8 +226,9 @@ class OptimizerPipeline:
             raise RuntimeError(
                 f"A gradient for '{self.plans.trained.names[index]}' came from no backward of the"
                 " strategy's, after the mean gradient had been read or changed, such as by"
-                " clipping. Call self.manual_backward(loss) or fabric.backward(loss) in place of"
-                " loss.backward(), on all ranks."
+                " clipping. Use torch.autograd.grad, which leaves .grad alone. Or call"
+                " self.manual_backward(loss) or fabric.backward(loss), on all ranks, if the"
+                " gradient is to count."
             )
 
     def _collect(self, active: ActivePlan, index: int) -> None:

@@ -47,14 +47,28 @@ def put_into(group: dict[str, Any], tensors: list[Any], names: Mapping[int, str]
         group[NAMES] = [names.get(id(one), "") for one in tensors]
 
 
+def is_uncuttable(value: Any, parameter: Tensor) -> bool:
+    """Whether `value`, an attribute of `parameter`, is a tensor that cannot be cut with it."""
+    return isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape
+
+
 def carry_attributes(pieces: Iterable[Piece], parameters: Sequence[Parameter]) -> None:
     """Gives each piece the attributes that other code has put on its parameter.
 
     A tensor with an element for each element of the parameter is cut, and copied.
+
+    Raises:
+        RuntimeError: If an attribute is another tensor with several elements, which cannot be cut.
     """
     for piece in pieces:
         parameter = parameters[piece.tensor_index]
         for key, value in vars(parameter).items():
+            if is_uncuttable(value, parameter):
+                raise RuntimeError(
+                    f"The attribute '{key}' of a parameter is a tensor of another shape than the"
+                    " parameter, so that it cannot be cut. Use gather='gradients', which steps"
+                    " whole tensors, or expand it to the parameter's shape."
+                )
             setattr(piece.parameter, key, cut_state(key, value, parameter, piece))
 
 
@@ -133,7 +147,7 @@ def _reader(name: str) -> Any:
 
 
 class StateBetweenSteps(MutableMapping[Any, Any]):
-    """`optimizer.state` between steps: refuses reads that would mislead, and lets writes count.
+    """`optimizer.state` between steps: reads of sharded state raise; the next step uses writes.
 
     With sharded state it holds the entries that other code has written since the last step, and the
     state of parameters in no bucket. With gathered gradients it holds all state. All methods are
@@ -146,7 +160,7 @@ class StateBetweenSteps(MutableMapping[Any, Any]):
     Attributes:
         plain: The entries, in the dict that the optimizer itself reads and writes.
         removed: Parameters, and other keys, whose state in the shards other code has removed.
-        written: Part of a sentence: what other code has written. Equal on all ranks if all have
+        written: Words for an error message. Ranks compare them: they are equal if all ranks have
             written to the same keys.
     """
 
@@ -179,7 +193,8 @@ class StateBetweenSteps(MutableMapping[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(value, _Removed):
             self._stepper.refuse_read()
-        self._note("put", key)
+        # An entry replaces the one in the shards, also if it is empty.
+        self.removed.update({key} & self._note("put", key))
         self.plain[key] = value
 
     def pop(self, key: Any, *default: Any) -> Any:
@@ -226,8 +241,9 @@ class SteppedPieces(ABC):
         pieces: This rank's pieces, bucket by bucket.
         device: Device that the parameters had when the plan began, through which state is sent.
             After a fit Lightning moves the parameters to the CPU.
-        state_at_end: `optimizer.state` when the training ended; a later load assigns another dict.
-        outside: What other code finds as `optimizer.state` between steps, from the first one on.
+        state_at_end: `optimizer.state` when the training ended. None means that it goes on. After
+            a later load `optimizer.state` is another dict.
+        outside: Is `optimizer.state` between steps, once the first step has begun.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -270,6 +286,7 @@ class SteppedPieces(ABC):
         """Drops the flat buffers and removes hooks. State stays readable through `state_of`."""
         for hook in self._hooks:
             hook.remove()
+        self.drop_removed()
         self.state_at_end = self.optimizer.state
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         for piece in self.pieces:
@@ -408,7 +425,12 @@ class SteppedPieces(ABC):
         return "another dict" if self.is_replaced else self.outside.written
 
     def drop_removed(self) -> None:
-        """Drops the state in shards that other code has removed from `optimizer.state`."""
+        """Drops the state in shards that other code has removed from `optimizer.state`.
+
+        If it has put another dict there, also after the end of the training, drops all.
+        """
+        if self.is_replaced and self.optimizer.state is not self.state_at_end:
+            self.shards.state.clear()
         removed, parameters = self.outside.removed, self.shards.parameters
         pieces = self.pieces if removed else ()
         gone = [one.parameter for one in pieces if parameters[one.tensor_index] in removed]
@@ -427,9 +449,16 @@ class SteppedPieces(ABC):
     def refuse_read(self) -> NoReturn:
         """Raises the error for a read of state that is in shards."""
         kind = type(self.optimizer).__name__
-        raise RuntimeError(
+        what = (
             f"The state of this {kind} was read between steps, and each rank has only pieces of it."
             " Put the code that reads it into `with strategy.on_shards(optimizer):`, where groups,"
-            " state and .grad are this rank's pieces. Or call strategy.optimizer_state(optimizer,"
-            " on_all_ranks=True), on all ranks, for a state dict with whole tensors."
+            " state and .grad are this rank's pieces. Or call"
+            if self.state_at_end is None
+            else f"The training of this {kind} has ended, and each rank has only pieces of its"
+            " state. To step on, begin another fit, or load a checkpoint into another optimizer."
+            " To read the state, call"
+        )
+        raise RuntimeError(
+            f"{what} strategy.optimizer_state(optimizer, on_all_ranks=True), on all ranks, for a"
+            " state dict with whole tensors."
         )

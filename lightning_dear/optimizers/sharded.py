@@ -171,8 +171,6 @@ class ShardedOptimizer(SteppedPieces):
         """
         if was_loaded := self._was_loaded:
             self._forget()
-        elif self.is_replaced:
-            self.shards.state.clear()
         self.drop_removed()
         whole = self.guard().plain
         if not whole:

@@ -21,7 +21,13 @@ from torch.optim import Optimizer
 
 from lightning_dear.bucket import LOW_PRECISION, Piece
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers.pieces import NAMES, carry_attributes, names_of, put_into
+from lightning_dear.optimizers.pieces import (
+    NAMES,
+    carry_attributes,
+    is_uncuttable,
+    names_of,
+    put_into,
+)
 from lightning_dear.optimizers.replicated import DeferredStep
 from lightning_dear.optimizers.sharded import inner_step
 from lightning_dear.planning.plan import ALIGNMENT
@@ -51,6 +57,8 @@ def why_not_elementwise(optimizer: Optimizer) -> str | None:
         why = "it works on whole tensors, not element by element"
     elif strange := _strange_parameters(optimizer):
         why = f"it holds parameters of class {strange[0]}, which may be more than their elements"
+    elif names := _uncuttable(optimizer):
+        why = f"the attribute '{names[0]}' of a parameter is a tensor of another shape"
     elif keeper := _keeper(optimizer):
         why = f"it keeps parameters in its attribute '{keeper}', where their pieces are not found"
     elif type(optimizer) not in ELEMENTWISE:
@@ -93,6 +101,13 @@ def _strange_parameters(optimizer: Optimizer) -> list[str]:
     """
     kinds = {type(one) for group in optimizer.param_groups for one in group["params"]}
     return sorted(one.__name__ for one in kinds - {Parameter, UninitializedParameter})
+
+
+def _uncuttable(optimizer: Optimizer) -> list[str]:
+    """Names of attributes of parameters that cannot be cut with them."""
+    held = (one for group in optimizer.param_groups for one in group["params"])
+    pairs = ((one, pair) for one in held for pair in vars(one).items())
+    return [key for one, (key, value) in pairs if is_uncuttable(value, one)]
 
 
 def _keeper(optimizer: Optimizer) -> str | None:
@@ -197,7 +212,9 @@ class TriedOptions:
     """Tries an optimizer again when an option is set that was not set in the last trial.
 
     An option is not set if it is 0, False or None, or is not there. For example, the update may
-    depend on the whole tensor only with weight decay, which a schedule brings later.
+    depend on the whole tensor only with weight decay, which a schedule brings later. An option that
+    is a string counts as set to each of its values. Public attributes of the optimizer that are
+    numbers or strings are options, too.
 
     Args:
         optimizer: The optimizer, right after its trial.
@@ -209,10 +226,20 @@ class TriedOptions:
         self._is_known = type(optimizer) in (_KNOWN if options.is_of_gradients else ELEMENTWISE)
         self._set = self._find()
 
-    def _find(self) -> set[tuple[int, str]]:
-        groups = enumerate(() if self._is_known else self._optimizer.param_groups)
-        pairs = ((number, key, value) for number, own in groups for key, value in own.items())
-        return {(n, key) for n, key, value in pairs if key not in _VARYING and _is_set(value)}
+    def _find(self) -> set[tuple[str, str]]:
+        """(place and name, word) of each option that is set; the word is "" if it is a number."""
+        if self._is_known:
+            return set()
+        attributes = vars(self._optimizer).items()
+        own = {k: v for k, v in attributes if k[0] != "_" and isinstance(v, int | float | str)}
+        held = [(type(self._optimizer).__name__, own)]
+        held += [(f"group {n}", one) for n, one in enumerate(self._optimizer.param_groups)]
+        return {
+            (f"{key} of {place}", value if isinstance(value, str) else "")
+            for place, options in held
+            for key, value in options.items()
+            if key not in _VARYING and _is_set(value)
+        }
 
     def note(self) -> None:
         """Notes what the optimizer's own step has set, such as a counter. Local."""
@@ -227,10 +254,8 @@ class TriedOptions:
         new = self._find() - self._set
         self._set |= new
         if new and (why := why_not_steppable(self._optimizer, self._options)):
-            number, key = min(new)
             raise RuntimeError(
-                f"{key} of parameter group {number} is {self._optimizer.param_groups[number][key]}"
-                f" now, and was not set when training began. {why}"
+                f"{' '.join(filter(None, min(new)))} is set now, and was not at first. {why}"
             )
 
 
@@ -296,6 +321,8 @@ def find_difference(optimizer: Optimizer, *, on_parts: bool) -> str | None:
                 if (shape := other.first_difference(whole)) is not None:
                     way = "cut in two" if on_parts else "stepped by itself"
                     return f"a tensor of shape {tuple(shape)} gets other values if it is {way}"
+            if on_parts and (made := other.new_attributes()):
+                return f"it keeps '{min(made)}' as an attribute of parameters, which is lost there"
             values = (_new_tensor(one.shape, device) for one in whole.wholes)
             if all(map(torch.equal, whole.wholes, values)):
                 # If no step changes anything, equal values prove nothing.
@@ -382,6 +409,11 @@ class _Trial:
         for one in self.pieces:
             one.parameter.grad = None
 
+    def new_attributes(self) -> set[str]:
+        """Names of the attributes that the optimizer has given to what it has stepped."""
+        pairs = ((one.parameter, self.wholes[one.tensor_index]) for one in self.pieces)
+        return {key for piece, whole in pairs for key in vars(piece).keys() - vars(whole).keys()}
+
     def _put(self, pieces: Sequence[Piece]) -> None:
         for place, group in enumerate(self.twin.param_groups):
             put_into(group, [one.parameter for one in pieces if one.bucket == place], self._names)
@@ -424,7 +456,8 @@ def _like(example: Tensor, shape: Sequence[int], device: torch.device) -> Parame
     for key, value in vars(example).items():
         if isinstance(value, Tensor) and value.shape == example.shape:
             value = _new_tensor(shape, device).to(value.dtype)
-        setattr(made, key, value)
+        if not is_uncuttable(value, made):
+            setattr(made, key, value)
     return made
 
 

@@ -161,13 +161,18 @@ def _put(optimizer: Optimizer) -> None:
         optimizer.state[parameter] = _entry(parameter)
 
 
+def _empty(optimizer: Optimizer) -> None:
+    for parameter in _parameters(optimizer)[1:]:
+        optimizer.state[parameter] = {}
+
+
 def _update(optimizer: Optimizer) -> None:
     optimizer.state.clear()
     optimizer.state.update({parameter: _entry(parameter) for parameter in _parameters(optimizer)})
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("change", [_assign, _clear, _delete, _pop, _put, _update])
+@pytest.mark.parametrize("change", [_assign, _clear, _delete, _pop, _put, _empty, _update])
 @distributed(world_sizes=(1, 2, 3))
 def test_what_is_reset_or_written_counts(change: Change, options: ExchangeOptions) -> None:
     pipeline = _start(options, _adam)
@@ -231,7 +236,7 @@ def test_reads_of_sharded_state_are_refused(new: Callable[[nn.Module], Optimizer
         with pytest.raises(RuntimeError, match=r"strategy\.on_shards\(optimizer\)"):
             read(optimizer)
     pipeline.detach()
-    with pytest.raises(RuntimeError, match="on_all_ranks=True"):
+    with pytest.raises(RuntimeError, match=r"training of this .* has ended.*on_all_ranks=True"):
         bool(optimizer.state)
 
 
@@ -296,7 +301,7 @@ def test_a_write_on_one_rank_alone_is_refused(change: Change, options: ExchangeO
     _step(pipeline, 0)
     if dist.get_rank() == 1:
         change(pipeline.optimizers[0])
-    with pytest.raises(ValueError, match=r"optimizer\.state is .* on rank 0 and .* on rank 1"):
+    with pytest.raises(ValueError, match=r"written to other entries of optimizer\.state"):
         _step(pipeline, 1)
 
 
@@ -329,3 +334,64 @@ def test_what_is_written_between_two_trainings_counts(
         theirs.step()
         theirs.zero_grad()
     _check(second, weights(other))
+
+
+@pytest.mark.parametrize("is_after_end", [False, True])
+@pytest.mark.parametrize("change", [_assign, _clear, _pop, _empty])
+@distributed(world_sizes=(2,))
+def test_what_is_removed_after_the_last_step_is_not_saved(
+    change: Change, is_after_end: bool
+) -> None:
+    pipeline = _start(SHARDS, _adam)
+    (part,) = pipeline.parts
+    _step(pipeline, 0)
+    pipeline.complete_parameters()
+    if not is_after_end:
+        change(part.optimizer)
+    pipeline.detach()
+    if is_after_end:
+        change(part.optimizer)
+    saved = part.optimizer_state_dict()["state"]
+    left = {number for number, own in saved.items() if own}
+    assert left == (set() if change in (_assign, _clear) else {0})
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@distributed(world_sizes=(1, 2))
+def test_a_plain_backward_on_any_rank_is_averaged_on_shards(options: ExchangeOptions) -> None:
+    pipeline = _start(options, _curved)
+    (optimizer,) = pipeline.optimizers
+    _step(pipeline, 0)
+    if dist.get_rank() == 0:
+        _loss(pipeline.training.module, 50, 0).backward()
+    with pipeline.parts[0].on_shards():
+        optimizer.update_curvature()  # type: ignore[attr-defined]
+    optimizer.zero_grad()
+    _step(pipeline, 1)
+    pipeline.detach()
+    model = build(MODEL, dtype=torch.float64)
+    theirs = Curved(model.parameters())
+    _mean(model, 0)
+    theirs.step()
+    theirs.zero_grad()
+    (_loss(model, 50, 0) / dist.get_world_size()).backward()
+    theirs.update_curvature()
+    theirs.zero_grad()
+    _mean(model, 1)
+    theirs.step()
+    _check(pipeline, weights(model))
+
+
+@distributed(world_sizes=(2,))
+def test_weights_are_gathered_also_if_code_on_shards_raises() -> None:
+    pipeline = _start(SHARDS, _curved)
+    (part,) = pipeline.parts
+    _step(pipeline, 0)
+    pipeline.complete_parameters()
+    with pytest.raises(KeyError), part.on_shards():  # noqa: PT012
+        part.optimizer.look_ahead()  # type: ignore[attr-defined]
+        raise KeyError
+    everyone: list[list[Tensor]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, weights(pipeline.training.module))
+    assert all(map(torch.equal, *everyone))
+    pipeline.detach()

@@ -24,7 +24,7 @@ BETWEEN_STEPS = [
     ),
     Mutation(
         "another dict in place of optimizer.state resets the shards",
-        "ShardedOptimizer.adopt_state",
+        "SteppedPieces.drop_removed",
         "            self.shards.state.clear()\n",
         "            pass\n",
         (f"{BETWEEN}::test_what_is_reset_or_written_counts",),
@@ -32,15 +32,15 @@ BETWEEN_STEPS = [
     Mutation(
         "ranks compare what was written to optimizer.state",
         "SharedOptions._values",
-        '"optimizer.state"): self._stepper.written',
-        '"optimizer.state"): ""',
+        "{_STATE: self._stepper.written}",
+        '{_STATE: ""}',
         (f"{BETWEEN}::test_a_write_on_one_rank_alone_is_refused",),
     ),
     Mutation(
         "weights that a second method has written are gathered",
-        "MeanGradient.for_other_code",
-        "                active.gatherer.launch(bucket.number)\n",
-        "                pass\n",
+        "MeanGradient._gather",
+        "            active.gatherer.launch(bucket.number)\n",
+        "            pass\n",
         (f"{BETWEEN}::test_a_second_method_runs_on_shards",),
     ),
     Mutation(
@@ -84,5 +84,26 @@ BETWEEN_STEPS = [
         "        if new and ",
         "        if None and ",
         (f"{CARRIED}::test_an_option_that_is_set_later_is_tried_then",),
+    ),
+    Mutation(
+        "an entry that is put in place of another drops it, also if it is empty",
+        "StateBetweenSteps.__setitem__",
+        '        self.removed.update({key} & self._note("put", key))\n',
+        '        self._note("put", key)\n',
+        (f"{BETWEEN}::test_what_is_reset_or_written_counts",),
+    ),
+    Mutation(
+        "state that was removed at the end is not saved",
+        "PlanLifecycle.take_over",
+        "            self._stepper.drop_removed()\n",
+        "            pass\n",
+        (f"{BETWEEN}::test_what_is_removed_after_the_last_step_is_not_saved",),
+    ),
+    Mutation(
+        "an optimizer that keeps attributes on parameters is stepped whole",
+        "find_difference",
+        "if on_parts and (made",
+        "if False and (made",
+        (f"{CARRIED}::test_what_cannot_be_carried_is_stepped_whole",),
     ),
 ]

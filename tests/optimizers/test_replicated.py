@@ -332,10 +332,10 @@ def test_an_exception_in_a_forward_loses_no_update() -> None:
 
 
 class _BreaksOff(LARS):
-    breaks_off = False
+    _breaks_off = False
 
     def step(self, closure: Any = None) -> Any:
-        if self.breaks_off and any(
+        if self._breaks_off and any(
             p.grad is not None for g in self.param_groups for p in g["params"]
         ):
             raise KeyboardInterrupt
@@ -349,7 +349,7 @@ def test_a_step_that_breaks_off_is_never_made_twice() -> None:
     optimizer = _BreaksOff(two_groups(model))
     pipeline = new_pipeline(model, optimizer, options=GRADIENTS)
     _step(model, optimizer, pipeline, 0)
-    optimizer.breaks_off = True
+    optimizer._breaks_off = True
     _step(model, optimizer, pipeline, 1)
     with pytest.raises(KeyboardInterrupt):
         pipeline.complete_parameters()

@@ -50,6 +50,39 @@ class CountsOnParameter(SGD):
         return loss
 
 
+class KeepsOnParameter(SGD):
+    """Keeps its momentum in an attribute of the parameter, which it makes itself."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.kept = 0.9 * getattr(one, "kept", 0.0) + one.grad
+                    one.grad.copy_(one.kept)
+        super().step()
+        return loss
+
+
+class ByMode(SGD):
+    """Normalizes gradients by the whole tensor in one of its modes, or if it is told to."""
+
+    is_normalized = False
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.param_groups[0]["mode"] = "plain"
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None and (self.is_normalized or group["mode"] == "norm"):
+                    one.grad.div_(one.grad.norm() + 1)
+        super().step()
+        return loss
+
+
 class ByName(SGD):
     """Steps biases with a tenth of the gradient."""
 
@@ -110,6 +143,17 @@ def _counting(model: nn.Module) -> Optimizer:
     return CountsOnParameter(model.parameters(), lr=0.05)
 
 
+def _keeping(model: nn.Module) -> Optimizer:
+    return KeepsOnParameter(model.parameters(), lr=0.05)
+
+
+def _with_rows(model: nn.Module) -> Optimizer:
+    for one in model.parameters():
+        if one.ndim == 2:
+            one.mask = torch.ones(one.shape[1], dtype=one.dtype)  # type: ignore[attr-defined]
+    return ByAttribute(model.parameters(), lr=0.05)
+
+
 def _named(model: nn.Module) -> Optimizer:
     return ByName(model.named_parameters(), lr=0.05)
 
@@ -168,7 +212,9 @@ def _other_scale(optimizer: Optimizer) -> None:
 
 @pytest.mark.parametrize("options", [SHARDS, WHOLE])
 @pytest.mark.parametrize("change", [_nothing, _other_scale])
-@pytest.mark.parametrize("new", [_with_attributes, _counting, _named, _by_identity])
+@pytest.mark.parametrize(
+    "new", [_with_attributes, _with_rows, _counting, _keeping, _named, _by_identity]
+)
 @distributed(world_sizes=(1, 2, 3))
 def test_it_is_found_as_under_torch(
     new: Callable[[nn.Module], Optimizer],
@@ -186,6 +232,8 @@ def test_it_is_found_as_under_torch(
         (_with_attributes, None),
         (_named, None),
         (_counting, "gets other values if it is cut in two"),
+        (_keeping, "keeps 'kept' as an attribute of parameters"),
+        (_with_rows, "'mask' of a parameter is a tensor of another shape"),
         (_by_identity, "keeps parameters in its attribute 'scales'"),
     ],
 )
@@ -207,7 +255,7 @@ def _decay(optimizer: Optimizer) -> None:
 
 @distributed(world_sizes=(1, 2))
 def test_an_option_that_is_set_later_is_tried_then() -> None:
-    with pytest.raises(RuntimeError, match=r"decay of parameter group 0 is 0\.1 now.*gather='grad"):
+    with pytest.raises(RuntimeError, match=r"decay of group 0 is set now.*gather='grad"):
         _train(_decaying, _decay, SHARDS, None)
 
 
@@ -216,3 +264,43 @@ def test_whole_tensors_go_on_with_an_option_that_is_set_later() -> None:
     ours = _train(_decaying, _decay, WHOLE, None)
     for left, right in zip(ours, _alone(_decaying, _decay), strict=True):
         torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
+
+
+def _by_mode(model: nn.Module) -> Optimizer:
+    return ByMode(model.parameters(), lr=0.05)
+
+
+def _other_mode(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["mode"] = "norm"
+
+
+def _switch(optimizer: Optimizer) -> None:
+    optimizer.is_normalized = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [(_other_mode, "mode of group 0 norm"), (_switch, "is_normalized of ByMode")],
+)
+@distributed(world_sizes=(2,))
+def test_words_and_switches_that_change_later_are_tried_then(
+    change: Callable[[Optimizer], None], what: str
+) -> None:
+    with pytest.raises(RuntimeError, match=rf"{what}.* is set now.*gather='gradients'"):
+        _train(_by_mode, change, SHARDS, None)
+
+
+def _late_rows(optimizer: Optimizer) -> None:
+    one = optimizer.param_groups[0]["params"][0]
+    one.mask = torch.ones(one.shape[1], dtype=one.dtype)
+
+
+@distributed(world_sizes=(2,))
+def test_an_attribute_that_comes_late_and_cannot_be_cut_is_named() -> None:
+    def plain(model: nn.Module) -> Optimizer:
+        return ByAttribute(model.parameters(), lr=0.05)
+
+    with pytest.raises(
+        RuntimeError, match="attribute 'mask' of a parameter is a tensor of another"
+    ):
+        _train(plain, _late_rows, SHARDS, None)
