@@ -213,7 +213,7 @@ class StateBetweenSteps(MutableMapping[Any, Any]):
 
     @override
     def __reduce__(self) -> Any:
-        self._stepper.before_write()
+        self._stepper.before_copy()
         return self.plain.__reduce__()
 
 
@@ -445,6 +445,10 @@ class SteppedPieces(ABC):
     @abstractmethod
     def before_write(self) -> Set[Any]:
         """Prepares `outside` for a write of other code; returns keys that have state in shards."""
+
+    def before_copy(self) -> None:
+        """Prepares `outside` for a copy or a pickle, which has no state that is in shards."""
+        self.before_write()
 
     def refuse_read(self) -> NoReturn:
         """Raises the error for a read of state that is in shards."""

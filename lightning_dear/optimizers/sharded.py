@@ -209,6 +209,10 @@ class ShardedOptimizer(SteppedPieces):
         left = () if self.left is None else self.left.entries
         return others.union(self.shards.parameters, left)
 
+    @override
+    def before_copy(self) -> None:
+        self._warn_of_shards(self.optimizer)
+
     def _take_out(self, whole: dict[Tensor, Any], was_loaded: bool) -> bool:
         """Removes the parameters' state from `whole`; tells whether a master is lost.
 
@@ -240,8 +244,9 @@ class ShardedOptimizer(SteppedPieces):
         if self._has_state() and not is_filled and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{type(optimizer).__name__}.state_dict() is without its state, which is sharded."
-                " On all ranks, call trainer.save_checkpoint(path) to save it, or"
+                f"{type(optimizer).__name__}.state_dict() is without its state, which is sharded,"
+                " and so are copies and pickles of the optimizer. On all ranks, call"
+                " trainer.save_checkpoint(path) to save it, or"
                 " strategy.optimizer_state(optimizer, on_all_ranks=True) to get it whole. Under"
                 " Fabric: fabric.save(path, state), or state_dict() of the optimizer it set up.",
                 stacklevel=2,
