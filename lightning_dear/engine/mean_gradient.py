@@ -9,7 +9,6 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_dear.engine.active_plan import ActivePlan
-from lightning_dear.engine.bucket_round import of_any_rank
 from lightning_dear.engine.hooks import warn_of_leftovers
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle
 from lightning_dear.engine.step_state import StepProgress, StepState
@@ -140,7 +139,7 @@ class MeanGradient:
         if not collectives.wait_blocks_host and not self._have_asked:
             # On NCCL no round has brought anything before the second step.
             self._have_asked = True
-            (is_anywhere,) = of_any_rank([is_here], collectives)
+            is_anywhere = any(collectives.all_gather_object(is_here))
         if is_anywhere:
             self.expose()
         return is_anywhere

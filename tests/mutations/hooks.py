@@ -74,7 +74,7 @@ HOOKS = [
     Mutation(
         "asking on NCCL in the first step who has hooks",
         "MeanGradient.expose_to_hooks",
-        "            (is_anywhere,) = of_any_rank([is_here], collectives)\n",
+        "            is_anywhere = any(collectives.all_gather_object(is_here))\n",
         "            pass\n",
         (f"{TESTS}::test_a_hook_of_one_rank_lets_no_rank_wait",),
     ),

@@ -102,6 +102,10 @@ def check_steps(rank: Rank, training: Training) -> list[Launch]:
             # Recorded: it exchanges objects, too.
             continue
         has_buffers = bool(pipeline.training.tree.buffers())
+        if has_buffers and step == 1 and found[0][0] == "max":
+            # Before the second forward ranks tell each other whether they have written buffers. If
+            # gradients accumulate, that is in the recorded step.
+            found, launched = found[1:], launched[1:]
         expected: list[Launch] = []
         seen: list[Launch] = []
         for number, part in enumerate(pipeline.parts):
