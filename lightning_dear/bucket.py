@@ -186,7 +186,7 @@ class Placement:
         buckets: Numbers of the buckets that hold the parameter.
         data_ptr: Address of `view`. If `parameter.data` has another one, the user has replaced it.
         former: The memory that the parameter had before, if processes share it (`share_memory`).
-            None means that no process reads it any more.
+            None means that it was not shared.
     """
 
     parameter: Parameter

@@ -321,7 +321,7 @@ class FewOfMany(Compressor):
 
     @property
     def gradients_at_once(self) -> float:
-        """Returns of how many gradients an average number is the sum when it arrives.
+        """Returns how many gradients add up in a number, on average, until it is sent.
 
         That is the number of steps for which it waits, 1 / density, in this base class. It is 1
         without error feedback, where numbers that are not sent are lost.

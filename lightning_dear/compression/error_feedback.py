@@ -67,8 +67,8 @@ class Memory:
         rate: Weight of the newest error in "residual", which is a moving average of errors, in
             (0, 1]. The stored residual is rate x the error that is still to be sent. 1 means plain
             feedback: the residual is the error itself.
-        decay: Factor by which the first of `names` decays in each step, in [0, 1]: "residual", or
-            momentum in subclasses that keep momentum. 1 means that it does not.
+        decay: The first of `names` is multiplied by this in each step, in [0, 1]: "residual", or
+            momentum in subclasses that keep momentum. 1 keeps all of it.
 
     Attributes:
         names: Names of the kept tensors, such as "residual". Empty means that nothing is kept.

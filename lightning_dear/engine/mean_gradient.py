@@ -9,6 +9,7 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_dear.engine.active_plan import ActivePlan
+from lightning_dear.engine.bucket_round import of_any_rank
 from lightning_dear.engine.hooks import warn_of_leftovers
 from lightning_dear.engine.plan_lifecycle import PlanLifecycle
 from lightning_dear.engine.step_state import StepProgress, StepState
@@ -125,8 +126,8 @@ class MeanGradient:
     def expose_to_hooks(self, *, is_here: bool) -> bool:
         """Exposes the mean gradient if any rank has pre-hooks of `step`. Collective, blocks.
 
-        Ranks tell each other in each round whether they have any. A rank that registers its first
-        one after the round (on NCCL: the round before) is heard in the next step.
+        Ranks tell each other in each round whether they have any. A first hook counts in this step
+        if it is registered before the round. On NCCL it counts one step later.
 
         Args:
             is_here: Whether this rank has any now.
@@ -176,7 +177,10 @@ class MeanGradient:
             self.progress.enter(StepState.EXPOSED)
 
     def before_state_access(self, reads: bool) -> None:
-        """Called before other code reads or writes gathered gradients' whole state. May block."""
+        """Called before other code uses the optimizer's state with gathered gradients. May block.
+
+        Each rank then has all of it.
+        """
         self.plans.complete_parameters("optimizer state")
         if reads and self.training.uses_buckets and self.progress.state in _HAS_OWN_GRADIENTS:
             raise RuntimeError(

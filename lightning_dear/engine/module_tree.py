@@ -25,9 +25,9 @@ def ignored_names(module: Module) -> frozenset[str]:
 def aliased_names(module: Module) -> AbstractSet[str]:
     """Names of parameters whose memory is held by a tensor that is not the module's. Local.
 
-    Such a tensor is in a `state_dict()` that the user has kept, under a NumPy array, or a flat
-    vector of which the parameters are views. Also one that a graph holds for backward. Parameters
-    in shared memory do not count.
+    Examples: a `state_dict()` that the user has kept, a NumPy array, a flat vector of which the
+    parameters are views. A tensor that a graph holds for backward counts, too. Parameters in shared
+    memory do not count.
     """
     address, count = private_names.STORAGE_ADDRESS, private_names.STORAGE_USE_COUNT.imported()
     fresh = torch.empty(1)

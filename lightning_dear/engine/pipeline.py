@@ -325,8 +325,8 @@ class Pipeline:
 
         To be called within `backward`, after the user's backward, if hooks follow there. Does
         nothing if there are no such gradients, or if they have been averaged since. Otherwise
-        collective, and blocks: it first reduces the optimizers' gradients, since a rank that lacks
-        one of them has not yet launched all buckets, and all ranks must launch in one order.
+        collective, and blocks. It first reduces the optimizers' gradients: a rank without one of
+        them has buckets left to launch, and all ranks must launch in one order.
         """
         training = self.training
         if not training.unheld.is_due:

@@ -91,8 +91,8 @@ class Training:
     def warn_of_aliases(self, names: Sequence[str]) -> None:
         """Warns of those of `names` that other tensors share the memory of. Only on rank 0. Local.
 
-        To be called after the first forward. An alias counts only if it was there before it, too:
-        at first a module may hold one itself (`spectral_norm`), and afterwards a graph may.
+        To be called after the first forward. Only names that were aliased before it, too, are
+        reported. Before it a module may hold an alias itself (`spectral_norm`), after it a graph.
         """
         still = self.aliased & aliased_names(self.module) if self.aliased else ()
         if found := [name for name in names if name in still]:
@@ -152,9 +152,9 @@ class BufferBroadcast:
     the next forward, all ranks broadcast before forward from then on, too, as under DDP: they
     *watch* the buffers. Writes through `.data` are not seen.
 
-    Ranks learn of each other's writes in a message of one byte before some forwards (`prepare`),
-    and otherwise with the flags of the next round. Then one forward has used other values than rank
-    0's, and the lowest rank that has written warns.
+    Before some forwards ranks ask each other with one byte (`prepare`). Before the others they do
+    not: a write is told with the next round's flags. By then one forward has used each rank's own
+    values, and the lowest rank that has written warns.
 
     Args:
         tree: Tree of the module. On ranks other than 0 the module's buffers are overwritten, except
@@ -190,11 +190,10 @@ class BufferBroadcast:
     def prepare(self, *, synchronize: bool, asks: bool = False) -> None:
         """Gives all ranks rank 0's buffers before a forward that reads them, where DDP does so.
 
-        To be called before each forward. Blocks if a message is sent, which is so only if the
-        buffers were written between steps, or for one byte if ranks tell each other of writes.
-        Collective. Does nothing if the forward before was not synchronized, since DDP does not
-        broadcast then. The first call broadcasts, so that all ranks begin with the same values, and
-        in the next one ranks tell each other.
+        To be called before each forward. Collective. Blocks if a message is sent: before the first
+        two forwards, when asked to, and always once buffers are watched. The first call broadcasts,
+        so that all ranks begin with the same values. In the second one ranks ask each other. Does
+        nothing in a forward that follows an accumulating one: DDP does not broadcast there.
 
         Args:
             synchronize: Whether the forward is one of a last backward, so that a step follows.
@@ -307,9 +306,9 @@ PATIENCE = 32
 class UnheldGradients:
     """Averages gradients of the module's parameters that no optimizer of the training holds.
 
-    They are averaged in `.grad`, after each backward after which DistributedDataParallel would have
-    averaged them, without a compressor. Ranks first exchange which parameters have a gradient. If
-    no rank has one after `PATIENCE` backwards, they stop asking. A rank that gets one later tells
+    They are averaged in `.grad`, after the same backwards as under DistributedDataParallel. No
+    compressor is used. Ranks first exchange which parameters have a gradient. If no rank has one
+    after `PATIENCE` backwards, ranks stop asking. A rank that gets one later tells
     the others in the flags of the next round. They are averaged then, and after each backward.
 
     Args:
@@ -362,7 +361,7 @@ class UnheldGradients:
             self.average()
 
     def check(self, stepped: AbstractSet[Parameter]) -> None:
-        """Raises if an optimizer steps `stepped`, and a gradient of these waits to be averaged."""
+        """Raises if one of `stepped` has a gradient that was not averaged."""
         for name, one in () if self.patience else self._named:
             if one.grad is not None and one in stepped:
                 raise RuntimeError(

@@ -334,7 +334,7 @@ def find_difference(optimizer: Optimizer, *, on_parts: bool) -> str | None:
 
 
 def _kinds(optimizer: Optimizer, *, tries_all: bool) -> list[_Kind]:
-    """Returns the kinds of parameters to try, at most `_MAX_KINDS`. lr makes no other kind.
+    """Returns the kinds of parameters to try, at most `_MAX_KINDS`. A kind may have several lr.
 
     Args:
         optimizer: The optimizer to try.

@@ -23,7 +23,7 @@ NODE_VARIABLES = ("NODE_RANK", "GROUP_RANK", "MASTER_PORT")
 find this one: Lightning then draws its port."""
 
 LATE_S = 20.0
-"""Seconds for which a node waits for the others until it says so."""
+"""A node that has waited so many seconds for other nodes says so."""
 
 MANY_RANKS = 8
 """Ranks on each core of a CPU above which rank 0 warns."""
