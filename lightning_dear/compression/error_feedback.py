@@ -78,7 +78,9 @@ class Memory:
 
     names: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, numel: int, device: torch.device, rate: float = 1, decay: float = 1) -> None:
+    def __init__(
+        self, numel: int, device: torch.device, rate: float = 1.0, decay: float = 1.0
+    ) -> None:
         # Two tensors for each name: encoding writes the pending one, so that the kept one is
         # unchanged if the step is left out.
         zeros = partial(torch.zeros, numel, dtype=torch.float32, device=device)

@@ -37,8 +37,8 @@ def test_a_step_moves_what_the_formula_and_the_ledger_say(world_size: int) -> No
     model_bytes = Stack(NUM_LAYERS).num_bytes
     assert model_bytes >= 32 << 20
     expected = 2 * (world_size - 1) / world_size * model_bytes
-    # One for each layer's use; digests of options and launches; one each for inf and the signal.
-    used_flags = (world_size - 1) * (NUM_LAYERS + 2 * Digest.NUM_BYTES + 2)
+    # One for each layer's use; digests of options and launches; one each for inf and four signals.
+    used_flags = (world_size - 1) * (NUM_LAYERS + 2 * Digest.NUM_BYTES + 5)
     for rank, (sent, received, ledger) in enumerate(counted):
         print(
             f"P={world_size} rank {rank}: sent {sent / expected:.4f}, received"

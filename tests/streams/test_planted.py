@@ -85,7 +85,8 @@ class _BroadcastsLate(NativeCollectives):
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
-        if self.world.rank == 0:
+        # No flags follow the broadcast before the first forward.
+        if self.world.rank == 0 or not hasattr(self, "_launched"):
             return super().launch_broadcast(buffer, index)
         held = self.__dict__.setdefault("_held", {})
         held[index] = partial(super().launch_broadcast, buffer, index)
