@@ -20,7 +20,7 @@ from lightning_dear.bucket import Chunk, Piece
 from lightning_dear.checkpoint.moving import Item, Wanted, move
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState
-from lightning_dear.optimizers.pieces import SpreadState, SteppedPieces
+from lightning_dear.optimizers.pieces import SpreadState, SteppedPieces, parameters_of
 
 CLASS = "optimizer_class"
 """Key of an optimizer's state dict: the name of the optimizer class that the state belongs to."""
@@ -307,7 +307,7 @@ def packed(optimizer: Optimizer, state: Mapping[Parameter, Any]) -> dict[str, An
     # Only `state_dict` knows the parameter indices, so `optimizer.state` is replaced meanwhile.
     whole: dict[Any, Any] = dict(optimizer.state)
     whole.update((one, {**own, **whole.get(one, {})}) for one, own in state.items())
-    held = {one for group in optimizer.param_groups for one in group["params"]}
+    held = set(parameters_of(optimizer))
     # `state_dict` raises KeyError for a parameter that is in no group any more.
     for gone in {key for key in whole if isinstance(key, Tensor)} - held:
         del whole[gone]

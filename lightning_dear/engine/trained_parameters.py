@@ -21,6 +21,7 @@ from lightning_dear.engine.module_tree import ModuleTree, ignored_names
 from lightning_dear.engine.notes import OptionValues, check_options, options_of
 from lightning_dear.engine.read_order import ForwardRecorder
 from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.optimizers.pieces import parameters_of
 from lightning_dear.optimizers.tensorwise import choose_options
 
 Described = Sequence[tuple[str, str]]
@@ -455,9 +456,3 @@ def unheld_parameters(
     held, ignored = {*parameters_of(*optimizers)}, ignored_names(module)
     named = module.named_parameters()
     return [(name, one) for name, one in named if one not in held and name not in ignored]
-
-
-def parameters_of(*optimizers: Optimizer) -> list[Parameter]:
-    """All parameters in the groups of optimizers, frozen ones too, in their order. Local."""
-    groups = chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
-    return [parameter for group in groups for parameter in group["params"]]

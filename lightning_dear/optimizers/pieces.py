@@ -28,6 +28,12 @@ NAMES = "param_names"
 """Key of a parameter group with the parameters' names, if the optimizer was given names."""
 
 
+def parameters_of(*optimizers: Optimizer) -> list[Parameter]:
+    """All parameters in the groups of optimizers, frozen ones too, in their order. Local."""
+    groups = chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
+    return [parameter for group in groups for parameter in group["params"]]
+
+
 def names_of(optimizer: Optimizer) -> dict[int, str]:
     """Returns the names of an optimizer's parameters, by the `id` of each. Empty without names."""
     named = (zip(one["params"], one.get(NAMES, ()), strict=False) for one in optimizer.param_groups)
@@ -179,8 +185,8 @@ class StateBetweenSteps(MutableMapping[Any, Any]):
         if _is_known_reader():
             return frozenset()
         in_shards = self._stepper.before_write()
-        held = chain.from_iterable(one["params"] for one in self._stepper.optimizer.param_groups)
-        place = next((number for number, one in enumerate(held) if one is key), -1)
+        held = enumerate(parameters_of(self._stepper.optimizer))
+        place = next((number for number, one in held if one is key), -1)
         # A sum, since code may write in the order of a set, which differs between ranks.
         self._digest = (self._digest + crc32(f"{what} {place}".encode())) % (1 << 32)
         self.written = f"written by other code (hash {self._digest:08x})"
@@ -253,8 +259,8 @@ class SteppedPieces(ABC):
         self.pieces: Sequence[Piece] = ()
         self.left: SpreadState | None = None
         self.shards = Shards()
-        held = (one for group in optimizer.param_groups for one in group["params"])
-        self.device = next((one.device for one in held), torch.device("cpu"))
+        held = parameters_of(optimizer)
+        self.device = held[0].device if held else torch.device("cpu")
         # Parameter index -> whether any rank had a gradient.
         self._used: Sequence[bool] = ()
         # The user's parameters (and their names) and state while pieces are in the optimizer.

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.optimizers.masters import AdoptedState, drop_masters
-from lightning_dear.optimizers.pieces import SteppedPieces, names_of, put_into
+from lightning_dear.optimizers.pieces import SteppedPieces, names_of, parameters_of, put_into
 from lightning_dear.optimizers.sharded import closure_skipped, inner_step
 from lightning_dear.torch_modes import plain_mode
 
@@ -205,7 +205,7 @@ class DeferredStep:
         self._attributes[TWIN] = True
         self._options = [_copied(group) for group in optimizer.param_groups]
         self._names = names_of(optimizer)
-        held = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        held = parameters_of(optimizer)
         self._carried = {id(one): dict(vars(one)) for one in held if vars(one)}
 
     def run(self, parameters: Mapping[int, Sequence[Tensor]]) -> None:

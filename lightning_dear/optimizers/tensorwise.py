@@ -26,6 +26,7 @@ from lightning_dear.optimizers.pieces import (
     carry_attributes,
     is_uncuttable,
     names_of,
+    parameters_of,
     put_into,
 )
 from lightning_dear.optimizers.replicated import DeferredStep
@@ -84,7 +85,7 @@ def why_not_tensorwise(optimizer: Optimizer) -> str | None:
             f" that treats every tensor on its own ({_names(_KNOWN)}, or one that passes the same"
             " test), or strategy='ddp'."
         )
-    dtypes = {one.dtype for group in optimizer.param_groups for one in group["params"]}
+    dtypes = {one.dtype for one in parameters_of(optimizer)}
     if narrow := sorted(str(dtype) for dtype in dtypes if dtype in LOW_PRECISION):
         return (
             f"gather='gradients' steps {', '.join(narrow)} parameters without fp32 masters,"
@@ -99,14 +100,13 @@ def _strange_parameters(optimizer: Optimizer) -> list[str]:
 
     Parameters of lazy layers are left out, since `check_module_states` refuses them.
     """
-    kinds = {type(one) for group in optimizer.param_groups for one in group["params"]}
+    kinds = set(map(type, parameters_of(optimizer)))
     return sorted(one.__name__ for one in kinds - {Parameter, UninitializedParameter})
 
 
 def _uncuttable(optimizer: Optimizer) -> list[str]:
     """Names of attributes of parameters that cannot be cut with them."""
-    held = (one for group in optimizer.param_groups for one in group["params"])
-    pairs = ((one, pair) for one in held for pair in vars(one).items())
+    pairs = ((one, pair) for one in parameters_of(optimizer) for pair in vars(one).items())
     return [key for one, (key, value) in pairs if is_uncuttable(value, one)]
 
 
@@ -115,7 +115,7 @@ def _keeper(optimizer: Optimizer) -> str | None:
 
     Looks into lists, tuples, sets and mappings of the optimizer.
     """
-    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    held = set(map(id, parameters_of(optimizer)))
     for name, value in vars(optimizer).items():
         if name in ("state", "param_groups") or not isinstance(value, Collection):
             continue
@@ -273,7 +273,6 @@ _SCALES = (1e-7, 1e-4, 1.0, 0.0, 1e4, 1.0, 1e-9, 1.0, 30.0, 1.0, 1e2, 1.0, 1.0, 
 """Factor of the gradients in each step of a trial."""
 
 _VARYING = {"params", NAMES, "lr", "initial_lr"}
-_MAX_KINDS = 32
 
 
 class _Kind(NamedTuple):
@@ -308,8 +307,8 @@ def find_difference(optimizer: Optimizer, *, on_parts: bool) -> str | None:
     Returns:
         The difference, or the error of the trial, in words. None means no difference.
     """
-    held = (one.device for group in optimizer.param_groups for one in group["params"])
-    device = next(held, torch.device("cpu"))
+    held = parameters_of(optimizer)
+    device = held[0].device if held else torch.device("cpu")
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             kinds = _kinds(optimizer, tries_all=on_parts)
@@ -334,7 +333,7 @@ def find_difference(optimizer: Optimizer, *, on_parts: bool) -> str | None:
 
 
 def _kinds(optimizer: Optimizer, *, tries_all: bool) -> list[_Kind]:
-    """Returns the kinds of parameters to try, at most `_MAX_KINDS`. A kind may have several lr.
+    """Returns the kinds of parameters to try. A kind may have several lr.
 
     Args:
         optimizer: The optimizer to try.
@@ -348,9 +347,7 @@ def _kinds(optimizer: Optimizer, *, tries_all: bool) -> list[_Kind]:
         for one in group["params"]:
             carried = sorted((key, type(value).__name__) for key, value in vars(one).items())
             new = _Kind(index, one, names.get(id(one), ""), set())
-            if len(kinds) < _MAX_KINDS:
-                kinds.setdefault(f"{options} {carried}", new)
-            own = kinds.get(f"{options} {carried}", new)
+            own = kinds.setdefault(f"{options} {carried}", new)
             own.shapes.update(shape for shape in _SHAPES if tries_all or len(shape) == one.ndim)
     return list(kinds.values())
 

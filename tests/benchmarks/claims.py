@@ -20,7 +20,6 @@ from statistics import geometric_mean, median
 from scipy import stats
 from tabulate import tabulate
 
-from lightning_dear.studies.files import write_text
 from lightning_dear.studies.summary import COMPUTE_ALONE
 from lightning_dear.studies.table import MISSING, shown
 
@@ -200,7 +199,7 @@ def judged(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the table of all folders, and writes it beside the first one's files as claims.md.
+    """Prints the table of all folders.
 
     Points that cannot be judged are named below it.
 
@@ -235,7 +234,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit("\n".join(problems))
     table = format_claims(claims, given.entry, given.others)
     text = "\n\n".join(filter(None, ("; ".join(dict.fromkeys(rigs)), table, *problems)))
-    write_text(given.folders[0] / "claims.md", text)
     print(text)
 
 

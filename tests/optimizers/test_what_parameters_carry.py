@@ -23,48 +23,48 @@ MODEL, NUM_STEPS = "mlp", 4
 SHARDS, WHOLE = ExchangeOptions(), ExchangeOptions("gradients")
 
 
-class ByAttribute(SGD):
+class ByParameter(SGD):
+    """Calls its closure, and changes each gradient before torch's step."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            names = group.get("param_names") or [""] * len(group["params"])
+            for name, one in zip(names, group["params"], strict=True):
+                if one.grad is not None:
+                    self.change(one, name, group)
+        super().step()
+        return loss
+
+    def change(self, one: Any, name: str, group: dict[str, Any]) -> None:
+        """Changes `one.grad` in place."""
+        raise NotImplementedError
+
+
+class ByAttribute(ByParameter):
     """Scales gradients by `scale`, as optimizers of muP do, and by `mask`, if there are any."""
 
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is not None:
-                    one.grad.mul_(getattr(one, "scale", 1.0)).mul_(getattr(one, "mask", 1.0))
-        super().step()
-        return loss
+    def change(self, one: Any, name: str, group: dict[str, Any]) -> None:
+        one.grad.mul_(getattr(one, "scale", 1.0)).mul_(getattr(one, "mask", 1.0))
 
 
-class CountsOnParameter(SGD):
+class CountsOnParameter(ByParameter):
     """Keeps a counter in an attribute of the parameter."""
 
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is not None:
-                    one.count = getattr(one, "count", 0) + 1
-                    one.grad.div_(one.count)
-        super().step()
-        return loss
+    def change(self, one: Any, name: str, group: dict[str, Any]) -> None:
+        one.count = getattr(one, "count", 0) + 1
+        one.grad.div_(one.count)
 
 
-class KeepsOnParameter(SGD):
+class KeepsOnParameter(ByParameter):
     """Keeps its momentum in an attribute of the parameter, which it makes itself."""
 
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is not None:
-                    one.kept = 0.9 * getattr(one, "kept", 0.0) + one.grad
-                    one.grad.copy_(one.kept)
-        super().step()
-        return loss
+    def change(self, one: Any, name: str, group: dict[str, Any]) -> None:
+        one.kept = 0.9 * getattr(one, "kept", 0.0) + one.grad
+        one.grad.copy_(one.kept)
 
 
-class ByMode(SGD):
+class ByMode(ByParameter):
     """Normalizes gradients by the whole tensor in one of its modes, or if it is told to."""
 
     is_normalized = False
@@ -73,30 +73,19 @@ class ByMode(SGD):
         super().__init__(params, lr)
         self.param_groups[0]["mode"] = "plain"
 
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is not None and (self.is_normalized or group["mode"] == "norm"):
-                    one.grad.div_(one.grad.norm() + 1)
-        super().step()
-        return loss
+    def change(self, one: Any, name: str, group: dict[str, Any]) -> None:
+        if self.is_normalized or group["mode"] == "norm":
+            one.grad.div_(one.grad.norm() + 1)
 
 
-class ByName(SGD):
+class ByName(ByParameter):
     """Steps biases with a tenth of the gradient."""
 
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for name, one in zip(group["param_names"], group["params"], strict=True):
-                if one.grad is not None and name.endswith("bias"):
-                    one.grad.mul_(0.1)
-        super().step()
-        return loss
+    def change(self, one: Any, name: str, group: dict[str, Any]) -> None:
+        one.grad.mul_(0.1 if name.endswith("bias") else 1.0)
 
 
-class ByIdentity(SGD):
+class ByIdentity(ByParameter):
     """Looks parameters up in a dict of its own."""
 
     def __init__(self, params: Any, lr: float) -> None:
@@ -104,27 +93,16 @@ class ByIdentity(SGD):
         held = [one for group in self.param_groups for one in group["params"]]
         self.scales = {id(one): 0.5 if one.ndim > 1 else 1.0 for one in held}
 
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is not None:
-                    one.grad.mul_(self.scales.get(id(one), 1.0))
-        super().step()
-        return loss
+    def change(self, one: Any, name: str, group: dict[str, Any]) -> None:
+        one.grad.mul_(self.scales.get(id(one), 1.0))
 
 
-class DecaysByNorm(SGD):
+class DecaysByNorm(ByParameter):
     """Its decay, which a schedule brings, depends on the whole tensor."""
 
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is not None and group.setdefault("decay", 0.0):
-                    one.grad.add_(one.detach() / one.detach().norm(), alpha=group["decay"])
-        super().step()
-        return loss
+    def change(self, one: Any, name: str, group: dict[str, Any]) -> None:
+        if group.setdefault("decay", 0.0):
+            one.grad.add_(one.detach() / one.detach().norm(), alpha=group["decay"])
 
 
 def _with_attributes(model: nn.Module) -> Optimizer:
