@@ -1,4 +1,37 @@
-"""Collectives on NCCL: the backend's own reduce-scatter and all-gather."""
+"""Collectives on NCCL: the backend's own reduce-scatter and all-gather.
+
+NCCL matches messages by their order, so all ranks must launch in one order over all process groups.
+This is the order of one optimizer's step. A test compares it with what a step launches on a
+simulated device (tests/streams/test_launch_order.py):
+
+    launched                                        group    in which order, and when
+    ----------------------------------------------  -------  -------------------------------------
+    gradients of each bucket                        reduce   reduce order; in backward, once full,
+                                                             the rest of them before the step
+    module buffers, as one message of bytes         gather   after all gradients, if a forward has
+                                                             run since the last such broadcast
+    flags: used, late, notes, inf                   reduce   after the module buffers
+    second factors of each bucket (PowerSGD)        reduce   reduce order, after the flags
+    new regions, if they are due (static Ok-Topk)   reduce   once all buckets' means have arrived
+    parameters, or means, of each bucket            gather   gather order, while the step goes on
+
+Gradients that no optimizer holds are averaged right after backward, in the reduce group: flags, and
+then a message for each dtype. If there are any, the first four rows come before them.
+
+Calls of the user launch more, after the means have arrived and before the last row: a norm (one
+message in the gather group), GradScaler's unscaling (one in the reduce group), and whole gradients
+(one gather of each bucket, and flags in the reduce group when they are taken back).
+
+With several optimizers, the order in which the user calls them counts. If the first is stepped
+before the second is clipped, unscaled or stepped, all rows of the first come before those of the
+second. If the user clips or unscales both before stepping, all rows but the last of both come
+first, and then the last row of each.
+
+A gradient is late if it comes after its bucket was launched. It needs another round, which repeats
+three rows: gradients, flags and second factors. On NCCL late gradients raise an error: ranks would
+learn of another round from the flags. There the host reads flags only if a parameter is not USED on
+this rank or if ranks vote (see `BucketRound`), since reading them blocks it.
+"""
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -26,10 +59,9 @@ class NativeCollectives(Collectives):
     """The backend's own reduce-scatter and all-gather (NCCL). A wait does not block the host.
 
     NCCL runs a collective after the kernels that are on the launching stream, and `wait` makes the
-    current stream wait for the collective. NCCL matches messages by order, so that all ranks must
-    launch in one order, in each group and over all groups. They do, since launches follow the plan:
-    usually first all reduce-scatters of a step, then module buffers, the flags, and the all-gathers
-    (`engine/launch_order.py` has the whole order).
+    current stream wait for the collective. All ranks launch in one order, since launches follow the
+    plan: usually first all reduce-scatters of a step, then module buffers, the flags, and the
+    all-gathers. The docstring of this module has the whole order.
     """
 
     wait_blocks_host = matches_by_tag = has_variable_lengths = False

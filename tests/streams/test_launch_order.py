@@ -1,4 +1,4 @@
-"""What a step launches on the simulated device is what `launch_order.py` says."""
+"""What a step launches on the simulated device is what the docstring of `nccl.py` says."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from lightning_dear.collectives.work import Work
-from lightning_dear.engine.launch_order import Launch, launches_of_step
+from lightning_dear.engine.active_plan import ActivePlan
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.planning.plan import MAX_BUCKETS
 from tests.streams.ranks import Rank, on_simulated_cuda
@@ -39,6 +39,40 @@ OP_OF = {
 """Call -> what the simulated NCCL calls it, in one hop."""
 
 BUCKETS_OF_ONE = {"reduce_scatter", "all_to_all", "sums_of_host", "all_gather"}
+
+
+class Launch(NamedTuple):
+    """One call of a `launch_...` method of `Collectives`.
+
+    Attributes:
+        group: Process group of the message: "reduce" or "gather".
+        call: Name of the method without "launch_".
+        bucket: Bucket number. None means that the message belongs to no single bucket.
+    """
+
+    group: str
+    call: str
+    bucket: int | None = None
+
+
+def launches_of_step(active: ActivePlan, *, sends_buffers: bool) -> Iterator[Launch]:
+    """Yields one optimizer's launches in one step with one round, without those of user's calls.
+
+    Args:
+        active: The present plan, after the step.
+        sends_buffers: Whether module buffers are sent. They are not if there are none, or if an
+            earlier step, such as of another optimizer, has sent them since the last forward.
+    """
+    buckets, order = active.flat.buckets, active.plan.reduce_order
+    calls = {number: active.exchange.reduce_calls(buckets[number]) for number in order}
+    yield from (Launch("reduce", calls[number][0], number) for number in order)
+    yield from [Launch("gather", "broadcast")] * sends_buffers
+    yield Launch("reduce", "max")
+    yield from (Launch("reduce", call, number) for number in order for call in calls[number][1:])
+    yield from (Launch("reduce", call) for call in active.exchange.calls_behind_sums())
+    for number in active.plan.gather_order:
+        if not buckets[number].role.is_all_reduced:
+            yield Launch("gather", "all_gather", number)
 
 
 @contextmanager
