@@ -149,6 +149,17 @@ FABRIC_LAUNCHER = PrivateName(_FABRIC_DDP, "_launcher")
 CHECKPOINT_IO = PrivateName(_DDP, "_checkpoint_io")
 FABRIC_CHECKPOINT_IO = PrivateName(_FABRIC_DDP, "_checkpoint_io")
 FABRIC_BACKWARD_SYNC = PrivateName(_FABRIC_DDP, "_backward_sync_control")
+# Read, to find out whether the training loop takes the batches of a loader.
+COMBINED_LOADER = PrivateName("lightning.pytorch.loops:_FitLoop", "_combined_loader")
+COMBINED_ITERATOR = PrivateName(
+    "lightning.pytorch.utilities.combined_loader:CombinedLoader", "_iterator"
+)
+# Read; its method replaced, so that the means of an epoch leave out repeated batches.
+RESULTS = PrivateName("lightning.pytorch.loops:_TrainingEpochLoop", "_results")
+BATCH_SIZE = PrivateName(
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection",
+    "_extract_batch_size",
+)
 # Read, to find out whether a Trainer runs.
 MODULE_TRAINER = PrivateName("lightning.pytorch:LightningModule", "_trainer")
 # Attributes and methods that classes of this package inherit and read from `self`. If one is

@@ -18,7 +18,14 @@ from lightning_dear.engine.active_plan import ActivePlan, Recording
 from lightning_dear.engine.bucket_round import BucketRound
 from lightning_dear.engine.gradient_collector import GradientCollector
 from lightning_dear.engine.hooks import OnGradient
-from lightning_dear.engine.notes import LaunchDigest, Notes, RingTrial, SharedOptions, Signal
+from lightning_dear.engine.notes import (
+    BatchesAhead,
+    LaunchDigest,
+    Notes,
+    RingTrial,
+    SharedOptions,
+    Signal,
+)
 from lightning_dear.engine.parameter_gatherer import ParameterGatherer
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.engine.training import Training
@@ -87,7 +94,9 @@ class PlanLifecycle:
         ring = RingTrial(training.instruments, present, number)
         self.hooks_signal = Signal()
         told = training.signal, training.unheld.signal, training.buffers.signal, self.hooks_signal
-        self._notes = Notes([shared, LaunchDigest(present, number), *told, ring])
+        # The last note, since it alone may begin to send bytes in the midst of a training.
+        ahead = BatchesAhead(partial(getattr, training, "end"))
+        self._notes = Notes([shared, LaunchDigest(present, number), *told, ring, ahead])
         self.loss_scale: LossScale = lambda: None
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
         self.number, self._stepper = number, stepper

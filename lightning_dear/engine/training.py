@@ -20,7 +20,7 @@ from lightning_dear.collectives.world import World
 from lightning_dear.engine.bucket_round import of_any_rank
 from lightning_dear.engine.gradient_collector import sparse_gradient
 from lightning_dear.engine.module_tree import ModuleTree, aliased_names
-from lightning_dear.engine.notes import Signal
+from lightning_dear.engine.notes import SharedEnd, Signal
 from lightning_dear.engine.trained_parameters import unheld_parameters
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.pieces import parameters_of
@@ -58,6 +58,7 @@ class Training:
         aliased: What `aliased_names` returned on rank 0 before the first training forward. None
             means that there was no such forward on this rank, or that it is not rank 0.
         signal: Note that carries each rank's wish to stop; it travels with each round.
+        end: What ranks know of the end of an epoch; to be assigned to. At first nothing is asked.
         unheld: Averages the gradients of the module's other parameters.
         buffers: Sends the module's buffers from rank 0.
     """
@@ -75,6 +76,7 @@ class Training:
     parameters: AbstractSet[Parameter] = frozenset()
     aliased: AbstractSet[str] | None = None
     signal: Signal = field(default_factory=Signal)
+    end: SharedEnd = field(default_factory=SharedEnd)
 
     def __post_init__(self) -> None:
         self.unheld = UnheldGradients(self.collectives)

@@ -229,7 +229,10 @@ class StopRequest:
             heard, signal.heard = signal.heard, None
             if heard is None:
                 try:
-                    heard = max(collectives.all_gather_object(self.asked))
+                    # No step has told how many batches ranks have ahead, either.
+                    said = collectives.all_gather_object((self.asked, training.end.ahead))
+                    heard, ahead = map(max, zip(*said, strict=True))
+                    training.end.hear(training.end.position, ahead)
                 except RuntimeError as error:
                     raise RuntimeError(
                         "Other ranks do not answer this rank before its next batch. If one failed,"

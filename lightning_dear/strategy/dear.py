@@ -41,6 +41,7 @@ from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
 from lightning_dear.strategy.connections import StopRequest, unwrapped
 from lightning_dear.strategy.failures import FailureBoard, is_consequence
 from lightning_dear.strategy.launchers import JobLauncher, configure_launcher
+from lightning_dear.strategy.loaders import Loaders
 
 log = logging.getLogger(__name__)
 
@@ -126,12 +127,14 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         process_group_backend: Literal["gloo", "nccl"] | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        weights: Literal["samples"] | None = None,
         **ddp_options: Any,
     ) -> None:
         given = refusals.checked_options(DearStrategy.__init__, locals())
         # Until the first run a watch of one rank, which does nothing.
         self._failures = failure_watch.FailureWatch(FailureBoard(), timeout or NO_TIMEOUT)
         self._stop: StopRequest | None = None
+        self._loaders, self._weights = Loaders(self), weights
         self._is_sync_blocked = self._is_stepping = False
         # Optimizers of the `last_backward` block, or an empty list for all. None outside of it.
         self._last_of: list[Optimizer] | None = None
@@ -205,6 +208,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             "follow a change of the optimizers, which all ranks must make before the same step",
             timeout_s=(self._timeout or NO_TIMEOUT).total_seconds() / 2,
         )
+        pipeline.training.end = self._loaders.end
         self._insert_guard(trainer)
         self._connect(trainer)
         if self._stop is not None:
@@ -264,7 +268,12 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             self._stop.take_ctrl_c()
 
     @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return dataloader if self._weights is None else self._loaders.shared(dataloader)
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._loaders.begin_batch()
         if batch_idx == 0:
             self.pipeline_of().training.buffers.asks = True
 
