@@ -281,7 +281,9 @@ class _Epoch(Iterator[Any]):
         combined = private_names.COMBINED_LOADER.of(loaders.fit_loop)
         iterator = None if combined is None else private_names.COMBINED_ITERATOR.of(combined)
         taken = [] if iterator is None else iterator.iterators
-        self._is_shared = loaders.strategy.world_size > 1 and len(taken) == 1 and taken[0] is self
+        is_stateful = isinstance(self._loader, _StatefulLoader)
+        has_use = is_stateful or loaders.strategy.world_size > 1
+        self._is_shared = has_use and len(taken) == 1 and taken[0] is self
         if not self._is_shared:
             return
         loaders.begin(self)

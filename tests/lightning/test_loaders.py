@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -56,19 +57,22 @@ class Positioned:
 
     def __init__(self, rank: int, number: int) -> None:
         self.batches = list(DataLoader(TensorDataset(*samples(rank, number)), SIZES[rank]))
-        self.position = self.fetched = 0
+        self.start = self.position = self.fetched = 0
 
     def __iter__(self) -> Iterator[Any]:
+        self.position, self.start = self.start, 0
+        return self._give()
+
+    def _give(self) -> Iterator[Any]:
         while self.position < len(self.batches):
             self.position, self.fetched = self.position + 1, self.fetched + 1
             yield self.batches[self.position - 1]
-        self.position = 0
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
+        self.start = state["position"]
 
 
 class SizedPositioned(Positioned):
@@ -229,3 +233,34 @@ def test_all(size: int, make: Any, own: Any, options: Any) -> None:
             assert [n for n, *_ in one] == [*range(num)] * 3
             assert [is_last for _, is_last, _ in one] == [n == num - 1 for n in range(num)] * 3
         assert [is_repeat for _, _, is_repeat in one] == [n >= NUMBERS[rank] for n, *_ in one][:steps]
+
+
+def _resumes(folder: Path, make: Callable[..., Any], step: int, options: dict[str, Any]) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    more = {**options, "enable_checkpointing": True}
+    whole = fit(make(rank, NUMBERS[rank]), saver, **more)
+    loader = make(rank, NUMBERS[rank])
+    rest = fit(loader, ckpt_path=str(folder / f"step={step}.ckpt"), **options)
+    done = step * options.get("accumulate_grad_batches", 1)
+    if rank == 0: print(step, [n for n,*_ in rest.batches])
+    ours, theirs = rest.batches, whole.batches[done:]
+    if make is Positioned and not done % NUMBERS[0]:
+        # Lightning counts on in the first epoch.
+        ours, theirs = [one[1:] for one in ours], [one[1:] for one in theirs]
+    assert ours == theirs, (ours, theirs)
+    own = sum(not is_repeat for _, _, is_repeat in rest.batches)
+    if size > 1:
+        # A rank that resumes with repeats fetches the one that it repeats once more.
+        print(rank, step, loader.fetched, own)
+        assert own <= loader.fetched <= own + 2
+    if WEIGHED:
+        for ours, theirs in zip(rest.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("make", [Positioned, SizedPositioned])
+@pytest.mark.parametrize("step", [1, 3, 6, 8, 11, 16])
+def test_resume(size: int, make: Any, step: int, tmp_path: Path) -> None:
+    run_ranks(_resumes, size, tmp_path, make, step, {})
