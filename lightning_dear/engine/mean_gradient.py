@@ -104,10 +104,10 @@ class MeanGradient:
             active.round.set_means_aside()
             says = active.collector.collect_rest()
             active.round.launch_all()
-            self.training.weights.finish()
             if sends_buffers:
                 self.training.buffers.launch()
             is_late = active.round.finish(says)
+            self.training.weights.finish()
             active.collector.begin()
         active.exchange.note_used(active.round.used, keeps=True)
 
