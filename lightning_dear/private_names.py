@@ -155,11 +155,13 @@ COMBINED_ITERATOR = PrivateName(
     "lightning.pytorch.utilities.combined_loader:CombinedLoader", "_iterator"
 )
 # Read; its method replaced, so that the means of an epoch leave out repeated batches.
-RESULTS = PrivateName("lightning.pytorch.loops:_TrainingEpochLoop", "_results")
-BATCH_SIZE = PrivateName(
+EPOCH_RESULTS = PrivateName("lightning.pytorch.loops:_TrainingEpochLoop", "_results")
+LOGGED_SIZE = PrivateName(
     "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection",
     "_extract_batch_size",
 )
+# Called, to find a batch's number of samples, and whether its tensors have different lengths.
+BATCH_SIZES = PrivateName("lightning.pytorch.utilities.data", "_extract_batch_size")
 # Read, to find out whether a Trainer runs.
 MODULE_TRAINER = PrivateName("lightning.pytorch:LightningModule", "_trainer")
 # Attributes and methods that classes of this package inherit and read from `self`. If one is

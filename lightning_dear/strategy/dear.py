@@ -77,6 +77,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             On NCCL 2 is meant for compressors, and has not been run on GPUs.
         decouple: False, with `gather="gradients"`, means all-reduces during backward and no
             all-gathers, as in WFBP, MG-WFBP and DDP.
+        weights: "samples" means that each batch counts by its number of samples, or by what `weigh`
+            is given. None means that all ranks count alike, as under DDP.
         reduce_dtype: "fp32": NCCL, too, sums 16-bit gradients in fp32. None: as the backend does.
         broadcast_buffers: Whether rank 0's buffers (BatchNorm) are broadcast, as under DDP.
         gradients_in_hooks: Whether `.grad` holds the mean gradient, as under DDP, in hooks that the
@@ -117,6 +119,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         gather: Literal["parameters", "gradients"] | None = None,
         hops: int | None = None,
         decouple: bool = True,
+        weights: Literal["samples"] | None = None,
         reduce_dtype: Literal["fp32"] | None = None,
         broadcast_buffers: bool = True,
         gradients_in_hooks: bool = True,
@@ -127,14 +130,13 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         process_group_backend: Literal["gloo", "nccl"] | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        weights: Literal["samples"] | None = None,
         **ddp_options: Any,
     ) -> None:
         given = refusals.checked_options(DearStrategy.__init__, locals())
         # Until the first run a watch of one rank, which does nothing.
         self._failures = failure_watch.FailureWatch(FailureBoard(), timeout or NO_TIMEOUT)
         self._stop: StopRequest | None = None
-        self._loaders, self._weights = Loaders(self), weights
+        self._loaders = Loaders(self)
         self._is_sync_blocked = self._is_stepping = False
         # Optimizers of the `last_backward` block, or an empty list for all. None outside of it.
         self._last_of: list[Optimizer] | None = None
@@ -269,7 +271,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return dataloader if self._weights is None else self._loaders.shared(dataloader)
+        return self._loaders.shared(dataloader) if self._of_engine["weighs"] else dataloader
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -281,7 +283,10 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._check_optimizers()
         with self.pipeline_of().forward(synchronize=not self._is_sync_blocked):
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        if self.lightning_module is not None and self.lightning_module.automatic_optimization:
+            connections.weigh_batch(self.pipeline_of().training.weights, args[0], output)
+        return output
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -290,7 +295,10 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         is_automatic = self.lightning_module.automatic_optimization
         is_last = is_automatic or self._last_of is not None or None
         synchronize = not self._is_sync_blocked and is_last
-        with self.pipeline_of().backward(synchronize=synchronize, optimizers=self._last_of or None):
+        pipeline = self.pipeline_of()
+        factor = pipeline.training.weights.loss_factor()
+        args = args if factor == 1.0 else (args[0] * factor, *args[1:])
+        with pipeline.backward(synchronize=synchronize, optimizers=self._last_of or None):
             loss = super().backward(*args, **kwargs)
         # True if the module's `optimizer_step` calls the closure itself, before the optimizer.
         is_between = synchronize and is_automatic and not self._is_stepping

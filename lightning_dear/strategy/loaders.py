@@ -105,20 +105,23 @@ class Loaders:
     def begin(self, epoch: _Epoch) -> None:
         """Begins an epoch, whose batches training takes from now on. Local."""
         self._epoch, self.is_repeat = epoch, False
-        results = private_names.RESULTS.of(self.fit_loop.epoch_loop)
-        private_names.BATCH_SIZE.restore_in(results)
-        size = private_names.BATCH_SIZE.of(results)
+        results = private_names.EPOCH_RESULTS.of(self.fit_loop.epoch_loop)
+        private_names.LOGGED_SIZE.restore_in(results)
+        size = private_names.LOGGED_SIZE.of(results)
 
         def weight(*what: Any) -> Any:
-            # `batch` is None outside of batches, such as in `on_train_epoch_end`.
-            return 0 if self.is_repeat and results.batch is not None else size(*what)
+            # `batch` is None outside of batches, such as in `on_train_epoch_end`. Lightning divides
+            # the sum over ranks by their number, and rounds down.
+            is_left_out = self.is_repeat and results.batch is not None
+            return 0 if is_left_out else size(*what) * self.strategy.world_size
 
-        private_names.BATCH_SIZE.replace_in(results, weight)
+        private_names.LOGGED_SIZE.replace_in(results, weight)
 
     def begin_batch(self) -> None:
         """Tells that training begins the next batch. Local."""
         if self._epoch is not None:
             self.is_repeat = self._epoch.begin_batch()
+            self.strategy.pipeline_of().training.weights.is_repeat = self.is_repeat
 
     def state_of(self, loader: TrainingLoader) -> dict[str, Any]:
         """Returns the states of all ranks' loaders. Collective. Blocks."""
@@ -167,8 +170,8 @@ class TrainingLoader:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.inner, name, value)
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         """The class of the loader inside, for `isinstance`."""
         return type(self.inner)
 

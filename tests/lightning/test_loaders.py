@@ -118,14 +118,16 @@ class Net(LightningModule):
         self.mean.update(loss.detach())
         self.log("metric", self.mean, on_step=True, on_epoch=True)
         self.log("loss", loss, on_epoch=True, on_step=True, sync_dist=True)
-        self.log("given", loss, on_epoch=True, sync_dist=True, batch_size=len(batch[0]))
+        self.log("given_epoch", loss, on_epoch=True, on_step=False, sync_dist=True, batch_size=len(batch[0]))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.validated.append(self.trainer.global_step)
 
     def on_train_epoch_end(self) -> None:
-        self.means.append(float(self.trainer.callback_metrics["loss_epoch"]))
+        means = [float(self.trainer.callback_metrics[name]) for name in ("loss_epoch", "given_epoch")]
+        assert means[0] == means[1], means
+        self.means.append(means[0])
         self.log("end", 1.0)
 
     def configure_optimizers(self) -> Any:
@@ -177,7 +179,7 @@ def reference(numbers: Sequence[int], optimizer: str = "adamw", epochs: int = 3,
     return net
 
 
-WEIGHED = False
+WEIGHED = True
 
 
 def assert_is_of_one_process(net: Net, other: Net, atol: float = 1e-12) -> None:
