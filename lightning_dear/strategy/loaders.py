@@ -31,9 +31,9 @@ class Loaders:
     """Makes training loaders end on all ranks after the same batch.
 
     A rank whose loader has ended gives its last batch again, until the loaders of all ranks have
-    ended. Such a batch is a *repeat*. So all ranks make the same collectives in each batch. The
-    means that `self.log` makes over an epoch leave repeats out. Metrics and sums that user code
-    keeps itself include them. So does what is logged before `training_step`.
+    ended. Such a batch is a *repeat*, and weighs 0. So all ranks make the same collectives in each
+    batch. The means that `self.log` makes over an epoch leave repeats out. Metrics and sums that
+    user code keeps itself include them. So do values that hooks log before `training_step`.
 
     Lengths are exchanged whenever Lightning sets loaders up. If all ranks know theirs, nothing else
     is asked. Otherwise the flags of each round tell how many batches ranks have ahead, and ranks
@@ -43,21 +43,23 @@ class Loaders:
         strategy: Strategy of the trainer.
 
     Attributes:
+        strategy: Same as the argument.
         is_repeat: Whether the present batch is a repeat. False without loaders of this object.
         end: What ranks know of the end of the epoch.
+        epoch: Takes batches for training at present. None before the first epoch, and with several
+            loaders.
         resumed: State that was loaded for the next epoch; to be assigned to. None means none.
         fit_loop: Lightning's loop that takes the batches. None before loaders are set up.
     """
 
     def __init__(self, strategy: Any) -> None:
-        self.strategy = strategy
-        self.is_repeat, self.end = False, SharedEnd()
-        self.resumed: dict[str, Any] | None = None
+        self.strategy, self.is_repeat, self.end = strategy, False, SharedEnd()
+        self.epoch: _Epoch | None = None
+        self.resumed: tuple[Any, int] | None = None
         self.fit_loop: Any = None
-        self._epoch: _Epoch | None = None
 
     def shared(self, loader: Any) -> Any:
-        """Returns a loader with the batches of `loader` that ends together with those of others.
+        """Returns a loader with the batches of `loader` that ends together with other ranks'.
 
         Returns `loader` itself outside of training. Collective. Blocks.
 
@@ -73,15 +75,15 @@ class Loaders:
                 "With weights= a training_step cannot take batches from a dataloader_iter: ranks"
                 " would not see which batch it takes. Use training_step(self, batch, batch_idx)."
             )
-        self._epoch, self.resumed, self.is_repeat = None, None, False
-        self.fit_loop = module.trainer.fit_loop
-        own = sized_len(loader)
-        lengths = self.gathered(-1 if own is None else own)
+        self.epoch, self.resumed, self.is_repeat = None, None, False
+        self.fit_loop, length = module.trainer.fit_loop, sized_len(loader)
+        lengths = self.gathered(-1 if length is None else length)
         self.check(lengths)
-        self.end.is_asked |= -1 in lengths and len(lengths) > 1
+        self.end.is_asked |= -1 in lengths
         self.end.lookahead = 1 if self.strategy.root_device.type == "cpu" else 2
-        is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        return (_StatefulLoader if is_stateful else TrainingLoader)(loader, self, lengths)
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+            return _StatefulLoader(loader, self, lengths)
+        return loader if len(lengths) == 1 else TrainingLoader(loader, self, lengths)
 
     def gathered(self, number: int) -> list[int]:
         """Returns every rank's `number`, in rank order. Collective. Blocks."""
@@ -89,22 +91,23 @@ class Loaders:
         numbers: list[int] = self.strategy.all_gather(told).flatten().tolist()
         return numbers
 
-    def check(self, numbers: Sequence[int]) -> None:
+    @staticmethod
+    def check(numbers: Sequence[int]) -> None:
         """Raises ValueError if some ranks have no batch and others have. Local.
 
         Args:
-            numbers: Of each rank: 0 if it has no batch.
+            numbers: For each rank: 0 if it has no batch.
         """
-        if any(numbers) and (without := [n for n, one in enumerate(numbers) if not one]):
+        if any(numbers) and 0 in numbers:
             raise ValueError(
-                f"The training loaders of ranks {without} have no batch, and those of other ranks"
-                " have some. A rank repeats its last batch until all have ended, so it needs one."
-                " Give each rank at least one batch, or train with fewer ranks."
+                f"The training loader of rank {numbers.index(0)} has no batch, and others have."
+                " A rank repeats its last batch until all have ended, so it needs one. Give each"
+                " rank at least one batch, or train with fewer ranks."
             )
 
     def begin(self, epoch: _Epoch) -> None:
         """Begins an epoch, whose batches training takes from now on. Local."""
-        self._epoch, self.is_repeat = epoch, False
+        self.epoch, self.is_repeat = epoch, False
         results = private_names.EPOCH_RESULTS.of(self.fit_loop.epoch_loop)
         private_names.LOGGED_SIZE.restore_in(results)
         size = private_names.LOGGED_SIZE.of(results)
@@ -119,25 +122,17 @@ class Loaders:
 
     def begin_batch(self) -> None:
         """Tells that training begins the next batch. Local."""
-        if self._epoch is not None:
-            self.is_repeat = self._epoch.begin_batch()
+        if self.epoch is not None:
+            self.is_repeat = self.epoch.begin_batch()
             self.strategy.pipeline_of().training.weights.is_repeat = self.is_repeat
-
-    def state_of(self, loader: TrainingLoader) -> dict[str, Any]:
-        """Returns the states of all ranks' loaders. Collective. Blocks."""
-        if self._epoch is None:
-            own = {"loader": loader.inner.state_dict(), "batches": 0, "repeats": False}
-        else:
-            own = self._epoch.state()
-        return {_STATES: self.strategy.pipeline_of().collectives.all_gather_object(own)}
 
 
 class TrainingLoader:
-    """A loader of which each epoch has as many batches as on the rank with the most of them.
+    """A loader whose epochs have as many batches as on the rank with the most of them.
 
     Other attributes than those below are those of the loader inside, also to be assigned to, and
-    `isinstance` finds that loader's class. In training, batches that are None are left out. If user
-    code iterates over it, it gets this rank's own batches, and no rank waits.
+    `isinstance` finds that loader's class. Batches that are None are left out. If user code
+    iterates over it, it gets this rank's own batches, and no rank waits.
 
     Args:
         inner: The loader inside.
@@ -151,18 +146,13 @@ class TrainingLoader:
         is_even: Whether the number is known and equal on all ranks.
     """
 
-    inner: Any
-    loaders: Loaders
-    length: int | None
-    is_even: bool
-
     def __init__(self, inner: Any, loaders: Loaders, lengths: Sequence[int]) -> None:
         length = None if -1 in lengths else max(lengths)
-        is_even = length is not None and length == min(lengths)
+        is_even = length == min(lengths)
         vars(self).update(inner=inner, loaders=loaders, length=length, is_even=is_even)
 
     def __getattr__(self, name: str) -> Any:
-        # Protocols that find special names by `getattr`, such as `copy`, get this object's own.
+        # Protocols that look for special names, such as `copy`, get this object's own.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -178,18 +168,20 @@ class TrainingLoader:
     def __len__(self) -> int:
         if self.length is None:
             raise TypeError("The number of batches is not known on all ranks.")
-        return self.length
+        length: int = self.length
+        return length
 
     def __iter__(self) -> Iterator[Any]:
         combined = private_names.COMBINED_LOADER.of(self.loaders.fit_loop)
-        is_alone = combined is None or len(combined.flattened) == 1
-        if not (is_alone or self.is_even or self.loaders.strategy.world_size == 1):
+        if combined is None or len(combined.flattened) == 1:
+            return _Epoch(self)
+        if not self.is_even:
             raise ValueError(
                 "With weights= and several training loaders (CombinedLoader), each must have a"
                 " length, equal on all ranks: a batch cannot be repeated in part. Give all ranks"
                 " equally many batches, or return one loader that gives batches of all data."
             )
-        return _Epoch(self)
+        return iter(self.inner)
 
 
 class _StatefulLoader(TrainingLoader):
@@ -197,7 +189,9 @@ class _StatefulLoader(TrainingLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the states of all ranks' loaders. Collective. Blocks."""
-        return self.loaders.state_of(self)
+        epoch, collectives = self.loaders.epoch, self.loaders.strategy.pipeline_of().collectives
+        own = (self.inner.state_dict(), 0) if epoch is None else epoch.state()
+        return {_STATES: collectives.all_gather_object(own)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads this rank's state, or one that a plain loader has saved. Local.
@@ -208,8 +202,13 @@ class _StatefulLoader(TrainingLoader):
         if states is None:
             self.inner.load_state_dict(state)
         elif len(states) == strategy.world_size:
-            own = self.loaders.resumed = states[strategy.global_rank]
-            self.inner.load_state_dict(own["loader"])
+            own, num_batches = states[strategy.global_rank]
+            self.inner.load_state_dict(own)
+            if num_batches < 0:
+                # Reads the last batch, so that the next iterator begins an epoch.
+                deque(self.inner, maxlen=0)
+            else:
+                self.loaders.resumed = own, num_batches
         else:
             rank_zero_warn(
                 f"The checkpoint has the states of {len(states)} ranks' training loaders, and"
@@ -229,31 +228,22 @@ class _Epoch(Iterator[Any]):
         self._loader, self._loaders, self._end = loader, loader.loaders, loader.loaders.end
         # Whether training takes the batches. None until the first one is taken.
         self._is_shared: bool | None = None
-        self._is_exhausted = False
         # Own batches that were fetched and not given, and the last one that was given.
         self._queue: deque[Any] = deque()
         self._last: Any = _NO_BATCH
-        # Own batches that were fetched, batches that training has begun, and those that it had
-        # begun in this epoch before it was resumed.
-        self._num_own = self._num_begun = self._num_before = 0
-        # Number of an own batch -> state of the loader before it was fetched.
-        self._states: dict[int, Any] = {}
-        self._own = iter(loader.inner)
+        # Own batches that were fetched, and batches that training has begun.
+        self._num_own = self._num_begun = 0
+        # With None as a batch Lightning makes no step, so that other ranks would wait.
+        self._own = (one for one in iter(loader.inner) if one is not None)
+        self._state = getattr(loader.inner, "state_dict", lambda: None)
         resumed, self._loaders.resumed = self._loaders.resumed, None
-        if resumed is not None:
-            self._resume(resumed)
-
-    def _resume(self, resumed: dict[str, Any]) -> None:
-        self._num_before = resumed["batches"]
-        if resumed["repeats"]:
-            # The state is the one before the last batch, which is needed for repeats.
-            last = next(self._own, _NO_BATCH)
-            deque(self._own, maxlen=0)
-            if self._num_before:
-                self._last, self._is_exhausted, self._states[-1] = last, True, resumed["loader"]
-            else:
-                # All ranks had ended their epoch.
-                self._own = iter(self._loader.inner)
+        # Number of own batches that were fetched -> state of the loader after them. -1: before the
+        # last batch of the training that is resumed, which has begun `_num_before` of this epoch.
+        before, num_before = resumed or (self._state(), 0)
+        self._num_before: int = num_before
+        if num_before:
+            self._last = next(self._own, _NO_BATCH)
+        self._states = {-1: before, 0: self._state()}
 
     @override
     def __next__(self) -> Any:
@@ -273,7 +263,7 @@ class _Epoch(Iterator[Any]):
         elif self._last is _NO_BATCH:
             # Its length was wrong.
             rank = self._loaders.strategy.global_rank
-            self._loaders.check([int(one != rank) for one in range(rank + 2)])
+            self._loaders.check([*[1] * rank, 0, 1])
         end.given += 1
         self._fill(0 if self._loader.length is not None else end.lookahead)
         return self._last
@@ -282,55 +272,45 @@ class _Epoch(Iterator[Any]):
         """Finds out whether training takes the batches. If so, is collective without a length."""
         loaders, end, length = self._loaders, self._end, self._loader.length
         combined = private_names.COMBINED_LOADER.of(loaders.fit_loop)
-        iterator = None if combined is None else private_names.COMBINED_ITERATOR.of(combined)
-        taken = [] if iterator is None else iterator.iterators
-        is_stateful = isinstance(self._loader, _StatefulLoader)
-        has_use = is_stateful or loaders.strategy.world_size > 1
-        self._is_shared = has_use and len(taken) == 1 and taken[0] is self
+        taken = private_names.COMBINED_ITERATOR.of(combined) if combined is not None else None
+        self._is_shared = taken is not None and taken.iterators[0] is self
         if not self._is_shared:
             return
+        self._limit = combined.limits[0]
         loaders.begin(self)
         end.begin(None if length is None else max(length - self._num_before, 0))
         if length is None:
             self._fill(1 + end.lookahead)
             # -1 for a rank that goes on with repeats, which is not one without a batch.
-            numbers = loaders.gathered(end.ahead if self._last is _NO_BATCH else -1)
+            numbers = loaders.gathered(end.ahead or -int(self._last is not _NO_BATCH))
             loaders.check(numbers)
             end.hear(end.position, max(0, *numbers))
 
     def _fill(self, number: int) -> None:
-        """Fetches own batches until there are `number` ahead, or no more. Local."""
-        is_stateful = isinstance(self._loader, _StatefulLoader)
-        while len(self._queue) < number and not self._is_exhausted:
-            state = self._loader.inner.state_dict() if is_stateful else None
-            batch = next(self._own, _NO_BATCH)
-            self._is_exhausted = batch is _NO_BATCH
-            # Lightning takes no step with None, so that other ranks would wait.
-            if batch is not _NO_BATCH and batch is not None:
-                self._queue.append(batch)
-                self._states[self._num_own] = state
-                self._num_own += 1
+        """Fetches own batches until there are `number` ahead, or no more are needed. Local."""
+        number = min(number, self._limit - self._end.given)
+        while len(self._queue) < number and (batch := next(self._own, _NO_BATCH)) is not _NO_BATCH:
+            self._queue.append(batch)
+            self._num_own += 1
+            self._states[self._num_own] = self._state()
         self._end.ahead = len(self._queue)
 
     def begin_batch(self) -> bool:
         """Tells that training begins the next batch, and returns whether it is a repeat. Local."""
         self._num_begun += 1
-        # The state before the present batch is still needed, in case that its training fails.
-        self._states.pop(min(self._num_begun, self._num_own) - 2, None)
+        # If its training fails, the state before the batch before it is still needed.
+        self._states.pop(min(self._num_begun, self._num_own) - 3, None)
         return self._num_begun > self._num_own
 
-    def state(self) -> dict[str, Any]:
-        """Returns what `_resume` needs to go on behind the last batch that was trained on. Local.
+    def state(self) -> tuple[Any, int]:
+        """Returns what is needed to go on behind the last batch that was trained on. Local.
 
-        If own batches are left, that is the state of the loader before the next one, otherwise the
-        one before the last batch, which is then repeated.
+        Returns:
+            State of the loader before its last batch that was trained on, which may have to be
+            repeated, and number of batches of the epoch. -1 means that all ranks have ended it.
         """
-        self._fill(1)
         progress = self._loaders.fit_loop.epoch_loop.batch_progress.current
         num_done = self._num_begun - (progress.ready > progress.processed)
         is_over = self._end.is_final and num_done == self._end.known
-        return {
-            "loader": self._states[min(num_done, self._num_own - 1)],
-            "batches": 0 if is_over else self._num_before + num_done,
-            "repeats": num_done >= self._num_own,
-        }
+        state = self._states[min(num_done, self._num_own) - 1]
+        return state, -1 if is_over else self._num_before + num_done
