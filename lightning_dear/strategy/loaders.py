@@ -165,23 +165,27 @@ class TrainingLoader:
         """The class of the loader inside, for `isinstance`."""
         return type(self.inner)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other training loader."""
+        combined = private_names.COMBINED_LOADER.of(self.loaders.fit_loop)
+        return combined is None or len(combined.flattened) == 1
+
     def __len__(self) -> int:
+        # Lightning asks each loader before it takes a batch from any. Later errors would be hidden.
+        if not (self.is_even or self.is_alone):
+            raise ValueError(
+                "With weights= and several training loaders (CombinedLoader), each must have a"
+                " length, equal on all ranks: a batch cannot be repeated in part. Give all ranks"
+                " equally many batches, or return one loader that gives batches of all data."
+            )
         if self.length is None:
             raise TypeError("The number of batches is not known on all ranks.")
         length: int = self.length
         return length
 
     def __iter__(self) -> Iterator[Any]:
-        combined = private_names.COMBINED_LOADER.of(self.loaders.fit_loop)
-        if combined is None or len(combined.flattened) == 1:
-            return _Epoch(self)
-        if not self.is_even:
-            raise ValueError(
-                "With weights= and several training loaders (CombinedLoader), each must have a"
-                " length, equal on all ranks: a batch cannot be repeated in part. Give all ranks"
-                " equally many batches, or return one loader that gives batches of all data."
-            )
-        return iter(self.inner)
+        return _Epoch(self) if self.is_alone else iter(self.inner)
 
 
 class _StatefulLoader(TrainingLoader):
