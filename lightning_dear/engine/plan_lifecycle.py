@@ -18,15 +18,9 @@ from lightning_dear.engine.active_plan import ActivePlan, Recording
 from lightning_dear.engine.bucket_round import BucketRound
 from lightning_dear.engine.gradient_collector import GradientCollector
 from lightning_dear.engine.hooks import OnGradient
-from lightning_dear.engine.notes import (
-    BatchesAhead,
-    LaunchDigest,
-    Notes,
-    RingTrial,
-    SharedOptions,
-    Signal,
-)
+from lightning_dear.engine.notes import LaunchDigest, Notes, RingTrial, SharedOptions, Signal
 from lightning_dear.engine.parameter_gatherer import ParameterGatherer
+from lightning_dear.engine.shared_end import BatchesAhead
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.engine.training import Training
 from lightning_dear.engine.whole_gradients import WholeGradients

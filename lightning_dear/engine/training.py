@@ -21,7 +21,8 @@ from lightning_dear.engine.batch_weights import BatchWeights
 from lightning_dear.engine.bucket_round import of_any_rank
 from lightning_dear.engine.gradient_collector import sparse_gradient
 from lightning_dear.engine.module_tree import ModuleTree, aliased_names
-from lightning_dear.engine.notes import SharedEnd, Signal
+from lightning_dear.engine.notes import Signal
+from lightning_dear.engine.shared_end import SharedEnd
 from lightning_dear.engine.trained_parameters import unheld_parameters
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.pieces import parameters_of

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from typing_extensions import override
 
 from lightning_dear import private_names
-from lightning_dear.engine.notes import SharedEnd
+from lightning_dear.engine.shared_end import SharedEnd
 
 _NO_BATCH = object()
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightning_dear.engine.notes import BatchesAhead, SharedEnd
+from lightning_dear.engine.shared_end import BatchesAhead, SharedEnd
 
 
 class _Rank:
