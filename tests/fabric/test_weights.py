@@ -22,6 +22,7 @@ from tests.lightning.test_weights import (
     optimizer_for,
     other_each_step,
     samples,
+    spoilt,
 )
 from tests.training.models import distance
 
@@ -36,7 +37,8 @@ def _train(case: Case, **options: Any) -> list[Tensor]:
         is_last = (number + 1) % case.accumulates == 0
         strategy.weigh(len(batch))
         with nullcontext() if is_last else fabric.no_backward_sync(model):
-            fabric.backward(loss_of(model, batch) / case.accumulates)
+            loss = loss_of(model, batch) if len(batch) else spoilt(model)
+            fabric.backward(loss / case.accumulates)
         if is_last:
             optimizer.step()
             optimizer.zero_grad()
@@ -118,7 +120,7 @@ def test_gradients_that_no_optimizer_holds_are_weighed_too() -> None:
     strategy: Any = fabric.strategy
     batch = samples(0, fabric.global_rank, none_on_last)
     strategy.weigh(len(batch))
-    fabric.backward(loss_of(model, batch))
+    fabric.backward(loss_of(model, batch) if len(batch) else spoilt(model))
     batches = [one for rank in range(3) if len(one := samples(0, rank, none_on_last))]
     for one in batches:
         (loss_of(alone, one) * len(one) / sum(map(len, batches))).backward()
