@@ -381,8 +381,8 @@ def test_eight_bytes_more_go_to_each_other_rank(world_size: int) -> None:
 class Bad(Module):
     """Rank 1 weighs a batch in a way that is not valid."""
 
-    def __init__(self, weight: float) -> None:
-        super().__init__(Case(steady))
+    def __init__(self, weight: float, accumulates: int) -> None:
+        super().__init__(Case(steady, accumulates=accumulates))
         self.weight = weight
 
     @override
@@ -393,10 +393,11 @@ class Bad(Module):
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), 2.0**54])
+@pytest.mark.parametrize("accumulates", [1, 2])
 @distributed(world_sizes=[2])
-def test_all_ranks_refuse_a_bad_weight(weight: float) -> None:
+def test_all_ranks_refuse_a_bad_weight(weight: float, accumulates: int) -> None:
     with pytest.raises(ValueError, match=f"Rank 1 .* {re.escape(f'{weight:g}')}. .*strategy.weigh"):
-        fit(module := Bad(weight), module.case)
+        fit(module := Bad(weight, accumulates), module.case)
 
 
 class Uneven(ByHand):
