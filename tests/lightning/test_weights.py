@@ -437,6 +437,25 @@ def test_a_plain_backward_of_another_weight_is_refused() -> None:
         fit(module := Plain(Case(lambda *_: 3)), module.case)
 
 
+class Probing(ByHand):
+    """Rank 0 alone looks at a gradient between steps, by a backward that nobody is told of."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        if self.global_rank == 0:
+            loss_of(self.net, samples(0, 0, steady)).backward()
+            # Local, as nothing is on its way.
+            self.zero_grad()
+
+
+@distributed(world_sizes=[1, 2])
+def test_a_gradient_that_one_rank_looks_at_counts_nowhere(world_size: int) -> None:
+    case = Case(other_each_step, "sgd")
+    found = fit(Probing(case), case)
+    assert distance(found, expected_of(case, world_size, tokens_of)) < 1e-12
+
+
 class Unweighed(ByHand):
     """Does not say what a batch weighs."""
 
