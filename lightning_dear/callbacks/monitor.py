@@ -130,8 +130,7 @@ class DearMonitor(Callback):
         # If each epoch has one step, no step is timed, and no rank is named.
         steps_s = self._steps.get("step_s", [math.inf])[-len(own_s) :]
         rank, late_s = latest_rank(from_all_ranks((*median_and_error(own_s), median(steps_s))))
-        late_rank = -1.0 if rank is None else float(rank)
-        pl_module.log_dict({"dear/late_rank": late_rank, "dear/late_s": late_s})
+        pl_module.log_dict({"dear/late_rank": -1 if rank is None else rank, "dear/late_s": late_s})
 
     def _note(self, figures: dict[str, float]) -> None:
         for name, value in figures.items():

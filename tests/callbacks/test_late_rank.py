@@ -64,12 +64,15 @@ class Sleepy(Net):
         return super().training_step(batch, batch_idx)
 
 
-def _sleepy(folder: Path, watches: str) -> tuple[dict[str, float], list[str], list[str]]:
+def _sleepy(
+    folder: Path, watches: str, **options: Any
+) -> tuple[dict[str, float], list[str], list[str]]:
     """Fits; returns what is logged of late ranks, the titles of pictures, and warnings of it.
 
     Args:
         folder: Of the pictures.
         watches: The ranks that have the callbacks.
+        **options: Of the strategy.
     """
     titles: list[str] = []
     timeline.plot_timeline = lambda *given: titles.append(given[-1])  # type: ignore[assignment]
@@ -78,16 +81,28 @@ def _sleepy(folder: Path, watches: str) -> tuple[dict[str, float], list[str], li
     num_samples = 2 * NUM_STEPS * int(os.environ["WORLD_SIZE"])
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        trainer = fit(dear(), Sleepy("mlp", "adamw"), *callbacks, num_samples=num_samples)
+        net = Sleepy("mlp", "adamw")
+        trainer = fit(dear(**options), net, *callbacks, num_samples=num_samples)
     assert trainer.global_step == NUM_STEPS
     logged = {name: float(one) for name, one in trainer.callback_metrics.items() if "late" in name}
     return logged, titles, [str(one.message) for one in seen if "named as late" in str(one.message)]
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_a_host"), [(2, "1"), (3, "1"), (4, "2")])
-def test_the_rank_that_sleeps_is_named(tmp_path: Path, num_ranks: int, ranks_a_host: str) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_a_host", "weights"),
+    [
+        (2, "1", None),
+        (3, "1", None),
+        pytest.param(4, "2", None, id="two hops"),
+        # Ranks meet before backward already.
+        pytest.param(3, "1", "samples", id="weights"),
+    ],
+)
+def test_the_rank_that_sleeps_is_named(
+    tmp_path: Path, num_ranks: int, ranks_a_host: str, weights: str | None
+) -> None:
     env = {RANKS_A_HOST: ranks_a_host}
-    of_ranks = run_ranks(_sleepy, num_ranks, tmp_path, "0123", env=env)
+    of_ranks = run_ranks(_sleepy, num_ranks, tmp_path, "0123", env=env, weights=weights)
     first, titles, _ = of_ranks[0]
     assert first["dear/late_rank"] == num_ranks - 1
     assert 0.7 * SLEPT_S < first["dear/late_s"] < 2 * SLEPT_S
