@@ -49,7 +49,7 @@ BATCH_WEIGHTS = [
         "OptimizerPipeline._on_inner_step",
         "        self._training.weights.reset()\n",
         "",
-        (f"{FABRIC}::test_two_models_have_a_weighed_batch_each",),
+        (f"{FABRIC}::test_a_step_ends_its_weights",),
     ),
     Mutation(
         "weights are forgotten with the gradients",
@@ -122,10 +122,10 @@ BATCH_WEIGHTS = [
         (f"{FABRIC}::test_gradients_that_no_optimizer_holds_are_weighed_too",),
     ),
     Mutation(
-        "weights go before the first bucket",
+        "weights travel while backward runs",
         "Pipeline.backward",
         "        if synchronize:\n            weights.launch()\n",
         "",
-        ("tests/streams/test_launch_order.py::test_a_step_launches_in_the_order_that_is_written",),
+        ("tests/engine/test_batch_weights.py::test_weights_travel_while_backward_runs",),
     ),
 ]
