@@ -44,15 +44,16 @@ class BatchWeights:
         is_on: Whether batches have weights; to be assigned to before the first step.
         may_accumulate: Whether a step may have several micro-batches. False with several
             optimizers: their steps begin at different micro-batches. To be assigned to.
-        is_repeat: Whether the present batch only keeps this rank beside others that have more. Its
-            weight is then 0, whatever is given; to be assigned to.
-        is_new: Whether the batch that was weighed last is not counted yet: it had no backward.
+        is_repeat: Whether this rank has had the present batch before, and other ranks have more.
+            Its weight is then 0, whatever is given; to be assigned to.
     """
 
     def __init__(self, collectives: Collectives, instruments: Instruments) -> None:
         self._collectives, self._instruments = collectives, instruments
         self.is_on, self.may_accumulate = False, True
-        self.is_new = self.is_repeat = self._has_no_loss = False
+        self.is_repeat = False
+        # Whether the present batch is not counted yet, and whether it has no backward.
+        self._is_new = self._has_no_loss = False
         self._present: float | None = None
         self.reset()
 
@@ -75,10 +76,10 @@ class BatchWeights:
             weight: From 0 to 2^53. With another number all ranks raise in the step.
             has_loss: False means that no backward of this batch follows. It counts all the same.
         """
-        if self.is_new and self._has_no_loss:
+        if self._is_new and self._has_no_loss:
             self._count()
         self._present = 0.0 if self.is_repeat else weight
-        self.is_new, self._has_no_loss = True, not has_loss
+        self._is_new, self._has_no_loss = True, not has_loss
 
     def loss_factor(self) -> float:
         """Returns the factor of the present batch's loss, and counts the batch. Local.
@@ -101,7 +102,7 @@ class BatchWeights:
                 " ranks. weights='samples' finds n itself only in a Trainer's automatic"
                 " optimization."
             )
-        if self._counted and not self.is_new:
+        if self._counted and not self._is_new:
             return
         if self._counted and not self.may_accumulate:
             raise RuntimeError(
@@ -117,7 +118,7 @@ class BatchWeights:
                 " of all of the step's batches must be known before its first gradient is sent."
             )
         self._counted.append(self._present)
-        self.is_new = False
+        self._is_new = False
 
     def refuse_plain(self) -> None:
         """Called for a gradient that came from no backward of the strategy's.
@@ -125,11 +126,15 @@ class BatchWeights:
         Raises:
             RuntimeError: If its loss would have been multiplied by a factor.
         """
-        if self.is_on and (self.loss_factor() != 1.0 or not self._present):
+        # Between steps it may be one that this rank alone looks at, such as a saliency map.
+        if self.is_on and self._is_new:
+            self._count()
+        if self._counted and self._present != self._first:
             raise RuntimeError(
                 f"A plain loss.backward() of a batch of weight {self._present:g}, after one of"
                 f" weight {self._first:g}. Call self.manual_backward(loss) or"
-                " fabric.backward(loss): it multiplies the loss by the weight."
+                " fabric.backward(loss): it multiplies the loss by the weight. To look at a"
+                " gradient, call torch.autograd.grad, which leaves .grad alone."
             )
 
     @contextmanager
@@ -168,7 +173,8 @@ class BatchWeights:
             self._work = work.then(lambda: self._hear(sums.tolist()))
         else:
             self._check({collectives.world.rank: sent})
-            collectives.launch_all_reduce(sums, WEIGHTS_TAG).wait()
+            with self._instruments.waiting("reduce_scatter", "weights of batches"):
+                collectives.launch_all_reduce(sums, WEIGHTS_TAG).wait()
             # On the stream from which backward begins, and for which its other streams wait.
             self._scale = self._numerator / sums.sum() if self.own else 0.0
 
@@ -223,6 +229,11 @@ class BatchWeights:
     def counts(self) -> bool:
         """Whether the present batch counts: its weight is not 0, or batches have no weights."""
         return not self.is_on or self._present != 0
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether the present batch has a weight, and its backward is still to come."""
+        return self._is_new and not self._has_no_loss
 
     @property
     def own(self) -> float:
