@@ -26,6 +26,7 @@ from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import launchers as trainer_launchers
 from lightning.pytorch.strategies.launchers import subprocess_script
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 
 from lightning_dear import private_names
@@ -64,6 +65,9 @@ MADE: dict[str, Callable[[], Any]] = {
     "torch.distributed:ProcessGroupNCCL.Options": lambda: dist.ProcessGroupNCCL.Options(),
     "lightning.pytorch:LightningModule": pl.LightningModule,
     "lightning.pytorch:Trainer": _trainer,
+    "lightning.pytorch.loops:_FitLoop": lambda: _trainer().fit_loop,
+    "lightning.pytorch.loops:_TrainingEpochLoop": lambda: _trainer().fit_loop.epoch_loop,
+    "lightning.pytorch.utilities.combined_loader:CombinedLoader": lambda: CombinedLoader([]),
     "lightning.pytorch.strategies:DDPStrategy": DDPStrategy,
     "lightning.fabric.strategies:DDPStrategy": FabricDDPStrategy,
     "lightning.pytorch.strategies.launchers:_MultiProcessingLauncher": lambda: (

@@ -145,6 +145,7 @@ class Net(LightningModule):
             self.means.append(float(logged["loss_epoch"]))
             assert logged["given_epoch"] == logged["loss_epoch"]
         self.log("end", 1.0)
+        self.log("end_of_all", 1.0, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         if self.optimizer == "sgd":
@@ -371,6 +372,17 @@ def test_no_batch_asks_where_rounds_tell(every: int) -> None:
     assert asks == 4 or every == 2 and not asks_for_signals
     (_, others), _ = run_ranks(_asks, 2, sized, options)
     assert gathers == others
+
+
+def _logs_at_the_end() -> None:
+    rank = dist.get_rank()
+    net = fit(sized(rank, NUMBERS[rank]))
+    logged = net.trainer.callback_metrics
+    assert float(logged["end"]) == float(logged["end_of_all"]) == 1.0
+
+
+def test_what_is_logged_at_the_end_of_an_epoch_counts() -> None:
+    run_ranks(_logs_at_the_end, 2)
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from tests.mutations.gathering import GATHERING
 from tests.mutations.hooks import HOOKS
 from tests.mutations.kept import KEPT
 from tests.mutations.launches import LAUNCHES
+from tests.mutations.loaders import LOADERS
 from tests.mutations.loading import LOADING
 from tests.mutations.low_rank import LOW_RANK
 from tests.mutations.mutation import Mutation, row
@@ -144,6 +145,7 @@ MUTATIONS = [
     *KEPT,
     *LOW_RANK,
     *LAUNCHES,
+    *LOADERS,
     *LOADING,
     *CODEC_PLANS,
     *COMPARING,
