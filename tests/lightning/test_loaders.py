@@ -587,7 +587,8 @@ def test_lightning_splits_and_shuffles_as_ever() -> None:
 
 def _stream() -> None:
     """A loader that is an iterator: no batch of it is lost between epochs."""
-    loader = iter(DataLoader(TensorDataset(*samples(dist.get_rank(), 9)), SIZES[dist.get_rank()]))
+    rank = dist.get_rank()
+    loader = (one for one in sized(rank, 9))
     net = fit(loader, limit_train_batches=3)
     assert len(net.batches) == 9
     assert not any(is_repeat for *_, is_repeat in net.batches)
