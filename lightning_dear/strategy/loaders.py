@@ -8,6 +8,7 @@ has batch i + 1, and has to fetch one more batch than Lightning does (`SharedEnd
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -143,12 +144,12 @@ class TrainingLoader:
         inner: Same as the argument.
         loaders: Same as the argument.
         length: Largest number of batches. None means that not all ranks know theirs.
-        is_even: Whether the number is known and equal on all ranks.
+        is_even: Whether the number is known and equal on all ranks, or there is one rank.
     """
 
     def __init__(self, inner: Any, loaders: Loaders, lengths: Sequence[int]) -> None:
         length = None if -1 in lengths else max(lengths)
-        is_even = length == min(lengths)
+        is_even = length == min(lengths) or len(lengths) == 1
         vars(self).update(inner=inner, loaders=loaders, length=length, is_even=is_even)
 
     def __getattr__(self, name: str) -> Any:
@@ -237,6 +238,8 @@ class _Epoch(Iterator[Any]):
         self._last: Any = _NO_BATCH
         # Own batches that were fetched, and batches that training has begun.
         self._num_own = self._num_begun = 0
+        # Most batches that Lightning takes in an epoch.
+        self._limit = math.inf
         # With None as a batch Lightning makes no step, so that other ranks would wait.
         self._own = (one for one in iter(loader.inner) if one is not None)
         self._state = getattr(loader.inner, "state_dict", lambda: None)
@@ -292,8 +295,8 @@ class _Epoch(Iterator[Any]):
 
     def _fill(self, number: int) -> None:
         """Fetches own batches until there are `number` ahead, or no more are needed. Local."""
-        number = min(number, self._limit - self._end.given)
-        while len(self._queue) < number and (batch := next(self._own, _NO_BATCH)) is not _NO_BATCH:
+        most = min(number, self._limit - self._end.given)
+        while len(self._queue) < most and (batch := next(self._own, _NO_BATCH)) is not _NO_BATCH:
             self._queue.append(batch)
             self._num_own += 1
             self._states[self._num_own] = self._state()
@@ -315,6 +318,8 @@ class _Epoch(Iterator[Any]):
         """
         progress = self._loaders.fit_loop.epoch_loop.batch_progress.current
         num_done = self._num_begun - (progress.ready > progress.processed)
-        is_over = self._end.is_final and num_done == self._end.known
+        # If a limit has ended the epoch, the loader may have more batches, even without an end.
+        has_ended = self._loader.length is not None or num_done < self._limit
+        is_over = has_ended and self._end.is_final and num_done == self._end.known
         state = self._states[min(num_done, self._num_own) - 1]
         return state, -1 if is_over else self._num_before + num_done

@@ -199,7 +199,7 @@ def reference(
             n = sum(len(x) for x, _ in window)
             for batch in window:
                 loss = net.loss(batch)
-                total, count = total + float(loss) * len(batch[0]), count + len(batch[0])
+                total, count = total + loss.item() * len(batch[0]), count + len(batch[0])
                 (loss * len(batch[0]) / n * num_steps / every).backward()
             step.step()
         net.means.append(total / count)
@@ -290,6 +290,33 @@ def test_a_loader_goes_on_behind_the_batch_that_was_trained(
     size: int, make: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
     run_ranks(_resumes, size, tmp_path, make, options)
+
+
+class _Stream(Positioned):
+    """Never ends. It goes on where it was, also with another iterator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.position = (self.position + 1) % len(self.batches)
+            yield self.batches[self.position]
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def _streams(folder: Path) -> None:
+    rank = dist.get_rank()
+    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    limits = {"limit_train_batches": 3, "max_epochs": 2}
+    whole = fit(_Stream(rank, 5), saver, enable_checkpointing=True, **limits)
+    rest = fit(_Stream(rank, 5), ckpt_path=str(folder / "step=3.ckpt"), **limits)
+    assert rest.batches == whole.batches[3:]
+    for one, other in zip(rest.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_stream_goes_on_behind_the_limit_of_an_epoch(tmp_path: Path) -> None:
+    run_ranks(_streams, 2, tmp_path)
 
 
 class _Fails(Callback):
@@ -466,6 +493,9 @@ def _other_loaders() -> None:
     net = fit(_WrongLength(rank, 4 - rank), max_epochs=1)
     assert [is_repeat for *_, is_repeat in net.batches] == [n >= 4 - rank for n in range(6)]
     assert fit(Positioned(rank, 0)).batches == []
+    # Only rank 0 knows its length.
+    net = fit((sized, iterable)[rank](rank, NUMBERS[rank]))
+    assert_is_of_one_process(net, reference(NUMBERS[:2]))
 
 
 def test_other_loaders() -> None:

@@ -48,8 +48,8 @@ LOADERS = [
     Mutation(
         "no batch fetched that a limit leaves for the next epoch",
         "_Epoch._fill",
-        "        number = min(number, self._limit - self._end.given)\n",
-        "",
+        "min(number, self._limit - self._end.given)",
+        "number",
         (f"{TESTS}::test_no_batch_is_lost_between_epochs_of_limited_length",),
     ),
     Mutation(
@@ -79,6 +79,13 @@ LOADERS = [
         "-1 if is_over else self._num_before + num_done",
         "self._num_before + num_done",
         (BEHIND,),
+    ),
+    Mutation(
+        "an epoch that a limit has ended is not over",
+        "_Epoch.state",
+        "has_ended and ",
+        "",
+        (f"{TESTS}::test_a_stream_goes_on_behind_the_limit_of_an_epoch",),
     ),
     Mutation(
         "refusing a rank without a batch",
