@@ -16,6 +16,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_dear import private_names
+from lightning_dear.callbacks.batch_split import BatchSplit
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.store import attempt_store
@@ -99,6 +100,9 @@ class PipelineStrategy(ABC):
         if schedule is not None:
             schedule.check_use(self._fusion)
         self.compression_schedule = schedule
+        split = given.get("split")
+        self._split = None if split is None else BatchSplit(split, self._fusion)
+        self._own_callbacks = schedule, self._split
 
     def _configure_launcher(self) -> None:
         """Checks how ranks were started, and does what Lightning does. Local.

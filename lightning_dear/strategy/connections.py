@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dear import private_names
-from lightning_dear.callbacks import CompressionSchedule, FusionTuner, TimelineCallback
+from lightning_dear.callbacks import FusionTuner, TimelineCallback
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.training import Training
@@ -46,9 +46,7 @@ _FabricOptimizer = private_names.FABRIC_OPTIMIZER.of(wrappers)
 _ASKS = is_inside(pl.__version__, "2.6", "1000")  # type: ignore[attr-defined]
 
 
-def append_callbacks(
-    trainer: pl.Trainer, planner: FusionPlanner, schedule: CompressionSchedule | None
-) -> None:
+def append_callbacks(trainer: pl.Trainer, planner: FusionPlanner, *own: pl.Callback | None) -> None:
     """Adds the callbacks that the options need to the trainer, unless it has them.
 
     The environment variable LIGHTNING_DEAR_TIMELINE=FOLDER asks for a `TimelineCallback`. It is
@@ -58,7 +56,7 @@ def append_callbacks(
     Args:
         trainer: The trainer. Its list of callbacks is mutated.
         planner: Planner of the strategy. A `SearchingPlanner` needs a `FusionTuner`.
-        schedule: Compression schedule of the strategy. None means no schedule.
+        *own: Callbacks of the strategy's options. None means that an option needs no callback.
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if trainer.state.fn != TrainerFn.FITTING:
@@ -72,8 +70,7 @@ def append_callbacks(
         callbacks.append(TimelineCallback(dirpath=folder))
     elif folder and folder not in recorded:
         rank_zero_warn("LIGHTNING_DEAR_TIMELINE is ignored. Unset it, or remove TimelineCallback.")
-    if schedule is not None and schedule not in callbacks:
-        callbacks.append(schedule)
+    callbacks.extend(one for one in own if one is not None and one not in callbacks)
 
 
 def connect_precision(precision: Precision, pipeline: Pipeline) -> None:

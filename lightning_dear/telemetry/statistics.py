@@ -28,12 +28,17 @@ class Instruments:
     Attributes:
         clock: Same as the argument.
         timeline: Timeline in which spans are recorded at present. None means no recording.
+        computing: To be assigned a list: then pairs of marks are appended to it whose differences,
+            second less first, add up to the time in forward and backward without the waits in
+            them. None means that nothing is appended.
     """
 
     def __init__(self, clock: Clock, collectives: Collectives) -> None:
         self.clock = clock
         self._collectives = collectives
         self.timeline: Timeline | None = None
+        self.computing: list[tuple[Any, Any]] | None = None
+        self._is_inside = False
         self._sent_bytes = 0
         self._step_began: Any = None
         self._is_asked = clock.is_free
@@ -70,10 +75,19 @@ class Instruments:
     def span(self, lane: str) -> Iterator[None]:
         """Records the `with` block as a span of `lane`, in the timeline and in torch's profiler.
 
-        Each of them is left out if it does not record.
+        Each of them is left out if it does not record. The block counts as computing.
         """
-        with _in_profiler(lane), self.timeline.span(lane, lane) if self.timeline else nullcontext():
-            yield
+        computing = self.computing
+        start = None if computing is None else self.clock.mark()
+        self._is_inside = True
+        try:
+            shown = self.timeline.span(lane, lane) if self.timeline else nullcontext()
+            with _in_profiler(lane), shown:
+                yield
+        finally:
+            self._is_inside = False
+        if computing is not None:
+            computing.append((start, self.clock.mark()))
 
     @contextmanager
     def waiting(self, lane: str, reason: str) -> Iterator[None]:
@@ -88,7 +102,8 @@ class Instruments:
         """
         # On a CUDA device the two marks of a wait cost the host time, so that they are made only if
         # they are used.
-        is_timed = self._current is not None or self.timeline is not None
+        computing = self.computing if self._is_inside else None
+        is_timed = any(one is not None for one in (self._current, self.timeline, computing))
         start = self.clock.mark() if is_timed else None
         # There is no `finally`: after a failure of the device, the mark below could raise another
         # error, which would hide the first error.
@@ -100,6 +115,8 @@ class Instruments:
                 self._current.waits[lane].append((start, end))
             if self.timeline is not None:
                 self.timeline.record("wait", reason, start, end)
+            if computing is not None:
+                computing.append((end, start))
 
     def begin_step(self) -> None:
         """Marks the beginning of the optimizer step on a bucket, if a timeline is recorded."""
