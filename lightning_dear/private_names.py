@@ -152,6 +152,8 @@ FABRIC_LAUNCHER = PrivateName(_FABRIC_DDP, "_launcher")
 CHECKPOINT_IO = PrivateName(_DDP, "_checkpoint_io")
 FABRIC_CHECKPOINT_IO = PrivateName(_FABRIC_DDP, "_checkpoint_io")
 FABRIC_BACKWARD_SYNC = PrivateName(_FABRIC_DDP, "_backward_sync_control")
+# Called, to find a batch's number of samples, and whether its tensors have different lengths.
+BATCH_SIZES = PrivateName("lightning.pytorch.utilities.data", "_extract_batch_size")
 # Read, to find out whether a Trainer runs.
 MODULE_TRAINER = PrivateName("lightning.pytorch:LightningModule", "_trainer")
 # Attributes and methods that classes of this package inherit and read from `self`. If one is

@@ -22,7 +22,14 @@ NORM_TAG = BUCKET_TAGS
 UNHELD_TAG = BUCKET_TAGS + 1
 """Tag of the messages that average gradients of parameters that no optimizer holds."""
 
-_OF_NO_BUCKET = {NORM_TAG: "the gradient norm", UNHELD_TAG: "gradients that no optimizer holds"}
+WEIGHTS_TAG = BUCKET_TAGS + 2
+"""Tag of the messages by which ranks exchange the weights of their batches."""
+
+_OF_NO_BUCKET = {
+    NORM_TAG: "the gradient norm",
+    UNHELD_TAG: "gradients that no optimizer holds",
+    WEIGHTS_TAG: "the weights of batches",
+}
 
 _OTHER_TAGS = 1 << 24
 """Logged tags from here on belong to no bucket: flags and module buffers. Second hops, whose tags

@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.work import Collectives, Work
+from lightning_dear.engine.batch_weights import BatchWeights
 from lightning_dear.engine.notes import Notes
 from lightning_dear.exchange import Exchange
 
@@ -143,7 +144,7 @@ class BucketRound:
         self._placements = flat.placements
         self._collectives = exchange.collectives
         self._notes, self.waiting = notes or Notes(()), waiting
-        self.weight = Weight(1.0, exchange.collectives.world.size)
+        self.weight: Weight | BatchWeights = Weight(1.0, exchange.collectives.world.size)
         self.written_on: set[Any] = set()
         # Flags of two rounds of one exchange, with other buckets, may travel at the same time.
         self._tag = exchange.first_tag + min(order, default=0)

@@ -82,6 +82,8 @@ class MeanGradient:
         self.plans.complete_parameters("step")
         active = self.plans.active or self.plans.start()
         self.finish_rounds(active, sends_buffers=True)
+        if not self.training.uses_buckets:
+            self.training.weights.scale_alone(self.plans.trained.parameters)
         self.stepper.set_gradients(active.round.used)
         self.progress.enter(StepState.REDUCED)
 
@@ -96,6 +98,7 @@ class MeanGradient:
             sends_buffers: Whether to broadcast the module's buffers after the round's last bucket
                 was launched, if a forward has run since their last broadcast.
         """
+        self.training.weights.launch()
         is_late = True
         while is_late:
             active.round.set_means_aside()
@@ -104,6 +107,7 @@ class MeanGradient:
             if sends_buffers:
                 self.training.buffers.launch()
             is_late = active.round.finish(says)
+            self.training.weights.finish()
             active.collector.begin()
         active.exchange.note_used(active.round.used, keeps=True)
 

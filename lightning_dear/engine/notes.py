@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_dear.collectives.launch_log import Report, difference, hash_of
 from lightning_dear.collectives.work import Collectives
+from lightning_dear.engine.batch_weights import BatchWeights
 from lightning_dear.optimizers.pieces import SteppedPieces
 from lightning_dear.telemetry.statistics import Instruments
 
@@ -376,25 +377,31 @@ def check_options(what: str, reports: Sequence[OptionValues]) -> None:
                 )
 
 
-_STATE = 0, "optimizer.state"
+_STATE, _BATCHES = (0, "optimizer.state"), (0, "batches")
 
 
 class SharedOptions(Digest):
     """Compares learning rates and other options between ranks in each round of gradients.
 
-    Also compares which entries of `optimizer.state` other code has written between steps.
+    Also compares which entries of `optimizer.state` other code has written between steps, and how
+    many batches a step has, if batches have weights.
 
     Args:
         collectives: Returns the present collectives.
         stepper: Has `written`, and the optimizer whose parameter groups are compared.
         number: Optimizer number, for messages.
+        weights: Counts the batches of a step.
     """
 
     def __init__(
-        self, collectives: Callable[[], Collectives], stepper: SteppedPieces, number: int
+        self,
+        collectives: Callable[[], Collectives],
+        stepper: SteppedPieces,
+        number: int,
+        weights: BatchWeights,
     ) -> None:
         super().__init__(collectives)
-        self._stepper, self._number = stepper, number
+        self._stepper, self._number, self._weights = stepper, number, weights
         # Options that `value` has hashed in the present round, and in the round before.
         self._options: OptionValues = {}
         self._before: OptionValues = {}
@@ -413,8 +420,8 @@ class SharedOptions(Digest):
         return self._hash
 
     def _values(self) -> OptionValues:
-        written = {_STATE: self._stepper.written}
-        return {**options_of(self._stepper.optimizer), **written}
+        others = {_STATE: self._stepper.written, _BATCHES: self._weights.num_batches}
+        return {**options_of(self._stepper.optimizer), **others}
 
     def _have_changed(self) -> bool:
         """Whether the options have changed since `value` has hashed them.
@@ -426,7 +433,8 @@ class SharedOptions(Digest):
         groups = self._stepper.optimizer.param_groups
         keys = chain.from_iterable(groups)
         values = chain.from_iterable(group.values() for group in groups)
-        before, self._seen = self._seen, [*keys, *values, self._stepper.written]
+        others = self._stepper.written, self._weights.num_batches
+        before, self._seen = self._seen, [*keys, *values, *others]
         is_same = len(before) == len(self._seen) and all(map(is_, before, self._seen))
         if is_same and not any(isinstance(one, Tensor | tuple) for one in self._seen):
             return False
@@ -441,5 +449,12 @@ class SharedOptions(Digest):
             raise ValueError(
                 f"Ranks have written to other entries of optimizer.state: {name}. Write, reset and"
                 " remove the same entries on all ranks. Each rank steps a part of the model."
+            )
+        counts = [report[_BATCHES] for report in reports]
+        if len({*counts}) > 1:
+            raise ValueError(
+                f"Ranks have weighed different numbers of batches for a step of {name}: {counts},"
+                " by rank. Weigh and run as many on all ranks: a batch of weight 0 takes part"
+                " without changing the mean."
             )
         check_options(f"step with different options: {name}", reports)

@@ -76,6 +76,7 @@ class Pipeline:
             its own.
         audit: Whether forwards check every read of a parameter, see `active_plan.audit`. Slow.
             Recorded and timed forwards are not checked.
+        weighs: Whether batches have weights, see `BatchWeights`. False: all ranks count alike.
         first_number: Optimizer number of the first optimizer; the others have the numbers after it.
             Message tags depend on these numbers. Pipelines that share process groups must have
             different ones.
@@ -111,6 +112,7 @@ class Pipeline:
         *,
         broadcast_buffers: bool = True,
         audit: bool = False,
+        weighs: bool = False,
         first_number: int = 0,
         shares_groups: bool = False,
         options: ExchangeOptions | None = None,
@@ -132,6 +134,7 @@ class Pipeline:
                 "reduce_dtype has no effect on fp32 gradients. Leave it out.", stacklevel=2
             )
         training.buffers.is_on &= broadcast_buffers
+        training.weights.is_on = weighs
         self._version = 0
         self._look()
         self._audit = audit
@@ -215,11 +218,14 @@ class Pipeline:
     def hold_back(self) -> None:
         """On NCCL, lets buckets be launched before the step instead of in backward.
 
-        Does nothing on gloo, which matches messages by tag. NCCL matches them by order. It is
-        needed if several optimizers, of one pipeline or of several, share process groups: in a
-        backward that reaches two of them, rank 0 may first fill a bucket of optimizer 0, and rank 1
-        a bucket of optimizer 1. Launched in that order, the two buckets would be summed together.
+        Not on gloo, which matches messages by tag. NCCL matches them by order. It is needed if
+        several optimizers, of one pipeline or of several, share process groups: in a backward that
+        reaches two of them, rank 0 may first fill a bucket of optimizer 0, and rank 1 a bucket of
+        optimizer 1. Launched in that order, the two buckets would be summed together.
+
+        On any backend, a step may have only one weighed batch from then on (`BatchWeights`).
         """
+        self.training.weights.may_accumulate = False
         if not self.collectives.matches_by_tag:
             for part in self.parts:
                 part.is_held_back = True
@@ -308,13 +314,16 @@ class Pipeline:
 
         With any value of `synchronize` but False it ends with `end_backward`.
         """
-        unheld = self.training.unheld
+        unheld, weights = self.training.unheld, self.training.weights
+        if synchronize:
+            weights.launch()
         unheld.is_due = synchronize is not False and unheld.patience > 0
         with ExitStack() as stack:
             for part in self.parts:
                 is_meant = optimizers is None or part.optimizer in optimizers
                 is_last = synchronize and (is_meant or None)
                 stack.enter_context(part.backward(synchronize=is_last))
+            stack.enter_context(weights.dropping(self.training.module.parameters()))
             stack.enter_context(self.training.instruments.span("backward"))
             yield
         self.end_backward()

@@ -83,7 +83,7 @@ class PlanLifecycle:
         self._training = training
         present = partial(getattr, training, "collectives")
         self.residuals = ResidualKeeper(stepper.optimizer, present, training.options)
-        shared = SharedOptions(present, stepper, number)
+        shared = SharedOptions(present, stepper, number, training.weights)
         ring = RingTrial(training.instruments, present, number)
         self.hooks_signal = Signal()
         told = training.signal, training.unheld.signal, training.buffers.signal, self.hooks_signal
@@ -183,6 +183,7 @@ class PlanLifecycle:
         for_gradients = partial(waiting, "reduce_scatter")
         names, order = self.trained.names, plan.reduce_order
         bucket_round = BucketRound(flat, order, exchange, names, self._notes, for_gradients)
+        bucket_round.weight = training.weights
         collector = GradientCollector(flat, recording.expected, bucket_round)
         whole = WholeGradients(flat, bucket_round)
         where = training.module, flat, exchange, recording.ungated

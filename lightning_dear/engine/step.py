@@ -29,7 +29,7 @@ from lightning_dear.planning import BucketPlan, TensorSpec
 _WERE_CHANGED = (StepState.CHANGED, StepState.EXPOSED)
 _NOTHING_IS_SENT = (StepState.EMPTY, StepState.ACCUMULATING)
 # Constants, since to read a member of an Enum takes longer than the comparison.
-_LOCAL, _LAST = Backward.LOCAL, Backward.LAST
+_NONE, _LOCAL, _DROPPED, _LAST = Backward
 
 
 class OptimizerPipeline:
@@ -173,13 +173,15 @@ class OptimizerPipeline:
             self.progress.enter(StepState.ACCUMULATING)
         if synchronize and self.plans.active is not None:
             self.plans.active.round.expect()
-        before, self._backward = self._backward, Backward.LAST if synchronize else Backward.LOCAL
+        last = Backward.LAST if self._training.weights.counts else Backward.DROPPED
+        before, self._backward = self._backward, last if synchronize else Backward.LOCAL
         try:
             with self.timer.backward() if synchronize else nullcontext():
                 yield
         finally:
             self._backward = before
-        if synchronize and self.plans.active is None and self._training.uses_buckets:
+        has_buckets, is_first = self._training.uses_buckets, self.plans.active is None
+        if synchronize and (is_first if has_buckets else self._training.weights.is_on):
             # As in later steps, `.grad` must not show the local gradient after the last backward.
             self.mean.reduce()
 
@@ -191,6 +193,8 @@ class OptimizerPipeline:
             active.gatherer.check_was_complete(index, self.plans.trained.names[index])
         if self._backward is not _LAST:
             self._keep_in_grad(index)
+            if self._backward is _DROPPED and active is None:
+                self.plans.trained.recorder.note_gradient(index)
             return
         if self.progress.state is not StepState.SENDING:
             self.progress.enter(StepState.SENDING)
@@ -230,6 +234,8 @@ class OptimizerPipeline:
                 " self.manual_backward(loss) or fabric.backward(loss), on all ranks, if the"
                 " gradient is to count."
             )
+        elif self._backward is _NONE:
+            self._training.weights.refuse_plain()
 
     def _collect(self, active: ActivePlan, index: int) -> None:
         active.collector.on_gradient(index)
@@ -266,6 +272,7 @@ class OptimizerPipeline:
             active.round.drop()
             active.collector.begin()
             self.stepper.clear_gradients()
+        self._training.weights.reset()
         self.plans.trained.recorder.gradients.clear()
         self.mean.has_leftovers = False
         self.progress.enter(StepState.EMPTY)
@@ -348,6 +355,7 @@ class OptimizerPipeline:
         self.progress.enter(StepState.EMPTY)
         self.mean.has_leftovers = self._training.uses_buckets
         self._tried.note()
+        self._training.weights.reset()
         self.num_steps += 1
         self.timer.step_ends()
         self._training.buffers.finish()

@@ -53,6 +53,7 @@ class Backward(Enum):
 
     NONE = "no backward that the strategy was told of; its gradients add up in `.grad`"
     LOCAL = "gradient accumulation: more backwards of the step follow; gradients add up in `.grad`"
+    DROPPED = "of a batch of weight 0: its gradients are dropped, and `.grad` is put back"
     LAST = "the last backward of a step: its gradients are sent while it runs, or before the step"
 
 

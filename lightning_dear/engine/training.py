@@ -17,6 +17,7 @@ from lightning_dear import private_names
 from lightning_dear.collectives.launch_log import UNHELD_TAG
 from lightning_dear.collectives.work import Collectives, Work
 from lightning_dear.collectives.world import World
+from lightning_dear.engine.batch_weights import BatchWeights
 from lightning_dear.engine.bucket_round import of_any_rank
 from lightning_dear.engine.gradient_collector import sparse_gradient
 from lightning_dear.engine.module_tree import ModuleTree, aliased_names
@@ -57,6 +58,7 @@ class Training:
         parameters: All parameters that the optimizers hold, frozen ones too.
         aliased: What `aliased_names` returned on rank 0 before the first training forward. None
             means that there was no such forward on this rank, or that it is not rank 0.
+        weights: Weights of batches. Off unless the strategy's option `weights` is given.
         signal: Note that carries each rank's wish to stop; it travels with each round.
         unheld: Averages the gradients of the module's other parameters.
         buffers: Sends the module's buffers from rank 0.
@@ -77,7 +79,8 @@ class Training:
     signal: Signal = field(default_factory=Signal)
 
     def __post_init__(self) -> None:
-        self.unheld = UnheldGradients(self.collectives)
+        self.weights = BatchWeights(self.collectives, self.instruments)
+        self.unheld = UnheldGradients(self.collectives, self.weights)
         self.buffers = BufferBroadcast(self.tree, self.collectives, self.instruments)
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -314,6 +317,7 @@ class UnheldGradients:
 
     Args:
         collectives: Launches the messages.
+        weights: Weights by which ranks count.
 
     Attributes:
         signal: Note that tells of a gradient, while nobody asks.
@@ -321,8 +325,8 @@ class UnheldGradients:
         is_due: Whether DDP would have averaged after the backward that runs now; to be assigned to.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
+    def __init__(self, collectives: Collectives, weights: BatchWeights) -> None:
+        self._collectives, self._weights = collectives, weights
         self._named: Sequence[tuple[str, Parameter]] = ()
         self.patience: float = 0
         self.is_due = False
@@ -394,6 +398,8 @@ class UnheldGradients:
                     raise sparse_gradient(name)
                 by_dtype.setdefault(one.dtype, []).append(one.grad)
         for gradients in by_dtype.values():
-            flat = flat_of(gradients).mul_(1 / self._collectives.world.size)
+            flat = flat_of(gradients)
+            # Multiplied by 0, inf would become nan.
+            flat.mul_(self._weights.scale) if self._weights.own else flat.zero_()
             self._collectives.launch_all_reduce(flat, UNHELD_TAG).wait()
             copy_flat(flat, gradients)

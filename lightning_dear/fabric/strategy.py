@@ -85,6 +85,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         bucket_cap_mb: float | None = None,
         gather: Literal["parameters", "gradients"] | None = None,
         hops: int | None = None,
+        weights: Literal["samples"] | None = None,
         reduce_dtype: Literal["fp32"] | None = None,
         broadcast_buffers: bool = True,
         gradients_in_hooks: bool = True,
@@ -254,12 +255,16 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         Raises:
             RuntimeError: If a module that was set up without an optimizer has a gradient.
         """
-        trained = self._trained
+        trained, factor = self._trained, 1.0
         with ExitStack() as stack:
             for one in trained:
                 takes_part = one is module if isinstance(module, DearModule) else one.has_run
+                if takes_part:
+                    # With several models it is 1 for each, since none may accumulate.
+                    factor = one.pipeline.training.weights.loss_factor()
                 synchronize = takes_part and not one.is_sync_blocked
                 stack.enter_context(one.pipeline.backward(synchronize=synchronize))
+            tensor = tensor if factor == 1.0 else tensor * factor
             super().backward(tensor, module, *args, **kwargs)
         for one in self._all:
             if one.pipeline is None:

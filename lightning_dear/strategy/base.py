@@ -84,6 +84,11 @@ class PipelineStrategy(ABC):
         groups = () if schedule is None else schedule.groups
         self._gather: str | None = given["gather"]
         self._of_engine = {name: given[name] for name in ("broadcast_buffers", "audit")}
+        split = given.get("split")
+        # Parts of a global batch differ in size, and their samples count alike.
+        weights = given["weights"] or ("samples" if split is not None else None)
+        self._of_engine["weighs"] = weights is not None
+        refusals.check_weights(weights, codec, groups)
         self._gradients_in_hooks = given.get("gradients_in_hooks", True)
         self._checks_digests = given["check_digests"]
         self._hops: int | None = given["hops"]
@@ -100,7 +105,6 @@ class PipelineStrategy(ABC):
         if schedule is not None:
             schedule.check_use(self._fusion)
         self.compression_schedule = schedule
-        split = given.get("split")
         self._split = None if split is None else BatchSplit(split, self._fusion)
         self._own_callbacks = schedule, self._split
 
@@ -172,6 +176,27 @@ class PipelineStrategy(ABC):
     @abstractmethod
     def _pipelines(self) -> Sequence[Pipeline]:
         """One pipeline for each module. A Trainer's strategy keeps the last fit's after the fit."""
+
+    def weigh(self, n: float) -> None:
+        """Says how many samples, or tokens, this rank's loss is a mean over. Local.
+
+        With `weights="samples"` the present batch counts by `n` in the mean gradient. Call it
+        before the batch's backward, for each batch. In automatic optimization a call in
+        `training_step` replaces the batch size that Lightning finds. A loss that is a sum must not
+        be weighed: its gradient is in proportion to `n` already.
+
+        Args:
+            n: From 0 to 2^53. 0 means that the batch does not count: its gradients are dropped.
+                A tensor is read, so that the host waits for the device.
+
+        Raises:
+            RuntimeError: Without `weights="samples"`. A number that is not valid raises a
+                ValueError later, on all ranks.
+        """
+        for pipeline in self._pipelines:
+            if not pipeline.training.weights.is_on:
+                raise RuntimeError("weigh() needs weights='samples'. Pass it to the strategy.")
+            pipeline.training.weights.weigh(float(n))
 
     def complete_parameters(self, reason: str = "read") -> None:
         """Blocks until all parameters have the values of the last step. Local. Idempotent.

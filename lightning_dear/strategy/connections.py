@@ -26,13 +26,15 @@ from lightning.fabric.plugins import Precision as FabricPrecision
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import data, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dear import private_names
 from lightning_dear.callbacks import FusionTuner, TimelineCallback
+from lightning_dear.engine.batch_weights import BatchWeights
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.training import Training
@@ -121,6 +123,41 @@ def connect_scaler(
     scaler.unscale_ = on_shards
     for part in pipeline.parts:
         part.plans.loss_scale = partial(loss_scale, scaler, part.parameters[0].device)
+
+
+def weigh_batch(weights: BatchWeights, batch: Any, output: STEP_OUTPUT) -> None:
+    """Gives a batch its number of samples as its weight, unless the user has given it one.
+
+    The first tensor's length counts, as in `LightningModule.log`. Does nothing if batches have no
+    weights.
+
+    Args:
+        weights: Weights of the fit's batches.
+        batch: The batch. Not read if it has a weight.
+        output: What its `training_step` has returned. None, so no backward follows: weight 0.
+
+    Raises:
+        ValueError: If no number of samples is found.
+    """
+    if not weights.is_on:
+        return
+    if output is None:
+        weights.weigh(0.0, has_loss=False)
+    elif not weights.is_new:
+        found = private_names.BATCH_SIZES.of(data)(batch)
+        sizes = iter([one for one in found if one is not None])
+        if (size := next(sizes, None)) is None:
+            raise ValueError(
+                "weights='samples' finds no number of samples in this batch. Call"
+                " self.trainer.strategy.weigh(n) in training_step."
+            )
+        if any(one != size for one in sizes):
+            rank_zero_warn(
+                f"Tensors of this batch have other lengths than the first one, whose length {size}"
+                " counts as the number of samples. If that is wrong, call"
+                " self.trainer.strategy.weigh(n) in training_step."
+            )
+        weights.weigh(size)
 
 
 def loss_scale(scaler: Any, device: torch.device) -> Tensor:

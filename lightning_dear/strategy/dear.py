@@ -78,6 +78,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             On NCCL 2 is meant for compressors, and has not been run on GPUs.
         decouple: False, with `gather="gradients"`, means all-reduces during backward and no
             all-gathers, as in WFBP, MG-WFBP and DDP.
+        weights: "samples" means that each batch counts by its number of samples, or by what `weigh`
+            is given. None means that all ranks count alike, as under DDP.
         reduce_dtype: "fp32": NCCL, too, sums 16-bit gradients in fp32. None: as the backend does.
         broadcast_buffers: Whether rank 0's buffers (BatchNorm) are broadcast, as under DDP.
         gradients_in_hooks: Whether `.grad` holds the mean gradient, as under DDP, in hooks that the
@@ -119,6 +121,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         gather: Literal["parameters", "gradients"] | None = None,
         hops: int | None = None,
         decouple: bool = True,
+        weights: Literal["samples"] | None = None,
         reduce_dtype: Literal["fp32"] | None = None,
         broadcast_buffers: bool = True,
         gradients_in_hooks: bool = True,
@@ -280,7 +283,10 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._check_optimizers()
         with self.pipeline_of().forward(synchronize=not self._is_sync_blocked):
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        if self.lightning_module is not None and self.lightning_module.automatic_optimization:
+            connections.weigh_batch(self.pipeline_of().training.weights, args[0], output)
+        return output
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -289,7 +295,10 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         is_automatic = self.lightning_module.automatic_optimization
         is_last = is_automatic or self._last_of is not None or None
         synchronize = not self._is_sync_blocked and is_last
-        with self.pipeline_of().backward(synchronize=synchronize, optimizers=self._last_of or None):
+        pipeline = self.pipeline_of()
+        factor = pipeline.training.weights.loss_factor()
+        args = args if factor == 1.0 else (args[0] * factor, *args[1:])
+        with pipeline.backward(synchronize=synchronize, optimizers=self._last_of or None):
             loss = super().backward(*args, **kwargs)
         # True if the module's `optimizer_step` calls the closure itself, before the optimizer.
         is_between = synchronize and is_automatic and not self._is_stepping

@@ -23,8 +23,9 @@ from torch.optim import SGD, Optimizer
 from lightning_dear import private_names
 from lightning_dear.callbacks.fusion_tuner import option_of
 from lightning_dear.collectives.store import from_all_ranks
-from lightning_dear.compression import SparseAllReduce, class_of, class_with
+from lightning_dear.compression import Compressor, SparseAllReduce, class_of, class_with
 from lightning_dear.compression.codec import FewOfMany
+from lightning_dear.compression.groups import Groups
 from lightning_dear.engine.module_tree import ignored_names
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
@@ -81,6 +82,17 @@ def checked_options(create: Callable[..., None], given: Mapping[str, Any]) -> di
         if option in given and not {str, Any} & {*takes}:
             _check_value(option, given[option], takes)
     return {name: given[name] for name in own if name in given and name != "self"}
+
+
+def check_weights(weights: str | None, codec: Compressor | None, groups: Groups) -> None:
+    """Raises a ValueError if batches have weights and a compressor votes."""
+    codecs = codec, *(one for _, one in groups)
+    voting = [one.name for one in codecs if one is not None and one.votes]
+    if weights is not None and voting:
+        raise ValueError(
+            f"weights={weights!r} cannot be used with compressor={voting[0]!r}: each rank has one"
+            " vote, whatever its number of samples. Use another compressor, such as 'int8'."
+        )
 
 
 def _check_value(option: str, value: Any, takes: Sequence[Any]) -> None:

@@ -19,6 +19,10 @@ from tests.training.models import batch, build, loss_of, optimizer_for
 from tests.training.three_ways import new_pipeline, train_steps
 
 
+NO_WEIGHTS: Any = SimpleNamespace(num_batches=0)
+"""Of batches: a step has none that are weighed."""
+
+
 def _run(
     change: Callable[[torch.optim.Optimizer], None],
     name: str = "sgd",
@@ -116,7 +120,7 @@ def _said(*options: tuple[str, Any]) -> bytes:
     optimizer.param_groups[0].update(options)
     stepper: Any = SimpleNamespace(optimizer=optimizer, written="")
     collectives: Any = SimpleNamespace(world=World(0, 2))
-    return SharedOptions(lambda: collectives, stepper, 0).say()
+    return SharedOptions(lambda: collectives, stepper, 0, NO_WEIGHTS).say()
 
 
 @pytest.mark.parametrize("whole", [0, 0.0, -0.0, False, np.float64(0), torch.tensor(0)])
@@ -142,7 +146,7 @@ def test_a_number_in_a_tuple_is_seen_to_change_in_place() -> None:
     optimizer.param_groups[0]["betas"] = (beta, 0.9)
     collectives: Any = SimpleNamespace(world=World(0, 2))
     stepper: Any = SimpleNamespace(optimizer=optimizer, written="")
-    shared = SharedOptions(lambda: collectives, stepper, 0)
+    shared = SharedOptions(lambda: collectives, stepper, 0, NO_WEIGHTS)
     before = shared.say()
     assert shared.say() == before
     beta.mul_(0.5)

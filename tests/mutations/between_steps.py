@@ -32,8 +32,8 @@ BETWEEN_STEPS = [
     Mutation(
         "ranks compare what was written to optimizer.state",
         "SharedOptions._values",
-        "{_STATE: self._stepper.written}",
-        '{_STATE: ""}',
+        "{_STATE: self._stepper.written, ",
+        '{_STATE: "", ',
         (f"{BETWEEN}::test_a_write_on_one_rank_alone_is_refused",),
     ),
     Mutation(

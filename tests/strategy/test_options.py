@@ -89,6 +89,11 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
         ("2", 1.0, True, 0, 3),
         "hops must be (int|1, 2) or None, got {value!r}",
     ),
+    "weights": (
+        (None, "samples"),
+        ("tokens", True, 3, [1.0]),
+        "Unknown weights {value!r}; valid names: samples, or None",
+    ),
     "reduce_dtype": (
         (None, "fp32"),
         ("fp16", "float32", 32, True, torch.float32),

@@ -1,0 +1,240 @@
+"""Weights of batches: a mean over samples instead of a mean over ranks (`BatchWeights`)."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_dear.collectives.launch_log import WEIGHTS_TAG
+from lightning_dear.collectives.work import Collectives, Work
+from lightning_dear.telemetry.statistics import Instruments
+
+MOST = 2**53
+"""Largest weight of a batch. Up to it fp64 has all whole numbers."""
+
+
+class BatchWeights:
+    """Weights of this rank's batches, by which the step's mean gradient counts them.
+
+    A step has m micro-batches on each rank; m is 1 without gradient accumulation. A micro-batch has
+    the weight n, such as its number of samples, and its loss has the gradient g. Then the step uses
+
+        m * sum(n * g) / sum(n),
+
+    where both sums are over all micro-batches of all ranks. So it is the mean over samples of all
+    ranks, times m, since torch adds up the gradients of micro-batches.
+
+    The first weight of the step on this rank is n_0, or 1 if that is 0. The loss of each
+    micro-batch is multiplied by `loss_factor`, n / n_0. Ranks exchange their sums of weights, each
+    in fp64, before the first gradient is copied into a bucket. Each gradient is then multiplied by
+    `scale`, m * n_0 / sum(n). If all weights of a step are equal that is exactly 1 / world size, as
+    under DistributedDataParallel.
+
+    A micro-batch of weight 0 does not count: what its backward adds to `.grad` is dropped.
+
+    While it is off all ranks count alike: `own` is 1, `scale` is 1 / world size.
+
+    Args:
+        collectives: Launches the exchange.
+        instruments: Measures the wait for it.
+
+    Attributes:
+        is_on: Whether batches have weights; to be assigned to before the first step.
+        may_accumulate: Whether a step may have several micro-batches. False with several
+            optimizers: their steps begin at different micro-batches. To be assigned to.
+        is_new: Whether the batch that was weighed last is not counted yet: it had no backward.
+    """
+
+    def __init__(self, collectives: Collectives, instruments: Instruments) -> None:
+        self._collectives, self._instruments = collectives, instruments
+        self.is_on, self.may_accumulate = False, True
+        self.is_new = self._has_no_loss = False
+        self._present: float | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the step's micro-batches. To be called when its gradients are forgotten. Local.
+
+        A batch that is not counted yet is kept: its backward follows.
+        """
+        self._counted: list[float] = []
+        self._work: Work | None = None
+        self._scale: float | Tensor = 0.0
+        self._is_launched = self._is_scaled = False
+
+    # --- before backward ------------------------------------------------------------------------
+
+    def weigh(self, weight: float, *, has_loss: bool = True) -> None:
+        """Gives the present batch its weight. Local.
+
+        Args:
+            weight: From 0 to 2^53. With another number all ranks raise in the step.
+            has_loss: False means that no backward of this batch follows. It counts all the same.
+        """
+        if self.is_new and self._has_no_loss:
+            self._count()
+        self._present, self.is_new, self._has_no_loss = weight, True, not has_loss
+
+    def loss_factor(self) -> float:
+        """Returns the factor of the present batch's loss, and counts the batch. Local.
+
+        Raises:
+            RuntimeError: If the batch has no weight, or if a weight comes too late for the step.
+        """
+        if not self.is_on:
+            return 1.0
+        self._count()
+        # The gradients of weight 0 are dropped. Multiplied by 0, a loss of inf would become nan.
+        factor = (self._present or self._first) / self._first
+        return factor * float(self.scale) if self._is_scaled else factor
+
+    def _count(self) -> None:
+        """Counts the present batch in the step, unless it is counted already."""
+        if self._present is None:
+            raise RuntimeError(
+                "This batch has no weight. Call strategy.weigh(n) before its backward, on all"
+                " ranks. weights='samples' finds n itself only in a Trainer's automatic"
+                " optimization."
+            )
+        if self._counted and not self.is_new:
+            return
+        if self._counted and not self.may_accumulate:
+            raise RuntimeError(
+                "With several optimizers, weights='samples' takes one weighed batch in each step."
+                " Call zero_grad() of all optimizers before a batch, or train each model by an own"
+                " strategy. Each optimizer's step may begin at another batch."
+            )
+        if self._is_launched:
+            raise RuntimeError(
+                "A batch was weighed after the step's gradients had been sent. Run all backwards"
+                " but the step's last in `with trainer.strategy.block_backward_sync():` or"
+                " `with fabric.no_backward_sync(model):`, or call zero_grad() before. The weights"
+                " of all of the step's batches must be known before its first gradient is sent."
+            )
+        self._counted.append(self._present)
+        self.is_new = False
+
+    def refuse_plain(self) -> None:
+        """Called for a gradient that came from no backward of the strategy's.
+
+        Raises:
+            RuntimeError: If its loss would have been multiplied by a factor.
+        """
+        if self.is_on and (self.loss_factor() != 1.0 or not self._present):
+            raise RuntimeError(
+                f"A plain loss.backward() of a batch of weight {self._present:g}, after one of"
+                f" weight {self._first:g}. Call self.manual_backward(loss) or"
+                " fabric.backward(loss): it multiplies the loss by the weight."
+            )
+
+    @contextmanager
+    def dropping(self, parameters: Iterable[Parameter]) -> Iterator[None]:
+        """A context around a backward. If the batch weighs 0, `.grad` is as before afterwards."""
+        before = [] if self.counts else [(one, one.grad) for one in parameters]
+        for one, _ in before:
+            one.grad = None
+        try:
+            yield
+        finally:
+            for one, gradient in before:
+                one.grad = gradient
+
+    # --- the exchange ---------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Launches the exchange of this step's weights, unless it was. Collective. Does not block.
+
+        To be called before the step's first bucket is launched: NCCL needs one order of launches.
+        """
+        if not self.is_on or self._is_launched:
+            return
+        self._count()
+        collectives, self._is_launched = self._collectives, True
+        # A weight that is not valid travels as it is, so that all ranks can name it.
+        sent = next((one for one in self._counted if not 0 <= one <= MOST), self.own)
+        if collectives.world.size == 1:
+            self._hear([sent])
+            return
+        device = collectives.flags_device
+        sums = torch.zeros(collectives.world.size, dtype=torch.float64, device=device)
+        sums[collectives.world.rank] = sent
+        if collectives.wait_blocks_host:
+            work = collectives.launch_all_gather(sums, WEIGHTS_TAG)
+            self._work = work.then(lambda: self._hear(sums.tolist()))
+        else:
+            self._check({collectives.world.rank: sent})
+            collectives.launch_all_reduce(sums, WEIGHTS_TAG).wait()
+            # On the stream from which backward begins, and for which its other streams wait.
+            self._scale = self._numerator / sums.sum() if self.own else 0.0
+
+    def _hear(self, sums: Sequence[float]) -> None:
+        self._check(dict(enumerate(sums)))
+        self._scale = self._numerator / sum(sums) if self.own else 0.0
+
+    @staticmethod
+    def _check(sums: Mapping[int, float]) -> None:
+        for rank, weight in sums.items():
+            if not 0 <= weight <= MOST:
+                raise ValueError(
+                    f"Rank {rank} has weighed a batch, or those of a step together, {weight:g}."
+                    " Pass strategy.weigh(n) a number from 0 to 2^53, such as the number of samples"
+                    " or tokens that the loss is a mean over."
+                )
+
+    @property
+    def scale(self) -> float | Tensor:
+        """Factor of this rank's gradients. Blocks until the weights of all ranks have arrived.
+
+        0 if this rank's weights are 0. A scalar fp64 tensor where reading it would block the host.
+
+        Raises:
+            ValueError: If a rank has a weight that is not valid.
+        """
+        if not self.is_on:
+            return 1.0 / self._collectives.world.size
+        self.launch()
+        self.finish()
+        return self._scale
+
+    def finish(self) -> None:
+        """Waits for the exchange, if one was launched. Also if no gradient needs `scale`."""
+        if self._work is not None:
+            with self._instruments.waiting("reduce_scatter", "weights of batches"):
+                self._work.wait()
+            self._work = None
+
+    @torch.no_grad()
+    def scale_alone(self, parameters: Iterable[Parameter]) -> None:
+        """Multiplies each `.grad` by `scale`, once a step. For ranks that use no buckets."""
+        if self.is_on and not self._is_scaled and self.scale != 1.0:
+            for one in parameters:
+                if one.grad is not None:
+                    one.grad.mul_(self.scale)
+        self._is_scaled = self.is_on
+
+    # --- this rank ------------------------------------------------------------------------------
+
+    @property
+    def counts(self) -> bool:
+        """Whether the present batch counts: its weight is not 0, or batches have no weights."""
+        return not self.is_on or self._present != 0
+
+    @property
+    def own(self) -> float:
+        """Sum of this rank's weights in this step. 1 if batches have no weights."""
+        return sum(self._counted) if self.is_on else 1.0
+
+    @property
+    def num_batches(self) -> int:
+        """Number of micro-batches of this step so far."""
+        return len(self._counted)
+
+    @property
+    def _first(self) -> float:
+        return self._counted[0] or 1.0
+
+    @property
+    def _numerator(self) -> float:
+        return len(self._counted) * self._first
