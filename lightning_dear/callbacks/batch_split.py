@@ -175,7 +175,7 @@ class BatchSplit(Callback):
                 " Use split='auto' first, and then split=[...] with the sizes that it prints."
             )
         self._is_auto = split == "auto"
-        self._shares: Sequence[int] | None = None if self._is_auto else split
+        self._shares: Sequence[int] | None = None if self._is_auto else list(split)
         self._batches: SplitBatches | None = None
         self._timed: list[tuple[int, Marks]] = []
 
@@ -195,9 +195,7 @@ class BatchSplit(Callback):
         """
         if not strategy.lightning_module.trainer.training:
             return loader
-        rank, num_ranks = strategy.global_rank, strategy.world_size
-        order = None
-        facts: dict[str, Any] = {"split": self._shares, "refused": _refused(loader)}
+        order, facts = None, {"split": self._shares, "refused": _refused(loader)}
         if not facts["refused"]:
             order = _order_of(loader)
             facts |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
@@ -206,15 +204,13 @@ class BatchSplit(Callback):
             facts["has_workers"] = loader.num_workers > 0
         self._check(from_all_ranks(facts))
         assert order is not None
-        total = loader.batch_size * num_ranks
-        if (
-            self._is_auto
-            and self._shares
-            and (len(self._shares), sum(self._shares)) != (num_ranks, total)
-        ):
+        num_ranks, total = strategy.world_size, loader.batch_size * strategy.world_size
+        shares = self._shares or ()
+        # Sizes of a checkpoint of other batches, or of another number of ranks.
+        if self._is_auto and (len(shares), sum(shares)) != (num_ranks, total):
             self._shares = None
-        how = total, loader.drop_last, rank, num_ranks, self._shares
-        self._batches = SplitBatches(order, *how)
+        how = loader.drop_last, strategy.global_rank, num_ranks, self._shares
+        self._batches = SplitBatches(order, total, *how)
         # A loader refuses to be assigned these, and a new one needs the arguments of its class.
         own = copy(loader)
         vars(own).update(batch_sampler=self._batches, sampler=order)
@@ -222,29 +218,24 @@ class BatchSplit(Callback):
         return own
 
     def _check(self, said: Sequence[dict[str, Any]]) -> None:
-        for rank, facts in enumerate(said):
-            if facts["refused"]:
-                raise ValueError(
-                    f"split= cannot cut batches of {facts['refused']}, which rank {rank} has. Leave"
-                    " out split=, or train with a DataLoader of a map-style data set, with"
-                    " batch_size= and shuffle=."
-                )
-        for rank, facts in enumerate(said):
-            if facts != said[0]:
-                raise ValueError(
-                    "With split= all ranks must have the same shares and loaders. Rank 0 has"
-                    f" {said[0]}, and rank {rank} has {facts}."
-                )
-        if self._shares is not None and len(self._shares) != len(said) and not self._is_auto:
-            raise ValueError(
-                f"split={self._shares} is for {len(self._shares)} ranks, and there are {len(said)}."
-                " Give each rank a share."
-            )
-        if said[0]["samples"] < len(said):
-            raise ValueError(
-                f"{said[0]['samples']} samples leave some of {len(said)} ranks without any. Use"
-                " fewer ranks."
-            )
+        shares, first, ranks = self._shares, said[0], range(len(said))
+        reasons = [
+            f"rank {rank} has {said[rank]['refused']}. Train with a DataLoader of a map-style data"
+            " set, with batch_size= and shuffle=, or leave out split=."
+            for rank in ranks
+            if said[rank]["refused"]
+        ]
+        reasons += [
+            f"rank 0 has {first}, and rank {rank} has {said[rank]}. Give all ranks the same."
+            for rank in ranks
+            if said[rank] != first
+        ]
+        if shares is not None and len(shares) != len(said) and not self._is_auto:
+            reasons.append(f"{shares} has not one share for each of {len(said)} ranks.")
+        if first.get("samples", len(said)) < len(said):
+            reasons.append(f"{len(said)} ranks have {first['samples']} samples. Use fewer ranks.")
+        if reasons:
+            raise ValueError(f"split= cannot cut batches: {reasons[0]}")
 
     # --- split="auto" ---------------------------------------------------------------------------
 

@@ -10,19 +10,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear.callbacks import (
-    batch_split,
-    compression_schedule,
-    fusion_tuner,
-    monitor,
-    timeline,
-)
+from lightning_dear.callbacks import compression_schedule, fusion_tuner, monitor, timeline
+from lightning_dear.callbacks.batch_split import BatchSplit
 
 _AFTER_BACKWARD = ("on_after_backward",)
 _BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
 
 _NON_READERS: set[type[Callback]] = {
-    batch_split.BatchSplit,
+    BatchSplit,
     compression_schedule.CompressionSchedule,
     monitor.DearMonitor,
     fusion_tuner.FusionTuner,

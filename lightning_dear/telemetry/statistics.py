@@ -38,7 +38,8 @@ class Instruments:
         self._collectives = collectives
         self.timeline: Timeline | None = None
         self.computing: list[tuple[Any, Any]] | None = None
-        self._is_inside = False
+        # The same list within a span, otherwise None.
+        self._inside = self.computing
         self._sent_bytes = 0
         self._step_began: Any = None
         self._is_asked = clock.is_free
@@ -77,17 +78,13 @@ class Instruments:
 
         Each of them is left out if it does not record. The block counts as computing.
         """
-        computing = self.computing
-        start = None if computing is None else self.clock.mark()
-        self._is_inside = True
-        try:
-            shown = self.timeline.span(lane, lane) if self.timeline else nullcontext()
-            with _in_profiler(lane), shown:
-                yield
-        finally:
-            self._is_inside = False
-        if computing is not None:
-            computing.append((start, self.clock.mark()))
+        inside = self._inside = self.computing
+        start = None if inside is None else self.clock.mark()
+        with _in_profiler(lane), self.timeline.span(lane, lane) if self.timeline else nullcontext():
+            yield
+        self._inside = None
+        if inside is not None:
+            inside.append((start, self.clock.mark()))
 
     @contextmanager
     def waiting(self, lane: str, reason: str) -> Iterator[None]:
@@ -102,8 +99,8 @@ class Instruments:
         """
         # On a CUDA device the two marks of a wait cost the host time, so that they are made only if
         # they are used.
-        computing = self.computing if self._is_inside else None
-        is_timed = any(one is not None for one in (self._current, self.timeline, computing))
+        users = self._current, self.timeline, self._inside
+        is_timed = any(one is not None for one in users)
         start = self.clock.mark() if is_timed else None
         # There is no `finally`: after a failure of the device, the mark below could raise another
         # error, which would hide the first error.
@@ -115,8 +112,8 @@ class Instruments:
                 self._current.waits[lane].append((start, end))
             if self.timeline is not None:
                 self.timeline.record("wait", reason, start, end)
-            if computing is not None:
-                computing.append((end, start))
+            if self._inside is not None:
+                self._inside.append((end, start))
 
     def begin_step(self) -> None:
         """Marks the beginning of the optimizer step on a bucket, if a timeline is recorded."""
