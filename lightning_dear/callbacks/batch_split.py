@@ -195,7 +195,7 @@ class BatchSplit(Callback):
         """
         if not strategy.lightning_module.trainer.training:
             return loader
-        order, facts = None, {"split": self._shares, "refused": _refused(loader)}
+        facts: dict[str, Any] = {"split": self._shares, "refused": _refused(loader)}
         if not facts["refused"]:
             order = _order_of(loader)
             facts |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
@@ -203,7 +203,6 @@ class BatchSplit(Callback):
             # With workers, more iterations are begun.
             facts["has_workers"] = loader.num_workers > 0
         self._check(from_all_ranks(facts))
-        assert order is not None
         num_ranks, total = strategy.world_size, loader.batch_size * strategy.world_size
         shares = self._shares or ()
         # Sizes of a checkpoint of other batches, or of another number of ranks.
@@ -268,7 +267,9 @@ class BatchSplit(Callback):
         costs = [cost for cost, _ in said if cost is not None]
         equal = [batches.total // len(said)] * len(said)
         sizes, gain = quickest(costs, equal) if len(costs) == len(said) else (equal, 1.0)
-        words = f"{sizes}; a step's computing {gain:.1f} times faster"
+        words = (
+            f"{' and '.join(map(str, sizes))} samples; a step's computing {gain:.1f} times faster"
+        )
         # A small gain is noise, and equal sizes have the bits of DDP.
         if gain < _LEAST_GAIN:
             sizes, words = equal, "equal sizes; others would not make a step's computing faster"

@@ -38,8 +38,8 @@ class Instruments:
         self._collectives = collectives
         self.timeline: Timeline | None = None
         self.computing: list[tuple[Any, Any]] | None = None
-        # The same list within a span, otherwise None.
-        self._inside = self.computing
+        # The same within a span, otherwise None.
+        self._inside: list[tuple[Any, Any]] | None = None
         self._sent_bytes = 0
         self._step_began: Any = None
         self._is_asked = clock.is_free

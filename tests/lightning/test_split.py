@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import time
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lightning_dear.callbacks import batch_split
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import dear, new_trainer
 from tests.lightning.nets import copies
@@ -90,30 +94,99 @@ def test_shares_train_as_one_process_on_the_global_batches(world_size: int) -> N
     assert furthest(copies(module), expected) < 1e-12
 
 
-def speed(split: Any, num_batches: int, sample_s: float, **options: Any) -> dict[str, Any]:
-    rank = dist.get_rank()
-    module = Regression(sample_s * (3 if rank == 1 else 1))
-    began: list[float] = []
+class Watching(Callback):
+    """Keeps when each batch begins, and what `split="auto"` says."""
 
-    class _Clock(Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
-            began.append(time.perf_counter())
+    def __init__(self) -> None:
+        self.began: list[float] = []
+        self.said: list[str] = []
 
-    loader = DataLoader(samples(16 * num_batches), 8, shuffle=True, **options)
-    trainer = new_trainer(dear(split=split), _Clock())
-    trainer.fit(module, loader)
-    last = [later - earlier for earlier, later in zip(began[-11:-1], began[-10:], strict=True)]
-    return {"seconds": sum(last) / 10, "sizes": module.sizes, "weights": copies(module)}
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.began.append(time.perf_counter())
+
+    def step_s(self) -> float:
+        """Mean of the last ten steps."""
+        return (self.began[-1] - self.began[-11]) / 10
+
+
+def fitted(
+    split: Any, num_batches: int, sample_s: float = 0.0, *, slower: int = 3, **options: Any
+) -> tuple[Regression, Watching, Trainer]:
+    """A fit in which rank 1 is slower than others, with 8 samples a rank and batch."""
+    rank, size, watching = dist.get_rank(), dist.get_world_size(), Watching()
+    module = Regression(sample_s * (slower if rank == 1 else 1))
+    workers, checkpoint = options.pop("num_workers", 0), options.pop("ckpt_path", None)
+    own = samples(8 * size * num_batches)
+    trainer = new_trainer(dear(split=split), watching, **options)
+    with (
+        patch.object(batch_split, "rank_zero_info", watching.said.append),
+        patch.object(batch_split, "rank_zero_warn", watching.said.append),
+    ):
+        loader = DataLoader(own, 8, shuffle=True, num_workers=workers)
+        trainer.fit(module, loader, ckpt_path=checkpoint)
+    return module, watching, trainer
 
 
 @distributed(world_sizes=[2])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_slower_rank_gets_less(num_workers: int) -> None:
-    equal = speed([1, 1], 12, 0.004)
-    given = speed([3, 1], 12, 0.004)
-    found = speed("auto", 48, 0.004, num_workers=num_workers)
-    print(equal["seconds"], given["seconds"], found["seconds"], found["sizes"])
-    assert given["sizes"] == [4 if dist.get_rank() else 12] * 12
-    assert equal["seconds"] / given["seconds"] >= 1.7
-    assert equal["seconds"] / found["seconds"] >= 1.7
-    assert furthest(found["weights"], alone(16 * 48, 16, 1)) < 1e-12
+def test_the_slower_rank_gets_less() -> None:
+    _, equal, _ = fitted([1, 1], 12, 0.004)
+    module, given, _ = fitted([3, 1], 12, 0.004)
+    assert module.sizes == [4 if dist.get_rank() else 12] * 12
+    assert equal.step_s() / given.step_s() >= 1.7
+    module, found, _ = fitted("auto", 40, 0.004)
+    assert equal.step_s() / found.step_s() >= 1.7
+    (line,) = found.said
+    assert re.fullmatch(r"split: 12 and 4 samples; a step's computing (1.9|2.0) times faster", line)
+    assert furthest(copies(module), alone(8 * 2 * 40, 16, 1)) < 1e-12
+
+
+@distributed(world_sizes=[2, 3])
+def test_new_sizes_count_from_what_no_worker_has_fetched(world_size: int) -> None:
+    """Ranks have fetched more or fewer batches ahead, since they have more or fewer workers."""
+    num_workers = 1 + dist.get_rank() % 2
+    module, watching, _ = fitted("auto", 40, 0.002, num_workers=num_workers)
+    assert furthest(copies(module), alone(8 * world_size * 40, 8 * world_size, 1)) < 1e-12
+    changed = next(n for n in range(20, 40) if len({*module.sizes[n:]}) == 1)
+    # 20 batches were measured. Of those after it, 2 for each of 2 workers were fetched.
+    assert 24 <= changed <= 25
+    assert len(watching.said) == 1
+
+
+@distributed(world_sizes=[2])
+def test_equal_ranks_keep_equal_sizes() -> None:
+    module, watching, _ = fitted("auto", 24, 0.004, slower=1)
+    assert module.sizes[21:] == [8] * 3
+    assert watching.said == ["split: equal sizes; others would not make a step's computing faster"]
+
+
+@distributed(world_sizes=[2], keeps_ranks=False)
+def test_sizes_are_saved_and_count_in_a_resumed_fit() -> None:
+    with TemporaryDirectory() as folder:
+        path = [f"{folder}/auto.ckpt"]
+        dist.broadcast_object_list(path)
+        fitted("auto", 24, 0.002)[2].save_checkpoint(path[0])
+        resumed, watching, _ = fitted("auto", 24, 0.002, ckpt_path=path[0], max_epochs=2)
+        assert resumed.sizes == [4 if dist.get_rank() else 12] * 24
+        assert watching.said == []
+        assert furthest(copies(resumed), alone(8 * 2 * 24, 16, 2)) < 1e-12
+        # Shares that are given count.
+        resumed, _, _ = fitted([1, 1], 24, 0.002, ckpt_path=path[0], max_epochs=2)
+        assert {*resumed.sizes} == {8}
+        dist.barrier()
+
+
+@distributed(world_sizes=[2])
+def test_what_is_too_short_or_too_small_to_measure() -> None:
+    module, watching, _ = fitted("auto", 20)
+    assert len(watching.said) == 1
+    assert watching.said[0].startswith("split='auto' needs more than 20 batches to measure.")
+    own, trainer = DataLoader(samples(64), 8), new_trainer(dear(split="auto"))
+    with pytest.raises(ValueError, match="measures one training loader, and there are several"):
+        trainer.fit(Regression(), [own, own])
+
+
+@distributed(world_sizes=[1, 2])
+def test_measuring_while_accumulating(world_size: int) -> None:
+    module, watching, _ = fitted("auto", 30, 0.002, accumulate_grad_batches=2)
+    assert len(watching.said) == 1
+    assert len(module.sizes) == 30
