@@ -18,7 +18,6 @@ from tests.distributed.harness import distributed
 from tests.training.models import batch, build, loss_of, optimizer_for
 from tests.training.three_ways import new_pipeline, train_steps
 
-
 NO_WEIGHTS: Any = SimpleNamespace(num_batches=0)
 """Of batches: a step has none that are weighed."""
 

@@ -88,6 +88,16 @@ def _check_law(num_steps: int) -> None:
         assert max(run.errors(rate)) <= 1e-4, codec
 
 
+@distributed(world_sizes=(3,))
+def test_the_same_of_weighted_sums() -> None:
+    for codec in (Int8(block_size=64), Int4(block_size=64), TopK(density=0.05)):
+        run = Run(coded(codec), weighs=lambda step, rank: (3 * step + 5 * rank) % 7)
+        for step in range(10):
+            run.step(leaves_out=step % 5 == 3)
+        assert run.error() <= 1e-5, codec
+        assert max(run.errors()) <= 1e-4, codec
+
+
 @distributed(world_sizes=(1, 3))
 def test_the_same_where_one_half_is_encoded() -> None:
     for gather in ("gradients", "parameters"):

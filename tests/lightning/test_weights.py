@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -11,14 +14,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from lightning_dear.callbacks import CompressionSchedule
+from lightning_dear.compression import Signum
 from tests.distributed.harness import distributed
-from tests.lightning.fitting import assert_ranks_agree, dear, new_trainer
+from tests.distributed.rank import on_hosts
+from tests.lightning.fitting import assert_ranks_agree, assert_same, dear, new_trainer
 from tests.training.models import distance
 
 NUM_BATCHES = 51
@@ -106,12 +114,11 @@ class Case:
 
 
 class Module(LightningModule):
-    """Trains `build()`; `has_loss` says whether a batch has a loss."""
+    """Trains `build()`."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.net, self.case = build(), case
-        self.seen: list[list[Tensor]] = []
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -131,7 +138,7 @@ def fit(module: Module, case: Case, **options: Any) -> list[Tensor]:
     given = {"weights": "samples", **case.strategy}
     trainer = new_trainer(
         dear(**given),
-        accumulate_grad_batches=case.accumulates,
+        accumulate_grad_batches=case.accumulates if module.automatic_optimization else 1,
         gradient_clip_val=case.clips,
         **options,
     )
@@ -145,12 +152,27 @@ def windows(case: Case) -> Iterator[list[int]]:
         yield window
 
 
-def expected_of(case: Case, world_size: int) -> list[Tensor]:
-    """What one process makes of the batches of all ranks, by the law."""
+def expected_of(
+    case: Case,
+    world_size: int,
+    batch_of: Callable[[int, int], Tensor] | None = None,
+    leaves_out: Sequence[int] = (),
+) -> list[Tensor]:
+    """What one process makes of the batches of all ranks, by the law.
+
+    Args:
+        case: The training.
+        world_size: Number of ranks.
+        batch_of: (number, rank) -> batch. None means `samples`.
+        leaves_out: Numbers of steps that a GradScaler leaves out.
+    """
+    batch_of = batch_of or partial(samples, sizes=case.sizes)
     net = build()
     optimizer = optimizer_for(case.optimizer, net)
-    for window in windows(case):
-        batches = [samples(n, rank, case.sizes) for n in window for rank in range(world_size)]
+    for step, window in enumerate(windows(case)):
+        if step in leaves_out:
+            continue
+        batches = [batch_of(n, rank) for n in window for rank in range(world_size)]
         total = sum(map(len, batches))
         optimizer.zero_grad()
         for batch in batches:
@@ -185,3 +207,294 @@ def test_end_weights_are_those_of_one_process(name: str) -> None:
     found = fit(module := Module(case), case)
     assert distance(found, expected_of(case, module.trainer.world_size)) < 1e-12
     assert_ranks_agree([found])
+
+
+@pytest.mark.parametrize("name", ["accumulated", "accumulated_clipped", "clipped"])
+@distributed(world_sizes=[4])
+def test_two_hosts_of_two_ranks(name: str) -> None:
+    case = CASES[name]
+    with on_hosts(2):
+        found = fit(module := Module(case), case)
+    strategy: Any = module.trainer.strategy
+    assert strategy.pipeline_of().collectives.hops == 2
+    assert distance(found, expected_of(case, 4)) < 1e-12
+    assert_ranks_agree([found])
+
+
+# --- what has a weight of its own -----------------------------------------------------------------
+
+
+class Masked(Module):
+    """Its loss is a mean over tokens, not over samples; some batches have none on some ranks."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        tokens = batch[batch[:, 0] > 0.5]
+        strategy: Any = self.trainer.strategy
+        if not len(tokens) and batch_idx % 2 and self.trainer.world_size == 1:
+            # With several ranks Lightning refuses that.
+            return None
+        strategy.weigh(torch.tensor(len(tokens)))
+        # Without tokens it is 0 / 0.
+        return loss_of(self.net, tokens)
+
+
+class ByHand(Masked):
+    """The same in manual optimization. It does not divide losses by the number of batches."""
+
+    automatic_optimization = False
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        strategy: Any = self.trainer.strategy
+        tokens = batch[batch[:, 0] > 0.5]
+        is_last = (batch_idx + 1) % self.case.accumulates == 0
+        strategy.weigh(len(tokens))
+        loss = loss_of(self.net, tokens) / self.case.accumulates
+        if not is_last:
+            with strategy.block_backward_sync():
+                self.manual_backward(loss)
+            return
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def tokens_of(number: int, rank: int) -> Tensor:
+    batch = samples(number, rank, other_each_step)
+    return batch[batch[:, 0] > 0.5]
+
+
+@pytest.mark.parametrize("kind", [Masked, ByHand])
+@pytest.mark.parametrize("accumulates", [1, 3])
+@distributed(world_sizes=[1, 3])
+def test_tokens(kind: type[Module], accumulates: int) -> None:
+    """The number of batches, 51, is a multiple of 3."""
+    case = Case(other_each_step, "sgd", accumulates=accumulates)
+    found = fit(module := kind(case), case)
+    expected = expected_of(case, module.trainer.world_size, tokens_of)
+    assert distance(found, expected) < 1e-12
+    assert_ranks_agree([found])
+
+
+class Overflowing(Module):
+    """The last rank's loss is inf in one batch. Other batches of it weigh 0, and are 0 / 0."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = loss_of(self.net, batch)
+        is_last = self.global_rank == self.trainer.world_size - 1
+        return loss * torch.inf if is_last and batch_idx == OVERFLOWS else loss
+
+
+OVERFLOWS = 13
+"""A batch that has samples on the last rank."""
+
+
+@distributed(world_sizes=[3])
+def test_a_step_that_overflows_on_one_rank() -> None:
+    case = Case(none_on_last, "sgd")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    plugins = [TorchElasticEnvironment(), MixedPrecision("16-mixed", "cpu", scaler)]
+    found = fit(Overflowing(case), case, plugins=plugins)
+    assert scaler.get_scale() == 2.0**9
+    assert distance(found, expected_of(case, 3, leaves_out=[OVERFLOWS])) < 1e-12
+    assert_ranks_agree([found])
+
+
+# --- equal batches --------------------------------------------------------------------------------
+
+
+class Single(Module):
+    """In single precision."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return loss_of(self.net.float(), batch.float())
+
+
+@pytest.mark.parametrize("accumulates", [1, 2])
+@distributed(world_sizes=[2, 3])
+def test_equal_batches_give_the_bits_of_no_weights(accumulates: int) -> None:
+    """Whatever their size in a step, if micro-batches of a step are alike."""
+    alike = Case(lambda number, _: 1 + number // accumulates % 7, accumulates=accumulates)
+    plain = replace(alike, strategy={"weights": None})
+    found, expected = (fit(Single(case), case) for case in (alike, plain))
+    assert_same(found, expected, "weights")
+
+
+def sent(case: Case) -> Counter[str]:
+    fit(module := Module(case), case, limit_train_batches=NUM_SENT)
+    strategy: Any = module.trainer.strategy
+    return Counter(strategy.pipeline_of().collectives.ledger)
+
+
+NUM_SENT = 9
+
+
+@distributed(world_sizes=[1, 3])
+def test_eight_bytes_more_go_to_each_other_rank(world_size: int) -> None:
+    weighed, plain = sent(Case(equal)), sent(Case(equal, strategy={"weights": None}))
+    weighed.subtract(plain)
+    assert +weighed == Counter(
+        {"all_gather": NUM_SENT * 8 * (world_size - 1)} if world_size > 1 else {}
+    )
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+class Bad(Module):
+    """Rank 1 weighs a batch in a way that is not valid."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__(Case(steady))
+        self.weight = weight
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        strategy: Any = self.trainer.strategy
+        strategy.weigh(self.weight if self.global_rank == 1 and batch_idx == 3 else 1)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), 2.0**54])
+@distributed(world_sizes=[2])
+def test_all_ranks_refuse_a_bad_weight(weight: float) -> None:
+    with pytest.raises(ValueError, match=f"Rank 1 .* {re.escape(f'{weight:g}')}. .*strategy.weigh"):
+        fit(module := Bad(weight), module.case)
+
+
+class Uneven(ByHand):
+    """Rank 1 runs a micro-batch more than rank 0."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        for _ in range(1 + (self.global_rank == 1 and batch_idx == 3)):
+            strategy.weigh(len(batch))
+            with strategy.block_backward_sync():
+                self.manual_backward(loss_of(self.net, batch))
+        self.optimizers().step()  # type: ignore[union-attr]
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+
+
+@distributed(world_sizes=[2])
+def test_all_ranks_refuse_other_numbers_of_batches() -> None:
+    with pytest.raises(ValueError, match=r"different numbers of batches .*: \[1, 2\], by rank"):
+        fit(module := Uneven(Case(steady)), module.case)
+
+
+class Plain(ByHand):
+    """Two plain backwards of batches of other sizes."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        for part in (batch, batch[:1]):
+            strategy.weigh(len(part))
+            loss_of(self.net, part).backward()
+
+
+@distributed(world_sizes=[2])
+def test_a_plain_backward_of_another_weight_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="plain loss.backward.* weight 1, .* weight 3"):
+        fit(module := Plain(Case(lambda *_: 3)), module.case)
+
+
+class Unweighed(ByHand):
+    """Does not say what a batch weighs."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.manual_backward(loss_of(self.net, batch))
+
+
+class Late(ByHand):
+    """Weighs another batch after the gradients of a first one have been sent."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        for part in (batch, batch[:1]):
+            strategy.weigh(len(part))
+            with strategy.last_backward():
+                self.manual_backward(loss_of(self.net, part))
+
+
+class Several(ByHand):
+    """Has two optimizers, and accumulates."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        strategy.weigh(len(batch))
+        with strategy.block_backward_sync():
+            self.manual_backward(loss_of(self.net, batch))
+
+    @override
+    def configure_optimizers(self) -> Any:
+        layers = [one for one in self.net if isinstance(one, nn.Linear)]
+        return [torch.optim.SGD(one.parameters(), lr=0.1) for one in layers]
+
+
+class Sizeless(Module):
+    """Has batches without a tensor."""
+
+    @override
+    def train_dataloader(self) -> Any:
+        return DataLoader([{"text": "a"}, {"text": "b"}], batch_size=None)
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return loss_of(self.net, samples(batch_idx, 0, equal))
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        (Unweighed, RuntimeError, "no weight. Call strategy.weigh"),
+        (Late, RuntimeError, "weighed after the step's gradients had been sent"),
+        (Several, RuntimeError, "With several optimizers"),
+        (Sizeless, ValueError, "no number of samples in this batch"),
+    ],
+)
+@distributed(world_sizes=[1, 2])
+def test_what_is_refused(kind: type[Module], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        fit(module := kind(Case(steady)), module.case)
+
+
+@distributed(world_sizes=[1])
+def test_weigh_needs_weights() -> None:
+    case = Case(steady, strategy={"weights": None})
+    with pytest.raises(RuntimeError, match="needs weights='samples'"):
+        fit(Masked(case), case)
+
+
+def test_votes_are_refused() -> None:
+    with pytest.raises(ValueError, match="'signsgd': each rank has one vote"):
+        dear(weights="samples", compressor="signsgd")
+    schedule = CompressionSchedule(compressors={"*": Signum()})
+    with pytest.raises(ValueError, match="'signum': each rank has one vote"):
+        dear(weights="samples", compressor="int8", compression_schedule=schedule)
+
+
+class Ambiguous(Module):
+    """Has a second tensor of another length."""
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch["x"], batch_idx)
+
+    @override
+    def train_dataloader(self) -> Any:
+        batch = {"x": samples(0, 0, steady), "y": torch.zeros(3), "z": "text"}
+        return DataLoader([batch], batch_size=None)
+
+
+@distributed(world_sizes=[1])
+def test_a_batch_that_is_ambiguous_warns() -> None:
+    with pytest.warns(UserWarning, match="other lengths than the first one, whose length 8"):
+        fit(module := Ambiguous(Case(steady)), module.case)

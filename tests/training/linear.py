@@ -49,14 +49,22 @@ class Run:
         options: How to exchange.
         fusion: Which tensors to put together.
         momentum: Of the optimizer; not 0 where somebody looks at its state.
+        weighs: (step, rank) -> weight of the batch. None means that all ranks count alike.
     """
 
     def __init__(
-        self, options: ExchangeOptions, fusion: FusionPlanner = SMALL_BUCKETS, momentum: float = 0.0
+        self,
+        options: ExchangeOptions,
+        fusion: FusionPlanner = SMALL_BUCKETS,
+        momentum: float = 0.0,
+        weighs: Callable[[int, int], float] | None = None,
     ) -> None:
         self.model = Known()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=momentum)
-        self.pipeline: Pipeline = new_pipeline(self.model, self.optimizer, fusion, options=options)
+        self.weighs = weighs
+        self.pipeline: Pipeline = new_pipeline(
+            self.model, self.optimizer, fusion, options=options, weighs=weighs is not None
+        )
         self.part = self.pipeline.parts[0]
         self.together = self.pipeline.options.ranks_together(self.pipeline.collectives)
         self.num_steps = 0
@@ -68,6 +76,9 @@ class Run:
         step = self.num_steps if step < 0 else step
         with self.pipeline.forward():
             loss = self.model(gradients_of(step, dist.get_rank(), leaves_out))
+        if self.weighs is not None:
+            self.pipeline.training.weights.weigh(self.weighs(step, dist.get_rank()))
+        loss = loss * self.pipeline.training.weights.loss_factor()
         with self.pipeline.backward():
             (loss * scale).backward()
 
@@ -87,10 +98,12 @@ class Run:
 
     def count(self, step: int, leaves_out: bool = False) -> None:
         """Adds a batch's mean gradient to what should arrive."""
-        for rank in range(dist.get_world_size()):
+        size = dist.get_world_size()
+        counts = [self.weighs(step, rank) if self.weighs else 1.0 for rank in range(size)]
+        for rank, own in enumerate(counts):
             for number, one in enumerate(gradients_of(step, rank, leaves_out)):
-                if one is not None:
-                    mean = one.double() / dist.get_world_size()
+                if one is not None and own:
+                    mean = one.double() * own / sum(counts)
                     self.expected[number] += mean
                     self.magnitudes[number] += float(mean.norm())
 

@@ -40,13 +40,15 @@ def new_pipeline(
     more: Sequence[torch.optim.Optimizer] = (),
     audit: bool = False,
     options: ExchangeOptions | None = None,
+    weighs: bool = False,
 ) -> Pipeline:
     """A pipeline over the default process group's ranks, its collectives delayed if asked."""
     collectives = new_collectives(torch.device("cpu"))
     if delays is not None:
         assert isinstance(collectives, PairwiseCollectives)
         collectives = DelayedCollectives(collectives, delays)
-    return Pipeline(model, [optimizer, *more], collectives, fusion, audit=audit, options=options)
+    how = {"audit": audit, "options": options, "weighs": weighs}
+    return Pipeline(model, [optimizer, *more], collectives, fusion, **how)  # type: ignore[arg-type]
 
 
 def new_native(*_: Any, **__: Any) -> NativeCollectives:
