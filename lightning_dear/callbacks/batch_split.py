@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -36,17 +37,14 @@ Marks = list[tuple[Any, Any]]
 def cut(num_samples: int, shares: Sequence[int]) -> list[int]:
     """Returns how many of `num_samples` each rank gets: whole numbers with this sum.
 
-    Largest remainders are rounded up, those of lower ranks first. With at least as many samples as
-    ranks every rank gets one or more. With fewer the first ranks get one each, whatever the shares
-    are, so that the number of a rank's batches does not depend on the shares.
+    With at least as many samples as ranks every rank gets one or more. With fewer the first ranks
+    get one each, whatever the shares are, so that the number of a rank's batches does not depend on
+    the shares.
     """
-    ranks, whole = range(len(shares)), sum(shares)
     if num_samples < len(shares):
-        return [int(rank < num_samples) for rank in ranks]
-    sizes = [num_samples * share // whole for share in shares]
-    by_remainder = sorted(ranks, key=lambda rank: -(num_samples * shares[rank] % whole))
-    for rank in by_remainder[: num_samples - sum(sizes)]:
-        sizes[rank] += 1
+        return [int(rank < num_samples) for rank in range(len(shares))]
+    ends = [num_samples * share // sum(shares) for share in accumulate(shares)]
+    sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     while 0 in sizes:
         sizes[sizes.index(max(sizes))] -= 1
         sizes[sizes.index(0)] += 1
@@ -63,17 +61,16 @@ def quickest(costs: Sequence[tuple[float, float]], sizes: list[int]) -> tuple[li
         sizes: Number of samples of each rank to begin with. Not mutated.
 
     Returns:
-        The sizes, and how many times faster the slowest rank is with them.
+        The sizes, and the time of the slowest rank in seconds.
     """
-    sizes, before_s = list(sizes), 0.0
+    sizes = list(sizes)
     while True:
-        times = [a + b * size for (a, b), size in zip(costs, sizes, strict=True)]
-        before_s = before_s or max(times)
-        with_one_more = [time + b for time, (_, b) in zip(times, costs, strict=True)]
-        slow, fast = times.index(max(times)), with_one_more.index(min(with_one_more))
+        now = [a + b * size for (a, b), size in zip(costs, sizes, strict=True)]
+        with_one_more = [seconds + b for seconds, (_, b) in zip(now, costs, strict=True)]
+        slow, fast = now.index(max(now)), with_one_more.index(min(with_one_more))
         # A rank that is slow whatever its size keeps its samples.
-        if with_one_more[fast] >= times[slow] or costs[slow][1] == 0 or sizes[slow] == 1:
-            return sizes, before_s / times[slow]
+        if with_one_more[fast] >= now[slow] or costs[slow][1] == 0 or sizes[slow] == 1:
+            return sizes, now[slow]
         sizes[slow] -= 1
         sizes[fast] += 1
 
@@ -266,7 +263,10 @@ class BatchSplit(Callback):
         said = from_all_ranks((_cost(self._timed[_NUM_WARM_UP:], clock), batches.position))
         costs = [cost for cost, _ in said if cost is not None]
         equal = [batches.total // len(said)] * len(said)
-        sizes, gain = quickest(costs, equal) if len(costs) == len(said) else (equal, 1.0)
+        sizes, gain = equal, 1.0
+        if len(costs) == len(said):
+            sizes, seconds = quickest(costs, equal)
+            gain = max(a + b * equal[0] for a, b in costs) / seconds
         words = (
             f"{' and '.join(map(str, sizes))} samples; a step's computing {gain:.1f} times faster"
         )

@@ -25,14 +25,14 @@ from tests.lightning.nets import Net
     [
         (8, [3, 1], [6, 2]),
         (16, [3, 1], [12, 4]),
-        (10, [1, 1, 1], [4, 3, 3]),
+        (10, [1, 1, 1], [3, 3, 4]),
         (10, [3, 1, 1], [6, 2, 2]),
-        (4, [1, 1, 1], [2, 1, 1]),
+        (4, [1, 1, 1], [1, 1, 2]),
         (2, [1, 1, 1], [1, 1, 0]),
         (2, [1, 1, 100], [1, 1, 0]),
         (3, [1, 1, 100], [1, 1, 1]),
         (8, [1, 1, 100], [1, 1, 6]),
-        (7, [2, 2], [4, 3]),
+        (7, [2, 2], [3, 4]),
         (0, [3, 1], [0, 0]),
         (5, [7], [5]),
     ],
@@ -56,7 +56,7 @@ def test_sizes_are_those_of_the_quickest_slowest_rank() -> None:
     torch.manual_seed(0)
     for _ in range(50):
         costs = [(a, b) for a, b in torch.rand(3, 2).tolist()]
-        sizes, gain = quickest(costs, [4, 4, 4])
+        sizes, seconds = quickest(costs, [4, 4, 4])
         slowest = [
             max(a + b * n for (a, b), n in zip(costs, (i, j, 12 - i - j), strict=True))
             for i in range(1, 11)
@@ -65,11 +65,11 @@ def test_sizes_are_those_of_the_quickest_slowest_rank() -> None:
         best = max(a + b * n for (a, b), n in zip(costs, sizes, strict=True))
         assert sum(sizes) == 12
         assert best == pytest.approx(min(slowest))
-        assert gain == pytest.approx(max(a + 4 * b for a, b in costs) / best)
+        assert seconds == best
 
 
 def test_equal_ranks_keep_their_sizes() -> None:
-    assert quickest([(0.1, 0.2)] * 3, [4, 4, 4]) == ([4, 4, 4], 1.0)
+    assert quickest([(1.0, 0.5)] * 3, [4, 4, 4]) == ([4, 4, 4], 3.0)
     assert quickest([(1.0, 0.0), (0.1, 0.1)], [4, 4]) == ([4, 4], 1.0)
 
 
@@ -89,6 +89,12 @@ def test_equal_ranks_keep_their_sizes() -> None:
 def test_shares_are_checked_at_construction(split: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=r"split must be 'auto' or a list of whole numbers > 0, as"):
         DearStrategy(split=split)
+
+
+def test_samples_count_alike() -> None:
+    assert DearStrategy(split=[3, 1])._of_engine["weighs"]
+    with pytest.raises(ValueError, match=r"weights='samples' cannot be used with compressor='sign"):
+        DearStrategy(split=[3, 1], compressor="signsgd")
 
 
 def test_one_of_two_measures_the_first_steps() -> None:
@@ -175,7 +181,7 @@ def test_the_last_batch_is_cut_or_dropped() -> None:
     order = _shuffled(16, 0)
     ranks = _trained(dear(split=[2, 1, 1]), DataLoader(_Numbers(16), 4, shuffle=True))
     assert _joined(ranks, 0) == [order[:12], order[12:]]
-    assert [len(epochs[0][-1]) for epochs in ranks] == [2, 1, 1]
+    assert [len(epochs[0][-1]) for epochs in ranks] == cut(4, [2, 1, 1])
     loader = DataLoader(_Numbers(16), 4, shuffle=True, drop_last=True)
     assert _joined(_trained(dear(split=[2, 1, 1]), loader), 0) == [order[:12]]
 
@@ -268,7 +274,7 @@ REFUSED = (
 def test_what_cannot_be_cut_is_refused_by_name_on_all_ranks(kind: str) -> None:
     own = kind if dist.get_rank() else None
     loader = DataLoader(_Numbers(16), 4) if own is None else _loader_of(kind)
-    with pytest.raises(ValueError, match=rf"cannot cut batches of {kind}, which rank 1 has"):
+    with pytest.raises(ValueError, match=rf"cannot cut batches: rank 1 has {kind}\. Train with"):
         _trained(dear(split=[3, 1]), loader, use_distributed_sampler=False)
 
 
@@ -276,11 +282,11 @@ def test_what_cannot_be_cut_is_refused_by_name_on_all_ranks(kind: str) -> None:
 @pytest.mark.parametrize(
     ("shares", "options", "words"),
     [
-        ([[3, 1, 1]] * 2, [(16, 4)] * 2, r"split=\[3, 1, 1\] is for 3 ranks, and there are 2"),
-        ([[3, 1], [1, 3]], [(16, 4)] * 2, "all ranks must have the same shares and loaders"),
-        ([[3, 1]] * 2, [(16, 4), (16, 5)], "all ranks must have the same shares and loaders"),
-        ([[3, 1]] * 2, [(16, 4), (15, 4)], "all ranks must have the same shares and loaders"),
-        ([[3, 1]] * 2, [(1, 4)] * 2, "1 samples leave some of 2 ranks without any"),
+        ([[3, 1, 1]] * 2, [(16, 4)] * 2, r"\[3, 1, 1\] has not one share for each of 2 ranks"),
+        ([[3, 1], [1, 3]], [(16, 4)] * 2, "rank 0 has {.*}, and rank 1 has {.*}. Give all"),
+        ([[3, 1]] * 2, [(16, 4), (16, 5)], "rank 0 has {.*}, and rank 1 has {.*}. Give all"),
+        ([[3, 1]] * 2, [(16, 4), (15, 4)], "rank 0 has {.*}, and rank 1 has {.*}. Give all"),
+        ([[3, 1]] * 2, [(1, 4)] * 2, "2 ranks have 1 samples. Use fewer ranks"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused_on_all(shares: Any, options: Any, words: str) -> None:
