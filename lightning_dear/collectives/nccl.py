@@ -6,6 +6,7 @@ simulated device (tests/streams/test_launch_order.py):
 
     launched                                        group    in which order, and when
     ----------------------------------------------  -------  -------------------------------------
+    weights of batches, if they have any            reduce   when the step's last backward begins
     gradients of each bucket                        reduce   reduce order; in backward, once full,
                                                              the rest of them before the step
     module buffers, as one message of bytes         gather   after all gradients, if a forward has

@@ -44,13 +44,13 @@ class BatchWeights:
         is_on: Whether batches have weights; to be assigned to before the first step.
         may_accumulate: Whether a step may have several micro-batches. False with several
             optimizers: their steps begin at different micro-batches. To be assigned to.
-        is_new: Whether the batch that was weighed last is not counted yet: it had no backward.
     """
 
     def __init__(self, collectives: Collectives, instruments: Instruments) -> None:
         self._collectives, self._instruments = collectives, instruments
         self.is_on, self.may_accumulate = False, True
-        self.is_new = self._has_no_loss = False
+        # Whether the present batch is not counted yet, and whether it has no backward.
+        self._is_new = self._has_no_loss = False
         self._present: float | None = None
         self.reset()
 
@@ -73,9 +73,9 @@ class BatchWeights:
             weight: From 0 to 2^53. With another number all ranks raise in the step.
             has_loss: False means that no backward of this batch follows. It counts all the same.
         """
-        if self.is_new and self._has_no_loss:
+        if self._is_new and self._has_no_loss:
             self._count()
-        self._present, self.is_new, self._has_no_loss = weight, True, not has_loss
+        self._present, self._is_new, self._has_no_loss = weight, True, not has_loss
 
     def loss_factor(self) -> float:
         """Returns the factor of the present batch's loss, and counts the batch. Local.
@@ -98,7 +98,7 @@ class BatchWeights:
                 " ranks. weights='samples' finds n itself only in a Trainer's automatic"
                 " optimization."
             )
-        if self._counted and not self.is_new:
+        if self._counted and not self._is_new:
             return
         if self._counted and not self.may_accumulate:
             raise RuntimeError(
@@ -114,7 +114,7 @@ class BatchWeights:
                 " of all of the step's batches must be known before its first gradient is sent."
             )
         self._counted.append(self._present)
-        self.is_new = False
+        self._is_new = False
 
     def refuse_plain(self) -> None:
         """Called for a gradient that came from no backward of the strategy's.
@@ -220,6 +220,11 @@ class BatchWeights:
     def counts(self) -> bool:
         """Whether the present batch counts: its weight is not 0, or batches have no weights."""
         return not self.is_on or self._present != 0
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether the present batch has a weight, and its backward is still to come."""
+        return self._is_new and not self._has_no_loss
 
     @property
     def own(self) -> float:

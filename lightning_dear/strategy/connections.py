@@ -143,7 +143,7 @@ def weigh_batch(weights: BatchWeights, batch: Any, output: STEP_OUTPUT) -> None:
         return
     if output is None:
         weights.weigh(0.0, has_loss=False)
-    elif not weights.is_new:
+    elif not weights.is_expecting:
         found = private_names.BATCH_SIZES.of(data)(batch)
         sizes = iter([one for one in found if one is not None])
         if (size := next(sizes, None)) is None:

@@ -88,6 +88,11 @@ def loss_of(net: nn.Module, batch: Tensor) -> Tensor:
     return F.mse_loss(net(batch), batch.sin().sum(1, keepdim=True))
 
 
+def spoilt(net: nn.Module) -> Tensor:
+    """A loss whose gradients are nan."""
+    return loss_of(net, samples(0, 0, steady)) * torch.nan
+
+
 def optimizer_for(name: str, net: nn.Module) -> torch.optim.Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -122,6 +127,11 @@ class Module(LightningModule):
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if not len(batch):
+            # A batch whose gradients would spoil the others, and that counts as none.
+            strategy: Any = self.trainer.strategy
+            strategy.weigh(0)
+            return spoilt(self.net)
         return loss_of(self.net, batch)
 
     @override
@@ -235,8 +245,7 @@ class Masked(Module):
             # With several ranks Lightning refuses that.
             return None
         strategy.weigh(torch.tensor(len(tokens)))
-        # Without tokens it is 0 / 0.
-        return loss_of(self.net, tokens)
+        return loss_of(self.net, tokens) if len(tokens) else spoilt(self.net)
 
 
 class ByHand(Masked):
@@ -251,7 +260,8 @@ class ByHand(Masked):
         tokens = batch[batch[:, 0] > 0.5]
         is_last = (batch_idx + 1) % self.case.accumulates == 0
         strategy.weigh(len(tokens))
-        loss = loss_of(self.net, tokens) / self.case.accumulates
+        loss = loss_of(self.net, tokens) if len(tokens) else spoilt(self.net)
+        loss = loss / self.case.accumulates
         if not is_last:
             with strategy.block_backward_sync():
                 self.manual_backward(loss)
@@ -278,12 +288,35 @@ def test_tokens(kind: type[Module], accumulates: int) -> None:
     assert_ranks_agree([found])
 
 
+class Skipping(Module):
+    """Has no loss for some batches, which Lightning allows on one rank."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        return None if is_skipped(batch_idx) else super().training_step(batch, batch_idx)
+
+
+def is_skipped(number: int) -> bool:
+    return number % 5 in (1, 2)
+
+
+@pytest.mark.parametrize("accumulates", [1, 3])
+@distributed(world_sizes=[1])
+def test_a_batch_without_a_loss_weighs_0(accumulates: int) -> None:
+    case = Case(other_each_step, "sgd", accumulates=accumulates)
+
+    def batch_of(number: int, rank: int) -> Tensor:
+        return samples(number, rank, lambda *_: 0 if is_skipped(number) else case.sizes(number, 0))
+
+    assert distance(fit(Skipping(case), case), expected_of(case, 1, batch_of)) < 1e-12
+
+
 class Overflowing(Module):
-    """The last rank's loss is inf in one batch. Other batches of it weigh 0, and are 0 / 0."""
+    """The last rank's loss is inf in one batch. Other batches of it weigh 0, and are nan."""
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = loss_of(self.net, batch)
+        loss = super().training_step(batch, batch_idx)
         is_last = self.global_rank == self.trainer.world_size - 1
         return loss * torch.inf if is_last and batch_idx == OVERFLOWS else loss
 

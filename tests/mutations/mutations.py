@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutations.all_reduced import ALL_REDUCED
+from tests.mutations.batch_weights import BATCH_WEIGHTS
 from tests.mutations.between_steps import BETWEEN_STEPS
 from tests.mutations.buffers import BUFFERS
 from tests.mutations.codec_plans import CODEC_PLANS
@@ -136,6 +137,7 @@ MUTATIONS = [
     *DEVICES,
     *GATHERING,
     *ALL_REDUCED,
+    *BATCH_WEIGHTS,
     *BETWEEN_STEPS,
     *CODECS,
     *CODED,

@@ -104,6 +104,8 @@ def expected_of(
     order = [*launches_of_step(part.plans.active, sends_buffers=sends_buffers)]
     gathers = [one for one in order if one.group == "gather" and one.bucket is not None]
     sums = order[: len(order) - len(gathers)]
+    if training.weighs:
+        sums = [Launch("reduce", "all_reduce"), *sums]
     scale = [Launch("reduce", "max")] * training.is_scaled
     norm = [Launch("gather", "all_gather")] * (training.max_norm is not None)
     apart = [Launch("reduce", "max"), Launch("reduce", "all_reduce")]

@@ -34,6 +34,9 @@ VARIANTS = {
     "two_optimizers": Training(optimizer="two"),
     "apart": Training(optimizer="apart"),
     "hooked": Training(is_hooked=True),
+    "weighed": Training(num_batches=2, weighs="other"),
+    "weighed_none": Training(weighs="none"),
+    "weighed_twice": Training(optimizer="two", weighs="other"),
     "replan": Training(between="replan"),
     "checkpoint": Training(between="checkpoint"),
     "validation": Training(between="validation"),
@@ -50,6 +53,7 @@ FLAGS = "engine/bucket_round.py:_hear"
 WAITS = {
     # What other ranks say of a parameter that has no gradient here, and of votes.
     "unused_on_one_rank": (FLAGS,),
+    "weighed_none": (FLAGS,),
     "signsgd": (FLAGS,),
     "signum": (FLAGS,),
     # Torch's own, in `GradScaler.step`.

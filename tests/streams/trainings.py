@@ -67,6 +67,7 @@ class Training:
         between: What is done in the middle: "replan", "checkpoint", "validation" or nothing.
         has_timeline: Whether one is recorded, in the steady steps too.
         is_hooked: Whether a hook before each step halves the gradients.
+        weighs: Whether batches have weights: "other" ones on each rank, or also "none", which is 0.
     """
 
     model: str = "mlp"
@@ -80,6 +81,7 @@ class Training:
     between: str = ""
     has_timeline: bool = False
     is_hooked: bool = False
+    weighs: str = ""
 
     def build(self) -> tuple[nn.Module, list[Optimizer]]:
         """The model, the same on every rank, and its optimizers."""
@@ -100,6 +102,22 @@ class Training:
     def data(self, step: int, part: int, rank: int) -> tuple[Tensor, Tensor]:
         """One of a step's batches."""
         return batch(self.model, step * self.num_batches + part, rank, self.dtype)
+
+    def weight(self, step: int, part: int, rank: int) -> int:
+        """Weight of a batch."""
+        if self.weighs == "none" and rank == 1 and (step + part) % 2:
+            return 0
+        return 1 + (step + 2 * part + 3 * rank) % 4
+
+    def factors(self, step: int, rank: int, size: int) -> tuple[list[float], float]:
+        """Factors of the losses of a rank's batches, and of the sum of their gradients."""
+        if not self.weighs:
+            return [1.0] * self.num_batches, 1.0 / size
+        parts = range(self.num_batches)
+        own = [self.weight(step, part, rank) for part in parts]
+        total = sum(self.weight(step, part, one) for part in parts for one in range(size))
+        first = own[0] or 1
+        return [one / first for one in own], self.num_batches * first / total if any(own) else 0.0
 
     def uses_extra(self, step: int, rank: int, size: int) -> bool:
         """Whether a rank uses the last layer."""
@@ -152,6 +170,7 @@ class OnDevice:
             SMALL_BUCKETS,
             options=training.options,
             clock=StreamClock(DEVICE, Cuda()),
+            weighs=bool(training.weighs),
         )
         self._scaler = training.scaler()
         self._own = training.own(self.model)
@@ -170,6 +189,10 @@ class OnDevice:
         for part in range(training.num_batches):
             with pipeline.forward():
                 loss = self.loss(step, part)
+            weights = pipeline.training.weights
+            if training.weighs:
+                weights.weigh(training.weight(step, part, self.rank.number))
+            loss = loss * factor if (factor := weights.loss_factor()) != 1.0 else loss
             with pipeline.backward(synchronize=part == training.num_batches - 1):
                 self._scaler.scale(loss).backward()
         for optimizer in self._own:
@@ -310,11 +333,14 @@ def _means(
         if isinstance(model, Skipping):
             model.uses_extra = training.uses_extra(step, rank, size)
         model.zero_grad()
-        for part in range(training.num_batches):
-            (loss_of(model, *training.data(step, part, rank)) * scale).backward()
+        factors, share = training.factors(step, rank, size)
+        for part, factor in enumerate(factors):
+            if factor:
+                loss = loss_of(model, *training.data(step, part, rank))
+                (loss * factor * scale).backward()
         for number, parameter in enumerate(model.parameters()):
             if parameter.grad is not None:
-                own, of_host = parameter.grad * (1.0 / size), sums[rank // ranks_a_host]
+                own, of_host = parameter.grad * share, sums[rank // ranks_a_host]
                 of_host[number] = _added(of_host[number], own)
     model.zero_grad()
     total, *others = sums
