@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils import data
 from torch.utils.data import DataLoader
 
 from lightning_dear import DearStrategy
-from lightning_dear.callbacks.batch_split import cut, quickest
+from lightning_dear.callbacks.batch_split import BatchSplit, cut, quickest
+from lightning_dear.callbacks.guards import CompletionGuard
+from lightning_dear.planning import ThresholdFusion
 from tests.distributed.harness import distributed
-from tests.lightning.fitting import dear, new_trainer
+from tests.lightning.fitting import ddp, dear, new_trainer
 from tests.lightning.nets import Net
 
 
@@ -119,11 +124,12 @@ class _Keeping(Callback):
 
     def __init__(self) -> None:
         self.epochs: list[list[list[int]]] = []
-
-    def on_train_epoch_start(self, *_: Any) -> None:
-        self.epochs.append([])
+        self._epoch = -1
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: list[Tensor], _: int) -> None:
+        if trainer.current_epoch != self._epoch:
+            self._epoch = trainer.current_epoch
+            self.epochs.append([])
         self.epochs[-1].append(batch[1].tolist())
 
 
@@ -132,12 +138,14 @@ class _NumberNet(Net):
         return self.loss([batch[0], batch[1] % 3])
 
 
-def _trained(strategy: Any, loader: Any, **options: Any) -> list[list[list[list[int]]]]:
+def _trained(
+    strategy: Any, loader: Any, *callbacks: Callback, resumed: str | None = None, **options: Any
+) -> list[list[list[list[int]]]]:
     """Every rank's batches of every epoch. Collective."""
     kept = _Keeping()
     torch.manual_seed(dist.get_rank())
-    trainer = new_trainer(strategy, kept, **{"max_epochs": 2, **options})
-    trainer.fit(_NumberNet(), loader)
+    trainer = new_trainer(strategy, kept, *callbacks, **{"max_epochs": 2, **options})
+    trainer.fit(_NumberNet(), loader, ckpt_path=resumed)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, kept.epochs)
     return everyone
@@ -203,6 +211,28 @@ def test_a_sampler_that_lightning_wraps_draws_alike_on_all_ranks() -> None:
     batches = [sorted(sum(_joined(ranks, epoch), [])) for epoch in (0, 1)]
     assert batches == [[*range(0, 32, 2)]] * 2
     assert _joined(ranks, 0) != _joined(ranks, 1)
+
+
+@distributed(world_sizes=[2, 3], keeps_ranks=False)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_global_batches_are_lightnings_own_also_if_resumed(
+    num_workers: int, world_size: int
+) -> None:
+    with TemporaryDirectory() as folder:
+        shared = [folder]
+        dist.broadcast_object_list(shared)
+        seen = {}
+        for name, strategy in (("ddp", ddp), ("dear", partial(dear, split=[3, 1, 1][:world_size]))):
+            saving = ModelCheckpoint(f"{shared[0]}/{name}", every_n_train_steps=6)
+            numbers = _Numbers(16 * world_size)
+            loader = DataLoader(numbers, 4, shuffle=True, num_workers=num_workers)
+            whole = _trained(strategy(), loader, saving, enable_checkpointing=True)
+            rest = _trained(strategy(), loader, resumed=saving.best_model_path, max_epochs=3)
+            both = [_joined(ranks, epoch) for ranks in (whole, rest) for epoch in (0, 1)]
+            seen[name] = [[sorted(batch) for batch in epoch] for epoch in both]
+        dist.barrier()
+    assert [len(epoch) for epoch in seen["dear"]] == [4, 4, 2, 4]
+    assert seen["dear"] == seen["ddp"]
 
 
 class _Loader(DataLoader[Any]):
@@ -295,3 +325,32 @@ def test_ranks_that_do_not_fit_are_refused_on_all(shares: Any, options: Any, wor
     loader = DataLoader(_Numbers(num_samples), batch_size)
     with pytest.raises(ValueError, match=words):
         _trained(dear(split=shares[rank]), loader, use_distributed_sampler=False)
+
+
+@distributed(world_sizes=[2])
+def test_workers_of_the_loader_that_was_passed_are_not_used() -> None:
+    sampler = data.DistributedSampler(_Numbers(16), shuffle=False)
+    workers: Any = {"num_workers": 1, "persistent_workers": True}
+    loader = DataLoader(_Numbers(16), 4, sampler=sampler, **workers)
+    assert next(iter(loader))[1].tolist() == [dist.get_rank() + 2 * n for n in range(4)]
+    ranks = _trained(dear(split=[3, 1]), loader)
+    assert _joined(ranks, 0) == [[*range(8)], [*range(8, 16)]]
+
+
+@distributed(world_sizes=[2])
+def test_loaders_that_do_not_train_are_left_alone() -> None:
+    batches = []
+
+    class _Validating(_NumberNet):
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            batches.append(batch[1].tolist())
+
+    trainer = new_trainer(dear(split=[3, 1]))
+    trainer.fit(_Validating(), DataLoader(_Numbers(16), 4), DataLoader(_Stream(), 4))
+    assert batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_no_weights_are_waited_for_because_of_it() -> None:
+    split = BatchSplit("auto", ThresholdFusion())
+    guard = CompletionGuard(lambda _: None)
+    assert guard.reader_of("on_train_batch_start", [split], LightningModule()) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_dear.callbacks import batch_split
+from lightning_dear.callbacks.batch_split import cut
+from lightning_dear.planning import ThresholdFusion
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import dear, new_trainer
 from tests.lightning.nets import copies
@@ -175,9 +178,22 @@ def test_sizes_are_saved_and_count_in_a_resumed_fit() -> None:
         dist.barrier()
 
 
+@distributed(world_sizes=[2], keeps_ranks=False)
+def test_sizes_of_other_batches_are_measured_again() -> None:
+    split = batch_split.BatchSplit("auto", ThresholdFusion())
+    rank, own = dist.get_rank(), DataLoader(samples(64), 8)
+    module = SimpleNamespace(trainer=SimpleNamespace(training=True))
+    strategy = SimpleNamespace(lightning_module=module, global_rank=rank, world_size=2)
+    for sizes, is_used in (([12, 4], True), ([12, 5], False), ([8, 4, 4], False)):
+        split.load_state_dict({"sizes": sizes})
+        loader = split.loader(own, strategy)
+        first = len(next(iter(loader.batch_sampler)))
+        assert first == (sizes[rank] if is_used else cut(16, [2, 1])[rank])
+
+
 @distributed(world_sizes=[2])
-def test_what_is_too_short_or_too_small_to_measure() -> None:
-    module, watching, _ = fitted("auto", 20)
+def test_what_is_too_short_or_has_several_loaders() -> None:
+    _, watching, _ = fitted("auto", 20)
     assert len(watching.said) == 1
     assert watching.said[0].startswith("split='auto' needs more than 20 batches to measure.")
     own, trainer = DataLoader(samples(64), 8), new_trainer(dear(split="auto"))
@@ -189,4 +205,15 @@ def test_what_is_too_short_or_too_small_to_measure() -> None:
 def test_measuring_while_accumulating(world_size: int) -> None:
     module, watching, _ = fitted("auto", 30, 0.002, accumulate_grad_batches=2)
     assert len(watching.said) == 1
-    assert len(module.sizes) == 30
+    sizes = [4 if dist.get_rank() else 12] if world_size == 2 else [8]
+    assert module.sizes[21:] == sizes * 9
+
+
+@distributed(world_sizes=[2])
+def test_batches_of_one_sample_stay_equal() -> None:
+    watching, module = Watching(), Regression()
+    with patch.object(batch_split, "rank_zero_info", watching.said.append):
+        new_trainer(dear(split="auto")).fit(module, DataLoader(samples(48), 1))
+    assert module.sizes == [1] * 24
+    assert len(watching.said) == 1
+    assert watching.said[0].startswith("split: equal sizes")
