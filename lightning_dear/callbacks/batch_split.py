@@ -197,7 +197,7 @@ class BatchSplit(Callback):
             order = _order_of(loader)
             facts |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
             facts |= {"samples": len(order), "shuffle": order.shuffle, "seed": order.seed}
-            # With workers, more iterations are begun.
+            # A loader begins more iterations over its sampler if it has workers.
             facts["has_workers"] = loader.num_workers > 0
         self._check(from_all_ranks(facts))
         num_ranks, total = strategy.world_size, loader.batch_size * strategy.world_size
@@ -267,9 +267,8 @@ class BatchSplit(Callback):
         if len(costs) == len(said):
             sizes, seconds = quickest(costs, equal)
             gain = max(a + b * equal[0] for a, b in costs) / seconds
-        words = (
-            f"{' and '.join(map(str, sizes))} samples; a step's computing {gain:.1f} times faster"
-        )
+        each = " and ".join(map(str, sizes))
+        words = f"{each} samples; a step's computing {gain:.1f} times faster"
         # A small gain is noise, and equal sizes have the bits of DDP.
         if gain < _LEAST_GAIN:
             sizes, words = equal, "equal sizes; others would not make a step's computing faster"

@@ -61,8 +61,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             from `lightning_dear.compression`, see docs/compressors.md. "none" or None means that
             nothing is compressed.
         compression_schedule: Changes the compressor by step or by parameter. None means no change.
-        split: Ranks' shares of each global batch, such as [3, 1], or "auto", which measures them.
-            Without padding. None means Lightning's equal batches. See `callbacks.batch_split`.
+        split: Shares of the ranks in each global batch, such as [3, 1]. "auto" finds them from what
+            ranks need for a sample. Needs no padding, and implies `weights`. None means no split.
         fusion: Planner of buckets: "threshold", "none" (a bucket per tensor), "single" (one
             bucket); "mgwfbp", "bayesian", "mergecomp", "mergecomp_heuristic" or "auto", which plan
             from measurements; or an instance from `lightning_dear.planning`. With a compressor,
