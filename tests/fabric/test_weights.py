@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,7 +28,7 @@ from tests.lightning.test_weights import (
 from tests.training.models import distance
 
 
-def _train(case: Case, **options: Any) -> list[Tensor]:
+def _train(case: Case, *, clears: bool = True, **options: Any) -> list[Tensor]:
     fabric = new_fabric(dear(weights="samples", **options))
     raw = build()
     model, optimizer = fabric.setup(raw, optimizer_for(case.optimizer, raw))
@@ -41,7 +42,8 @@ def _train(case: Case, **options: Any) -> list[Tensor]:
             fabric.backward(loss / case.accumulates)
         if is_last:
             optimizer.step()
-            optimizer.zero_grad()
+            if clears:
+                optimizer.zero_grad()
     strategy.complete_parameters()
     return [one.detach().clone() for one in raw.parameters()]
 
@@ -56,6 +58,16 @@ def test_end_weights_are_those_of_one_process(
     found = _train(case, gather=gather)
     assert distance(found, expected_of(case, world_size)) < 1e-12
     assert_ranks_agree([found])
+
+
+@distributed(world_sizes=[3])
+def test_a_step_ends_its_weights() -> None:
+    """Also without `zero_grad`, which rank 0 warns of: here no gradient is left over."""
+    case = Case(none_on_last, "sgd")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = _train(case, clears=False)
+    assert distance(found, expected_of(case, 3)) < 1e-12
 
 
 def _train_two(weights: str | None) -> list[Tensor]:

@@ -49,7 +49,7 @@ BATCH_WEIGHTS = [
         "OptimizerPipeline._on_inner_step",
         "        self._training.weights.reset()\n",
         "",
-        (f"{FABRIC}::test_two_models_have_a_weighed_batch_each",),
+        (f"{FABRIC}::test_a_step_ends_its_weights",),
     ),
     Mutation(
         "weights are forgotten with the gradients",
