@@ -18,8 +18,8 @@ SPLITS = [
     Mutation(
         "a number of batches that does not depend on the shares",
         "callbacks:cut",
-        "    if num_samples < len(shares):\n",
-        "    if False:\n",
+        "[int(rank < num_samples) for rank in range(len(shares))]",
+        "[num_samples, *[0] * (len(shares) - 1)]",
         (f"{CUTTING}::test_global_batches_are_cut_by_shares",),
     ),
     Mutation(
