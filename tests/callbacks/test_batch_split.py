@@ -142,10 +142,10 @@ def _trained(
     strategy: Any, loader: Any, *callbacks: Callback, resumed: str | None = None, **options: Any
 ) -> list[list[list[list[int]]]]:
     """Every rank's batches of every epoch. Collective."""
-    kept = _Keeping()
+    kept, net = _Keeping(), _NumberNet()
     torch.manual_seed(dist.get_rank())
     trainer = new_trainer(strategy, kept, *callbacks, **{"max_epochs": 2, **options})
-    trainer.fit(_NumberNet(), loader, ckpt_path=resumed)
+    trainer.fit(net, loader, ckpt_path=resumed)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, kept.epochs)
     return everyone
