@@ -17,7 +17,7 @@ from torch.utils import data
 from torch.utils.data import DataLoader
 
 from lightning_dear import DearStrategy
-from lightning_dear.callbacks.batch_split import BatchSplit, cut, quickest
+from lightning_dear.callbacks.batch_split import BatchSplit, SplitBatches, cut, quickest
 from lightning_dear.callbacks.guards import CompletionGuard
 from lightning_dear.planning import ThresholdFusion
 from tests.distributed.harness import distributed
@@ -192,6 +192,10 @@ def test_the_last_batch_is_cut_or_dropped() -> None:
     assert [len(epochs[0][-1]) for epochs in ranks] == cut(4, [2, 1, 1])
     loader = DataLoader(_Numbers(16), 4, shuffle=True, drop_last=True)
     assert _joined(_trained(dear(split=[2, 1, 1]), loader), 0) == [order[:12]]
+    sampler = data.DistributedSampler(_Numbers(16), 1, 0)
+    for drops, num_batches in ((True, 1), (False, 2)):
+        batches = SplitBatches(sampler, 12, drops, 0, 3, [2, 1, 1])
+        assert len(batches) == len([*batches]) == num_batches
 
 
 @distributed(world_sizes=[2])
