@@ -122,11 +122,15 @@ class BatchWeights:
         Raises:
             RuntimeError: If its loss would have been multiplied by a factor.
         """
-        if self.is_on and (self.loss_factor() != 1.0 or not self._present):
+        # Between steps it may be one that this rank alone looks at, such as a saliency map.
+        if self.is_on and self._is_new:
+            self._count()
+        if self._counted and self._present != self._first:
             raise RuntimeError(
                 f"A plain loss.backward() of a batch of weight {self._present:g}, after one of"
                 f" weight {self._first:g}. Call self.manual_backward(loss) or"
-                " fabric.backward(loss): it multiplies the loss by the weight."
+                " fabric.backward(loss): it multiplies the loss by the weight. To look at a"
+                " gradient, call torch.autograd.grad, which leaves .grad alone."
             )
 
     @contextmanager

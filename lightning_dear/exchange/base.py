@@ -85,22 +85,6 @@ class Exchange:
 
     # --- the two halves ---------------------------------------------------------------------------
 
-    def reduce_calls(self, bucket: Bucket) -> Sequence[str]:
-        """Returns the names of the collectives that reduce the bucket, in launch order.
-
-        Launches nothing. `launch_reduce` launches the first one, except that gTopk sends nothing
-        before the wait. All others are launched by the wait of a work, of this bucket or another.
-        """
-        return ["all_reduce" if bucket.role.is_all_reduced else "reduce_scatter"]
-
-    def calls_behind_sums(self) -> Sequence[str]:
-        """Returns the names of the collectives that the last `note_used` has launched.
-
-        Each of them is for all buckets together. Only static Ok-Topk names any. Those of Ok-Topk
-        and TopkDSA on gloo, where messages are matched by tag and not by order, are left out.
-        """
-        return []
-
     def expect_reduce(self, bucket: Bucket) -> None:
         """Posts the receives of the bucket's gradients. `launch_reduce` must follow.
 

@@ -60,10 +60,6 @@ class CodedExchange(CompressedExchange):
     # --- the reduce half ----------------------------------------------------------------------
 
     @override
-    def reduce_calls(self, bucket: Bucket) -> Sequence[str]:
-        return [self.coded[bucket.number].reduction.call]
-
-    @override
     def expect_reduce(self, bucket: Bucket) -> None:
         coded = self.coded[bucket.number]
         coded.reduction.expect(coded.tag)

@@ -36,7 +36,6 @@ class Reduction:
             the sum overwrites this rank's own row.
 
     Attributes:
-        call: Name of the collective, for `Exchange.reduce_calls`.
         wires: [n, nbytes] uint8: the rows to decode after `wait`. The sum of the n decoded rows is
             the sum over ranks.
         rows: Which n rows `wires` is decoded into, of the bucket's gradients viewed as
@@ -46,7 +45,6 @@ class Reduction:
     def __init__(self, compressor: Codec, collectives: Collectives, outgoing: Tensor) -> None:
         rank, world_size = collectives.world.rank, collectives.world.size
         self._collectives, self._adds_up = collectives, compressor.is_summable
-        self.call = "reduce_scatter" if self._adds_up else "all_to_all"
         if self._adds_up:
             self._outgoing = numbers = outgoing.view(torch.float32).view(-1)
             self._received = numbers.new_empty(collectives.scratch_numel(numbers.numel()))
@@ -96,7 +94,6 @@ class HostsReduction(Reduction):
 
     def __init__(self, collectives: Collectives, outgoing: Tensor, bucket: Bucket) -> None:
         self._collectives, self._outgoing, self._bucket = collectives, outgoing, bucket
-        self.call = "sums_of_host"
         self.wires = torch.empty_like(outgoing)
         self.rows = slice(0, len(outgoing))
 

@@ -255,11 +255,6 @@ class LowRankExchange(CompressedExchange):
         self._seconds: dict[int, Work] = {}
 
     @override
-    def reduce_calls(self, bucket: Bucket) -> Sequence[str]:
-        # A bucket without a matrix has no second message.
-        return ["all_reduce"] * (1 + bool(self.coded[bucket.number].messages.second.numel()))
-
-    @override
     def expect_reduce(self, bucket: Bucket) -> None:
         """Does nothing, since an all-reduce posts its own receives."""
 

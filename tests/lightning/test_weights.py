@@ -381,8 +381,8 @@ def test_eight_bytes_more_go_to_each_other_rank(world_size: int) -> None:
 class Bad(Module):
     """Rank 1 weighs a batch in a way that is not valid."""
 
-    def __init__(self, weight: float) -> None:
-        super().__init__(Case(steady))
+    def __init__(self, weight: float, accumulates: int) -> None:
+        super().__init__(Case(steady, accumulates=accumulates))
         self.weight = weight
 
     @override
@@ -393,10 +393,11 @@ class Bad(Module):
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), 2.0**54])
+@pytest.mark.parametrize("accumulates", [1, 2])
 @distributed(world_sizes=[2])
-def test_all_ranks_refuse_a_bad_weight(weight: float) -> None:
+def test_all_ranks_refuse_a_bad_weight(weight: float, accumulates: int) -> None:
     with pytest.raises(ValueError, match=f"Rank 1 .* {re.escape(f'{weight:g}')}. .*strategy.weigh"):
-        fit(module := Bad(weight), module.case)
+        fit(module := Bad(weight, accumulates), module.case)
 
 
 class Uneven(ByHand):
@@ -434,6 +435,25 @@ class Plain(ByHand):
 def test_a_plain_backward_of_another_weight_is_refused() -> None:
     with pytest.raises(RuntimeError, match="plain loss.backward.* weight 1, .* weight 3"):
         fit(module := Plain(Case(lambda *_: 3)), module.case)
+
+
+class Probing(ByHand):
+    """Rank 0 alone looks at a gradient between steps, by a backward that nobody is told of."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        if self.global_rank == 0:
+            loss_of(self.net, samples(0, 0, steady)).backward()
+            # Local, as nothing is on its way.
+            self.zero_grad()
+
+
+@distributed(world_sizes=[1, 2])
+def test_a_gradient_that_one_rank_looks_at_counts_nowhere(world_size: int) -> None:
+    case = Case(other_each_step, "sgd")
+    found = fit(Probing(case), case)
+    assert distance(found, expected_of(case, world_size, tokens_of)) < 1e-12
 
 
 class Unweighed(ByHand):

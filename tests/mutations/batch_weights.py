@@ -122,10 +122,10 @@ BATCH_WEIGHTS = [
         (f"{FABRIC}::test_gradients_that_no_optimizer_holds_are_weighed_too",),
     ),
     Mutation(
-        "weights go before the first bucket",
+        "weights travel while backward runs",
         "Pipeline.backward",
         "        if synchronize:\n            weights.launch()\n",
         "",
-        ("tests/streams/test_launch_order.py::test_a_step_launches_in_the_order_that_is_written",),
+        ("tests/engine/test_batch_weights.py::test_weights_travel_while_backward_runs",),
     ),
 ]

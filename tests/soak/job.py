@@ -103,6 +103,7 @@ class Job:
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
     habit: str = "none"
+    weighs: bool = False
 
     @property
     def is_exact(self) -> bool:
@@ -134,6 +135,7 @@ def job_of(seed: int) -> Job:
         {"max_epochs": draw.choice((1, 2))} if manual else _trainer(draw),
         _strategy(draw, optimizer in ("centralized", "trusted")),
         draw.choice(HABITS),
+        draw.random() < 0.25,
     )
 
 

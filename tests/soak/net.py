@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
+from lightning_dear import DearStrategy
 from tests.soak.job import Branches, Job, optimizers_of
 from tests.training.models import build, loss_of
 
@@ -65,6 +66,8 @@ class SoakNet(LightningModule):
         if self.job.habit == "buffers":
             loss = loss * (1 + self.center)
         self.losses.append(loss.detach().clone())
+        if self.job.weighs and isinstance(strategy := self.trainer.strategy, DearStrategy):
+            strategy.weigh(3)
         if self.automatic_optimization:
             return loss
         made = self.optimizers()

@@ -40,7 +40,8 @@ def options_of(job: Job) -> dict[str, Any]:
     fusion = options.pop("fusion")
     if fusion == "small":
         fusion = ThresholdFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005)
-    return {**options, "fusion": fusion}
+    # All batches weigh the same, so that the mean is DDP's.
+    return {**options, "fusion": fusion, "weights": "samples" if job.weighs else None}
 
 
 def train(job: Job, is_ours: bool, ranks: int) -> tuple[SoakNet, str]:

@@ -11,9 +11,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from lightning_dear.bucket import Bucket
 from lightning_dear.collectives.work import Work
 from lightning_dear.engine.active_plan import ActivePlan
 from lightning_dear.engine.step import OptimizerPipeline
+from lightning_dear.exchange.coded_bucket import CodedBucket, HostsReduction
+from lightning_dear.exchange.low_rank import LowRankBucket
+from lightning_dear.exchange.sparse.bucket import SparseBucket
+from lightning_dear.exchange.sparse.owned_bucket import StaticBucket
 from lightning_dear.planning.plan import MAX_BUCKETS
 from tests.streams.ranks import Rank, on_simulated_cuda
 from tests.streams.test_trainings import CODED, HOSTS, VARIANTS, coded
@@ -55,6 +60,29 @@ class Launch(NamedTuple):
     bucket: int | None = None
 
 
+def reduce_calls(exchange: Any, bucket: Bucket) -> list[str]:
+    """Names of the collectives that reduce the bucket, in the order of their launches."""
+    coded = exchange.coded[bucket.number] if exchange.coded else None
+    if isinstance(coded, SparseBucket):
+        if coded.is_sparse:
+            return ["all_to_all" if coded.sparse.is_static else "messages"]
+        return ["reduce_scatter" if coded.sparse.is_scattered else "all_reduce"]
+    if isinstance(coded, LowRankBucket):
+        # A bucket without a matrix has no second message.
+        return ["all_reduce"] * (1 + bool(coded.messages.second.numel()))
+    if isinstance(coded, CodedBucket):
+        if isinstance(coded.reduction, HostsReduction):
+            return ["sums_of_host"]
+        return ["reduce_scatter" if coded.compressor.is_summable else "all_to_all"]
+    return ["all_reduce" if bucket.role.is_all_reduced else "reduce_scatter"]
+
+
+def calls_behind_sums(exchange: Any) -> list[str]:
+    """Names of the collectives that the last `note_used` has launched, for all buckets together."""
+    static = [one for one in exchange.coded if isinstance(one, StaticBucket)]
+    return ["all_reduce"] * any(one.is_sparse and one.are_regions_due for one in static)
+
+
 def launches_of_step(active: ActivePlan, *, sends_buffers: bool) -> Iterator[Launch]:
     """Yields one optimizer's launches in one step with one round, without those of user's calls.
 
@@ -64,12 +92,12 @@ def launches_of_step(active: ActivePlan, *, sends_buffers: bool) -> Iterator[Lau
             earlier step, such as of another optimizer, has sent them since the last forward.
     """
     buckets, order = active.flat.buckets, active.plan.reduce_order
-    calls = {number: active.exchange.reduce_calls(buckets[number]) for number in order}
+    calls = {number: reduce_calls(active.exchange, buckets[number]) for number in order}
     yield from (Launch("reduce", calls[number][0], number) for number in order)
     yield from [Launch("gather", "broadcast")] * sends_buffers
     yield Launch("reduce", "max")
     yield from (Launch("reduce", call, number) for number in order for call in calls[number][1:])
-    yield from (Launch("reduce", call) for call in active.exchange.calls_behind_sums())
+    yield from (Launch("reduce", call) for call in calls_behind_sums(active.exchange))
     for number in active.plan.gather_order:
         if not buckets[number].role.is_all_reduced:
             yield Launch("gather", "all_gather", number)

@@ -96,13 +96,6 @@ class WholeSparseExchange(CompressedExchange):
         self.coded = [kind(bucket, compressor, traffic) for bucket in traffic.flat.buckets]
 
     @override
-    def reduce_calls(self, bucket: Bucket) -> Sequence[str]:
-        coded = self.coded[bucket.number]
-        if coded.is_sparse:
-            return ["all_to_all" if coded.sparse.is_static else "messages"]
-        return ["reduce_scatter" if coded.sparse.is_scattered else "all_reduce"]
-
-    @override
     def expect_reduce(self, bucket: Bucket) -> None:
         coded, tag = self.coded[bucket.number], self.tag_of(bucket)
         if coded.is_sparse:
@@ -274,12 +267,6 @@ class SparseExchange(WholeSparseExchange):
         # of `_choose`.
         if keeps and self._refusal is None:
             self._encode_now(None, self._choose)().wait()
-
-    @override
-    def calls_behind_sums(self) -> Sequence[str]:
-        static = [coded for coded in self.coded if isinstance(coded, StaticBucket)]
-        is_due = any(coded.is_sparse and coded.are_regions_due for coded in static)
-        return ["all_reduce"] if is_due else []
 
     def _choose(self) -> Sending:
         """Lets this rank, as an owner, choose the sums that it keeps in all sparse buckets.
