@@ -214,24 +214,22 @@ class BatchSplit(Callback):
         return own
 
     def _check(self, said: Sequence[dict[str, Any]]) -> None:
-        shares, first, ranks = self._shares, said[0], range(len(said))
-        reasons = [
-            f"rank {rank} has {said[rank]['refused']}. Train with a DataLoader of a map-style data"
-            " set, with batch_size= and shuffle=, or leave out split=."
-            for rank in ranks
-            if said[rank]["refused"]
-        ]
-        reasons += [
-            f"rank 0 has {first}, and rank {rank} has {said[rank]}. Give all ranks the same."
-            for rank in ranks
-            if said[rank] != first
-        ]
+        for rank, facts in enumerate(said):
+            if facts["refused"]:
+                raise ValueError(
+                    f"split= cannot cut the batches of rank {rank}: it has {facts['refused']}. Train"
+                    " with a DataLoader of a map-style data set, with batch_size= and shuffle=."
+                )
+            if facts != said[0]:
+                raise ValueError(
+                    f"split= cannot cut the same batches on all ranks: rank 0 has {said[0]}, rank"
+                    f" {rank} has {facts}. Give all ranks the same."
+                )
+        shares, num_samples = self._shares, said[0]["samples"]
         if shares is not None and len(shares) != len(said) and not self._is_auto:
-            reasons.append(f"{shares} has not one share for each of {len(said)} ranks.")
-        if first.get("samples", len(said)) < len(said):
-            reasons.append(f"{len(said)} ranks have {first['samples']} samples. Use fewer ranks.")
-        if reasons:
-            raise ValueError(f"split= cannot cut batches: {reasons[0]}")
+            raise ValueError(f"split={shares} must have one share for each of {len(said)} ranks.")
+        if num_samples < len(said):
+            raise ValueError(f"split= cannot cut {num_samples} samples among {len(said)} ranks.")
 
     # --- split="auto" ---------------------------------------------------------------------------
 
@@ -302,12 +300,12 @@ def _refused(loader: Any) -> str:
         return "an IterableDataset"
     if type(loader.batch_sampler) is not data.BatchSampler:
         return f"batch_sampler={type(loader.batch_sampler).__name__}"
-    sampler: Any = loader.sampler
-    is_whole = type(sampler) in (data.DistributedSampler, DistributedSamplerWrapper)
-    if type(sampler) in (data.RandomSampler, data.SequentialSampler):
-        has_all = len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
-        is_whole = has_all and not getattr(sampler, "replacement", False)
-    return "" if is_whole else f"sampler={type(sampler).__name__}"
+    own: Any = loader.sampler
+    if type(own) in (data.RandomSampler, data.SequentialSampler):
+        has_all = len(own) == len(loader.dataset) and not getattr(own, "replacement", False)
+    else:
+        has_all = type(own) in (data.DistributedSampler, DistributedSamplerWrapper)
+    return "" if has_all else f"sampler={type(own).__name__}"
 
 
 def _order_of(loader: Any) -> "data.DistributedSampler[Any]":

@@ -308,7 +308,7 @@ REFUSED = (
 def test_what_cannot_be_cut_is_refused_by_name_on_all_ranks(kind: str) -> None:
     own = kind if dist.get_rank() else None
     loader = DataLoader(_Numbers(16), 4) if own is None else _loader_of(kind)
-    with pytest.raises(ValueError, match=rf"cannot cut batches: rank 1 has {kind}\. Train with"):
+    with pytest.raises(ValueError, match=rf"cut the batches of rank 1: it has {kind}\. Train with"):
         _trained(dear(split=[3, 1]), loader, use_distributed_sampler=False)
 
 
@@ -316,11 +316,11 @@ def test_what_cannot_be_cut_is_refused_by_name_on_all_ranks(kind: str) -> None:
 @pytest.mark.parametrize(
     ("shares", "options", "words"),
     [
-        ([[3, 1, 1]] * 2, [(16, 4)] * 2, r"\[3, 1, 1\] has not one share for each of 2 ranks"),
-        ([[3, 1], [1, 3]], [(16, 4)] * 2, "rank 0 has {.*}, and rank 1 has {.*}. Give all"),
-        ([[3, 1]] * 2, [(16, 4), (16, 5)], "rank 0 has {.*}, and rank 1 has {.*}. Give all"),
-        ([[3, 1]] * 2, [(16, 4), (15, 4)], "rank 0 has {.*}, and rank 1 has {.*}. Give all"),
-        ([[3, 1]] * 2, [(1, 4)] * 2, "2 ranks have 1 samples. Use fewer ranks"),
+        ([[3, 1, 1]] * 2, [(16, 4)] * 2, r"split=\[3, 1, 1\] must have one share for each of 2"),
+        ([[3, 1], [1, 3]], [(16, 4)] * 2, "rank 0 has {.*}, rank 1 has {.*}. Give all"),
+        ([[3, 1]] * 2, [(16, 4), (16, 5)], "rank 0 has {.*}, rank 1 has {.*}. Give all"),
+        ([[3, 1]] * 2, [(16, 4), (15, 4)], "rank 0 has {.*}, rank 1 has {.*}. Give all"),
+        ([[3, 1]] * 2, [(1, 4)] * 2, "cannot cut 1 samples among 2 ranks"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused_on_all(shares: Any, options: Any, words: str) -> None:

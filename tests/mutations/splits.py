@@ -67,8 +67,8 @@ SPLITS = [
     Mutation(
         "the same loader on all ranks",
         "BatchSplit._check",
-        "            if said[rank] != first\n",
-        "            if False\n",
+        "            if facts != said[0]:\n",
+        "            if False:\n",
         (f"{CUTTING}::test_ranks_that_do_not_fit_are_refused_on_all",),
     ),
     Mutation(
