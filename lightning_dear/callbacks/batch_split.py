@@ -93,8 +93,8 @@ class SplitBatches(data.Sampler[list[int]]):
         since: First position at which `shares` count. A position is how many iterations over this
             object have begun, and the number of the global batch in the last one.
         position: Position of the global batch that is handed out next.
-        sizes: Numbers of samples of the parts that this iteration has handed out, oldest first.
-            The reader removes them. 0 means that the global batch was not full.
+        sizes: Numbers of samples of the parts that this iteration has handed out, oldest first. Who
+            measures removes them. 0 means that the global batch was not full.
     """
 
     sampler: "data.DistributedSampler[Any]"
@@ -302,7 +302,8 @@ def _refused(loader: Any) -> str:
         return f"batch_sampler={type(loader.batch_sampler).__name__}"
     own: Any = loader.sampler
     if type(own) in (data.RandomSampler, data.SequentialSampler):
-        has_all = len(own) == len(loader.dataset) and not getattr(own, "replacement", False)
+        num_samples = len(loader.dataset)  # type: ignore[arg-type]
+        has_all = len(own) == num_samples and not getattr(own, "replacement", False)
     else:
         has_all = type(own) in (data.DistributedSampler, DistributedSamplerWrapper)
     return "" if has_all else f"sampler={type(own).__name__}"
