@@ -217,8 +217,9 @@ class BatchSplit(Callback):
         for rank, facts in enumerate(said):
             if facts["refused"]:
                 raise ValueError(
-                    f"split= cannot cut the batches of rank {rank}: it has {facts['refused']}. Train"
-                    " with a DataLoader of a map-style data set, with batch_size= and shuffle=."
+                    f"split= cannot cut the batches of rank {rank}: it has {facts['refused']}."
+                    " Train with a DataLoader of a map-style data set, with batch_size= and"
+                    " shuffle=, or leave out split=."
                 )
             if facts != said[0]:
                 raise ValueError(
