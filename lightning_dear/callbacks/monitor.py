@@ -3,6 +3,7 @@
 Exposed communication is the time in which computation waited for communication.
 """
 
+import math
 import time
 from statistics import median
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
+
+from lightning_dear.collectives.store import from_all_ranks
+from lightning_dear.telemetry.statistics import latest_rank, median_and_error
 
 _NUM_WARM_UP_STEPS = 3
 _FIGURES = ("exposed_s", "exposed_reduce_scatter_s", "exposed_all_gather_s", "wire_bytes")
@@ -30,6 +34,13 @@ class DearMonitor(Callback):
       `ActivePlan.encoding_figures`). Not under manual optimisation, where Lightning does not call
       the hook in which they are read.
     - The plan's name, as a hyper-parameter, whenever another plan is used.
+    - At the end of each epoch, with several ranks, the same on all of them: `dear/late_rank`, the
+      rank that the others waited for, and `dear/late_s`, the seconds in a step that they waited
+      longer than that rank. The rank is -1 if that is less than a tenth of a step, or if waits
+      differ too much from step to step to tell. Ranks compare their median `dear/exposed_s` of this
+      epoch, see `latest_rank`. Waits in other collectives, such as those of SyncBatchNorm, are not
+      counted: a rank that the others wait for there is not named. Left out, with a warning, unless
+      all ranks have this callback. Not run on NCCL yet.
 
     Seconds and bytes are those of the step before, so that the host need not wait for the GPU.
     Under other strategies nothing is logged, and `summary` has only the step time.
@@ -37,7 +48,13 @@ class DearMonitor(Callback):
     The step time ("step_s") is only in `summary`. A step lasts from the beginning of its first
     batch to the beginning of the next step's first batch, with all waits in between. The last step
     before a validation or the end of an epoch is not timed.
+
+    Attributes:
+        is_on_all_ranks: Whether there are several ranks and all have this callback, so that they
+            may exchange figures. False at first; `append_callbacks` assigns to it.
     """
+
+    is_on_all_ranks = False
 
     def __init__(self) -> None:
         self._reset()
@@ -49,6 +66,7 @@ class DearMonitor(Callback):
         self._latest: Any = None
         self._began_s: float | None = None
         self._began_at = -1
+        self._num_compared = _NUM_WARM_UP_STEPS
 
     @override
     def on_before_zero_grad(self, trainer: Trainer, *_: Any) -> None:
@@ -100,6 +118,19 @@ class DearMonitor(Callback):
             self._plan_name = plan.name
             for logger in trainer.loggers:
                 logger.log_hyperparams({"dear/plan": plan.name})
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Logs which rank is late. Collective. Blocks."""
+        waits_s = self._steps.get("exposed_s", [])
+        if not (waits_s and self.is_on_all_ranks):
+            return
+        own_s = waits_s[self._num_compared :] or waits_s
+        self._num_compared = max(self._num_compared, len(waits_s))
+        # If each epoch has one step, no step is timed, and no rank is named.
+        steps_s = self._steps.get("step_s", [math.inf])[-len(own_s) :]
+        rank, late_s = latest_rank(from_all_ranks((*median_and_error(own_s), median(steps_s))))
+        pl_module.log_dict({"dear/late_rank": -1 if rank is None else rank, "dear/late_s": late_s})
 
     def _note(self, figures: dict[str, float]) -> None:
         for name, value in figures.items():

@@ -8,6 +8,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from lightning_dear.collectives.store import from_all_ranks
+from lightning_dear.telemetry.statistics import latest_rank
 from lightning_dear.telemetry.timeline import Timeline, plot_timeline
 
 _NUM_STEPS = 2
@@ -25,6 +27,9 @@ class TimelineCallback(Callback):
     rank 0 warns. The environment variable LIGHTNING_DEAR_TIMELINE=FOLDER adds this callback, with
     FOLDER as `dirpath`, to each fit under `strategy="dear"` whose trainer has no such callback.
 
+    The title says which rank the others wait for in the recorded batches (`latest_rank`), if all
+    ranks have this callback with the same `step`.
+
     Args:
         step: Index of the first recorded batch, counted from 0 through all epochs of the fit. Batch
             0 overlaps nothing, since the plan does not exist yet. If gradients accumulate, name a
@@ -32,9 +37,14 @@ class TimelineCallback(Callback):
         dirpath: Folder of the files. None means the trainer's `default_root_dir`.
         warns: Whether rank 0 warns if nothing is recorded or written.
 
+    Attributes:
+        is_on_all_ranks: Same as in `DearMonitor`.
+
     Raises:
         ValueError: If `step` is negative.
     """
+
+    is_on_all_ranks = False
 
     def __init__(self, step: int = 10, dirpath: str | None = None, warns: bool = True) -> None:
         if step < 0:
@@ -71,15 +81,18 @@ class TimelineCallback(Callback):
             )
 
     def _write(self, trainer: Trainer) -> None:
+        """Writes the files on rank 0. Collective and blocks if all ranks have this callback."""
         timeline, self._timeline = self._timeline, None
         assert timeline is not None
         trainer.strategy.timeline = None  # type: ignore[attr-defined]
         timeline.finish()
+        everyones = from_all_ranks(timeline.waited) if self.is_on_all_ranks else ()
+        late = str(latest_rank(everyones)) if everyones else ""
         if trainer.is_global_zero:
             directory = Path(self.dirpath or trainer.default_root_dir)
             directory.mkdir(parents=True, exist_ok=True)
             timeline.write_chrome_trace(directory / "timeline.json")
             try:
-                plot_timeline(timeline.spans, directory / "timeline.png")
+                plot_timeline(timeline.spans, directory / "timeline.png", late)
             except ModuleNotFoundError as error:
                 rank_zero_warn(f"{error}. Only timeline.json was written, to {directory}.")

@@ -169,7 +169,8 @@ class BatchWeights:
             self._work = work.then(lambda: self._hear(sums.tolist()))
         else:
             self._check({collectives.world.rank: sent})
-            collectives.launch_all_reduce(sums, WEIGHTS_TAG).wait()
+            with self._instruments.waiting("reduce_scatter", "weights of batches"):
+                collectives.launch_all_reduce(sums, WEIGHTS_TAG).wait()
             # On the stream from which backward begins, and for which its other streams wait.
             self._scale = self._numerator / sums.sum() if self.own else 0.0
 

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from lightning_dear import private_names
 from lightning_dear.callbacks import FusionTuner, TimelineCallback
+from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.engine.batch_weights import BatchWeights
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
@@ -49,11 +50,15 @@ _ASKS = is_inside(pl.__version__, "2.6", "1000")  # type: ignore[attr-defined]
 
 
 def append_callbacks(trainer: pl.Trainer, planner: FusionPlanner, *own: pl.Callback | None) -> None:
-    """Adds the callbacks that the options need to the trainer, unless it has them.
+    """Adds the callbacks that the options need to the trainer, unless it has them. Collective.
 
     The environment variable LIGHTNING_DEAR_TIMELINE=FOLDER asks for a `TimelineCallback`. It is
     ignored, and rank 0 warns, if the trainer has such a callback for another folder. Outside of
     `Trainer.fit` nothing is added.
+
+    Ranks then tell each other which callbacks they have that exchange figures between ranks. If
+    these differ, rank 0 warns, and they exchange nothing: some ranks would wait for others that
+    never come.
 
     Args:
         trainer: The trainer. Its list of callbacks is mutated.
@@ -73,6 +78,17 @@ def append_callbacks(trainer: pl.Trainer, planner: FusionPlanner, *own: pl.Callb
     elif folder and folder not in recorded:
         rank_zero_warn("LIGHTNING_DEAR_TIMELINE is ignored. Unset it, or remove TimelineCallback.")
     callbacks.extend(one for one in own if one is not None and one not in callbacks)
+    comparing: list[Any] = [one for one in callbacks if hasattr(one, "is_on_all_ranks")]
+    named = [f"{type(one).__name__}({getattr(one, 'step', '')})" for one in comparing]
+    everyones = from_all_ranks(named)
+    are_alike = all(other == named for other in everyones)
+    for one in comparing:
+        one.is_on_all_ranks = are_alike and len(everyones) > 1
+    if not are_alike:
+        rank_zero_warn(
+            f"No rank is named as late, since ranks have different callbacks: {everyones}. Pass the"
+            " same to the Trainers of all ranks, and set LIGHTNING_DEAR_TIMELINE on all or none."
+        )
 
 
 def connect_precision(precision: Precision, pipeline: Pipeline) -> None:

@@ -1,12 +1,14 @@
 """Measures exposed communication and sent bytes of each step, and records spans for a timeline.
 
 Exposed communication is the time in which computation waited for a collective. A lane is a kind of
-span; see `_LANES` in `timeline.py`.
+span; see `_LANES` in `timeline.py`. `latest_rank` compares the exposed communication of all ranks.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 from torch.autograd import profiler
 
@@ -16,6 +18,62 @@ from lightning_dear.telemetry.clock import Clock
 from lightning_dear.telemetry.timeline import Timeline
 
 _IS_PROFILING = private_names.IS_PROFILING.name
+
+LATE_SHARE = 0.1
+"""Share of a step. A rank is called late if the others wait for it during more of the step. With
+less, another split of the work would hardly make steps shorter, and ranks that do the same work
+differ by some percent anyway."""
+
+
+class Latest(NamedTuple):
+    """The rank that the others wait for.
+
+    Attributes:
+        rank: Its number. None means that no rank is late, see `LATE_SHARE`.
+        late_s: Seconds in a step that the other ranks wait longer than the one that waits least, in
+            the mean over these other ranks.
+    """
+
+    rank: int | None
+    late_s: float
+
+    def __str__(self) -> str:
+        """Returns a sentence with the rank and the time, or one that no rank is late."""
+        late = f"{self.late_s * 1e3:.1f} ms"
+        named = f"Rank {self.rank} is late: the others wait {late} longer a step."
+        return "No rank is late." if self.rank is None else named
+
+
+def median_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the median of one value or more, and by how much it may be wrong.
+
+    The error is half of a range in which the median of many more such values would lie, in 19 of 20
+    cases, whatever their distribution is. Of fewer than eight values it is half of their range.
+    """
+    ranked, num_values = sorted(values), len(values)
+    num_below = max(0, int(num_values / 2 - math.sqrt(num_values)))
+    return median(ranked), (ranked[-1 - num_below] - ranked[num_below]) / 2
+
+
+def latest_rank(waited: Sequence[tuple[float, float, float]]) -> Latest:
+    """Finds the rank that the others wait for. Local.
+
+    All ranks meet in each step, so that a step lasts equally long on all of them. While a rank does
+    not wait for messages it works: it computes, loads data, writes logs, or sleeps. So the rank
+    that waits least, for all kinds of collectives together, is the one that the others wait for.
+    This holds for every backend, number of hops and order of waits. A slow link makes no rank late,
+    since both of its ends wait.
+
+    Args:
+        waited: For each of two or more ranks, in seconds: its exposed communication in a step, by
+            how much that may be wrong, and the time from step to step. No rank is late if twice the
+            largest error could explain it.
+    """
+    waits_s, errors_s, steps_s = zip(*waited, strict=True)
+    least_s, *others_s = sorted(waits_s)
+    late_s = fmean(others_s) - least_s
+    is_late = late_s > max(LATE_SHARE * max(steps_s), 2 * max(errors_s))
+    return Latest(waits_s.index(least_s) if is_late else None, late_s)
 
 
 class Instruments:

@@ -81,6 +81,18 @@ class Timeline:
             for start_s, end_s, lane, name in timed
         ]
 
+    @property
+    def waited(self) -> tuple[float, float, float]:
+        """Returns how long a recorded batch waited, and took, in the mean; for `latest_rank`.
+
+        On a CUDA device, blocks as `spans` does.
+        """
+        spans = self.spans
+        num_batches = sum(one.lane == "forward" for one in spans) or 1
+        waits_s = sum(one.end_s - one.start_s for one in spans if one.lane == "wait")
+        whole_s = max((one.end_s for one in spans), default=0.0)
+        return waits_s / num_batches, 0.0, whole_s / num_batches
+
     def record(self, lane: str, name: str, start: Any, end: Any) -> None:
         """Adds a span of `lane` between two marks of `clock`."""
         self._marked.append((lane, name, start, end))
@@ -191,7 +203,7 @@ def _summary(spans: Sequence[Span], begin_s: float, next_s: float) -> str:
     )
 
 
-def plot_timeline(spans: Sequence[Span], path: Path) -> None:
+def plot_timeline(spans: Sequence[Span], path: Path, late: str = "") -> None:
     """Draws the spans that begin before the third forward, and writes the picture to `path`.
 
     Collectives, encodings and decodings of a lane are drawn without overlaps: each bar begins at
@@ -200,6 +212,7 @@ def plot_timeline(spans: Sequence[Span], path: Path) -> None:
     Args:
         spans: Spans, as `Timeline.spans` returns them.
         path: File to write; overwritten. Its suffix tells the format, such as ".png".
+        late: Second line of the title: which rank is late. Empty if that is not known.
 
     Raises:
         ModuleNotFoundError: If matplotlib is missing; the extra `apps` installs it.
@@ -214,7 +227,7 @@ def plot_timeline(spans: Sequence[Span], path: Path) -> None:
     rows = [*dict.fromkeys(_LANES[lane][0] for lane, own in lanes.items() if own)]
     figure = Figure(figsize=(13, 2 + 0.6 * len(rows)), layout="constrained")
     axes = figure.add_subplot(xlim=(0, end_s or 1.0), xlabel="ms (numbers: buckets)")
-    axes.set_title(_summary(shown, *[*begins_s, end_s, end_s][:2]))
+    axes.set_title(f"{_summary(shown, *[*begins_s, end_s, end_s][:2])}\n{late}".rstrip())
     for lane, own in lanes.items():
         row, *colors = _LANES[lane]
         for number, span in enumerate(own if row == _COMPUTING else _in_turn(own)):

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lightning_dear.apps.doctor import doctor
-from lightning_dear.apps.doctor.doctor import layout_row, link_rows, verdict
+from lightning_dear.apps.doctor.doctor import late_row, layout_row, link_rows, verdict
 from lightning_dear.apps.doctor.measuring import Compute, Pair, pairs_to_measure
 from lightning_dear.apps.doctor.reachability import (
     Door,
@@ -100,6 +100,7 @@ def test_two_ranks_are_examined_and_nothing_is_trained(tmp_path):
         r"slowest pair within hosts +ranks 0 and 1: [\d.]+ MB/s",
         r"gradients +0\.0\d MB",
         r"backward \(median of \d\) +[\d.]+ ms",
+        r"late rank +(none|rank \d, by [\d.]+ ms a batch)",
     ):
         assert re.search(f"^{row}$", table, re.MULTILINE), (row, table)
     assert re.search(r"^Communication is \d+% of a step \(.* ms beside .* ms", table, re.MULTILINE)
@@ -325,6 +326,20 @@ def test_the_slowest_pair_is_named():
     few = dict(link_rows(cost, [Pair(0, 1, 9e8), Pair(1, 2, 8e8)], [0] * 9))
     slowest = "ranks 1 and 2: 800.00 MB/s; median of 2 neighbouring pairs: 850.00 MB/s"
     assert few["slowest pair within hosts"] == slowest
+
+
+@pytest.mark.parametrize(
+    ("error_s", "totals_s", "found"),
+    [
+        (0.0, (0.3, 0.2, 0.2), "rank 0, by 100.0 ms a batch"),
+        (0.0, (0.2, 0.2, 0.3), "rank 2, by 100.0 ms a batch"),
+        (0.0, (0.2, 0.21, 0.2), "none"),
+        (0.06, (0.3, 0.2, 0.2), "none"),
+    ],
+)
+def test_the_rank_that_computes_longest_is_named(error_s, totals_s, found):
+    computes = [Compute(1000, one - 0.05, 0.05, 8, error_s) for one in totals_s]
+    assert late_row(computes) == ("late rank", found)
 
 
 def test_links_within_hosts_are_apart_from_those_between_them():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
+LATE = "tests/callbacks/test_late_rank.py"
 REPLAN = "tests/engine/test_replan.py"
 
 SPEED = [
@@ -53,5 +54,33 @@ SPEED = [
         (
             "tests/tuning/test_tuning.py::test_trains_have_limits_and_do_not_count_what_a_size_sets_up",
         ),
+    ),
+    Mutation(
+        "exchanging figures only if all ranks do",
+        "append_callbacks",
+        "        one.is_on_all_ranks = are_alike and len(everyones) > 1\n",
+        "        one.is_on_all_ranks = len(everyones) > 1\n",
+        (f"{LATE}::test_callbacks_that_differ_between_ranks_exchange_nothing",),
+    ),
+    Mutation(
+        "the timeline's exchange only if all ranks do",
+        "TimelineCallback._write",
+        "if self.is_on_all_ranks else ()",
+        "if True else ()",
+        (f"{LATE}::test_ranks_do_not_wait_for_a_rank_without_the_callbacks",),
+    ),
+    Mutation(
+        "no late rank without enough to tell",
+        "latest_rank",
+        "max(LATE_SHARE * max(steps_s), 2 * max(errors_s))",
+        "LATE_SHARE * max(steps_s)",
+        (f"{LATE}::test_the_rank_that_waits_least_is_late",),
+    ),
+    Mutation(
+        "late ranks by the epoch",
+        "DearMonitor.on_train_epoch_end",
+        "        self._num_compared = max(self._num_compared, len(waits_s))\n",
+        "",
+        (f"{LATE}::test_an_epoch_counts_without_its_stalls_and_warm_up",),
     ),
 ]

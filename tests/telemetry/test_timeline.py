@@ -62,6 +62,12 @@ def test_the_title_says_how_long_a_step_is_and_how_much_is_hidden(tmp_path: Path
     assert any(one.startswith(title) for one in texts(made(5), tmp_path))
 
 
+def test_the_title_names_the_late_rank(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot_timeline(made(5), tmp_path / "timeline.svg", "Rank 2 is late.")
+    assert "<!-- Rank 2 is late. -->" in (tmp_path / "timeline.svg").read_text()
+
+
 @pytest.mark.parametrize(("num_buckets", "are_shown"), [(5, True), (60, False)])
 def test_buckets_have_labels_where_these_fit(
     num_buckets: int, are_shown: bool, tmp_path: Path

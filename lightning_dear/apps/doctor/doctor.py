@@ -27,6 +27,7 @@ from lightning_dear.apps.train import report
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.world import World
 from lightning_dear.planning import LinkCost
+from lightning_dear.telemetry.statistics import latest_rank
 
 COMPUTE_TIMEOUT_S = 600.0
 """Seconds that ranks wait for each other while models are built and timed."""
@@ -115,8 +116,9 @@ def _examine_all(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictCon
         instantiate(cfg.data, _convert_="all").prepare_data()
     meeting.exchange("data", None, COMPUTE_TIMEOUT_S)
     own = measure_compute(cfg, strategy.root_device)
-    computes = meeting.exchange("forward and backward", own, COMPUTE_TIMEOUT_S)
-    slowest = max((Compute(*one) for one in computes), key=lambda one: one.total_s)
+    told = meeting.exchange("forward and backward", own, COMPUTE_TIMEOUT_S)
+    computes = [Compute(*one) for one in told]
+    slowest = max(computes, key=lambda one: one.total_s)
     _say(meeting, "links")
     hops = cfg.strategy.get("hops") if OmegaConf.is_config(cfg.strategy) else None
     timeout, node = timedelta(seconds=meeting.timeout_s), (strategy.node_rank, strategy.local_rank)
@@ -129,7 +131,7 @@ def _examine_all(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictCon
     table += [("backend", backend), layout_row(collectives.world, collectives.hops)]
     table += link_rows(cost, pairs, collectives.world.hosts)
     said = verdict(meeting.world_size, slowest, cost, _accumulated(cfg))
-    return Findings([], [*table, *compute_rows(slowest)], said)
+    return Findings([], [*table, *compute_rows(slowest), late_row(computes)], said)
 
 
 def _say(meeting: MeetingPoint, what: str) -> None:
@@ -247,6 +249,19 @@ def compute_rows(compute: Compute) -> Rows:
         (f"forward (median of {compute.num_steps})", _milli(compute.forward_s)),
         (f"backward (median of {compute.num_steps})", _milli(compute.backward_s)),
     ]
+
+
+def late_row(computes: Sequence[Compute]) -> tuple[str, str]:
+    """Return a row with the rank that computes longest, for which the others would wait.
+
+    Args:
+        computes: Forward and backward of each rank, two ranks or more.
+    """
+    # As in training, a rank would wait in the time in which it does not compute.
+    longest_s = max(one.total_s for one in computes)
+    told = [(longest_s - one.total_s, one.error_s, longest_s) for one in computes]
+    rank, late_s = latest_rank(told)
+    return "late rank", "none" if rank is None else f"rank {rank}, by {_milli(late_s)} a batch"
 
 
 def verdict(world_size: int, compute: Compute, cost: LinkCost | None, num_batches: int = 1) -> str:

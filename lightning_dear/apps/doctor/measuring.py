@@ -18,6 +18,7 @@ from lightning_dear.collectives.work import Collectives
 from lightning_dear.planning import LinkCost
 from lightning_dear.studies.block import BlockLength, StepProbe, quiet_lightning
 from lightning_dear.telemetry.clock import clock_of
+from lightning_dear.telemetry.statistics import median_and_error
 from lightning_dear.tuning.link_cost import measure_collectives
 
 NUM_WARM_UP = 3
@@ -46,12 +47,14 @@ class Compute(NamedTuple):
         forward_s: Median time of `training_step`.
         backward_s: Median time of backward.
         num_steps: Number of steps over which the medians are taken.
+        error_s: By how much `total_s` may be wrong, see `median_and_error`.
     """
 
     gradient_bytes: int
     forward_s: float
     backward_s: float
     num_steps: int
+    error_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -130,7 +133,8 @@ def measure_compute(cfg: DictConfig, device: torch.device) -> Compute:
             f" few to time. Give at least {NUM_WARM_UP + 1}: more data, or a smaller batch size."
         )
     nbytes = sum(one.nbytes for one in model.parameters() if one.requires_grad)
-    return Compute(nbytes, median(forward_s), median(backward_s), len(backward_s))
+    _, error_s = median_and_error([*map(sum, zip(forward_s, backward_s, strict=False))])
+    return Compute(nbytes, median(forward_s), median(backward_s), len(backward_s), error_s)
 
 
 def measure_links(
