@@ -254,7 +254,7 @@ def test_a_loader_of_another_class_stays_what_it_is() -> None:
 
     class _Kind(Callback):
         def on_train_start(self, trainer: Any, _: Any) -> None:
-            kinds.append(type(trainer.train_dataloader))
+            kinds.append(trainer.train_dataloader.__class__)
 
     trainer = new_trainer(dear(split=[3, 1]), _Kind())
     trainer.fit(_NumberNet(), _Loader(4))
