@@ -160,7 +160,7 @@ class BatchSplit(Callback):
     """
 
     def __init__(self, split: Any, fusion: FusionPlanner) -> None:
-        words = f"split must be 'auto' or a list of whole numbers > 0, as [3, 1], got {split!r}."
+        words = f"split must be 'auto' or whole numbers > 0, such as [3, 1], got {split!r}."
         is_list = isinstance(split, list | tuple) and {type(one) for one in split} == {int}
         if not is_list and not isinstance(split, str):
             raise TypeError(words)

@@ -92,7 +92,7 @@ def test_equal_ranks_keep_their_sizes() -> None:
     ],
 )
 def test_shares_are_checked_at_construction(split: Any, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match=r"split must be 'auto' or a list of whole numbers > 0, as"):
+    with pytest.raises(kind, match=r"split must be 'auto' or whole numbers > 0, such as"):
         DearStrategy(split=split)
 
 

@@ -87,7 +87,7 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "split": (
         (None, "auto", [3, 1], (1, 1, 1)),
         (3, "fast", [1.5, 1], [True, 1], ["3", 1], [], [3, 0], [3, -1]),
-        r"split must be 'auto' or a list of whole numbers > 0, as \[3, 1\], got {value!r}",
+        r"split must be 'auto' or whole numbers > 0, such as \[3, 1\], got {value!r}",
     ),
     "hops": (
         (None, 1, 2),
