@@ -124,6 +124,9 @@ FLIGHT_RECORD = PrivateName("torch._C._distributed_c10d", "_dump_fr_trace")
 DEFAULT_STORE = PrivateName("torch.distributed.distributed_c10d", "_get_default_store")
 GET_BACKEND = PrivateName("torch.distributed:ProcessGroup", "_get_backend")
 
+# Cleared in a copy of a loader, whose workers otherwise might be those of the original.
+LOADER_ITERATOR = PrivateName("torch.utils.data:DataLoader", "_iterator")
+
 # --- Lightning ------------------------------------------------------------------------------------
 
 # Replaced: with it Lightning asks before every batch, by a broadcast, whether a rank got SIGTERM.

@@ -28,6 +28,7 @@ from lightning.pytorch.strategies import launchers as trainer_launchers
 from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_dear import private_names
 from lightning_dear.fabric import DearFabricStrategy
@@ -60,6 +61,7 @@ MADE: dict[str, Callable[[], Any]] = {
     "torch.nn:Module": nn.Module,
     "torch:Tensor": lambda: torch.zeros(1),
     "torch.optim:Optimizer": _adam,
+    "torch.utils.data:DataLoader": lambda: DataLoader([]),
     "torch.utils.hooks:RemovableHandle": lambda: nn.Module().register_forward_hook(print),
     "torch._dynamo.eval_frame:OptimizedModule": lambda: torch.compile(nn.Linear(2, 2)),
     "torch.distributed:ProcessGroupNCCL.Options": lambda: dist.ProcessGroupNCCL.Options(),

@@ -11,11 +11,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.callbacks import compression_schedule, fusion_tuner, monitor, timeline
+from lightning_dear.callbacks.batch_split import BatchSplit
 
 _AFTER_BACKWARD = ("on_after_backward",)
 _BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
 
 _NON_READERS: set[type[Callback]] = {
+    BatchSplit,
     compression_schedule.CompressionSchedule,
     monitor.DearMonitor,
     fusion_tuner.FusionTuner,

@@ -16,6 +16,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_dear import private_names
+from lightning_dear.callbacks.batch_split import BatchSplit
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.store import attempt_store
@@ -83,8 +84,11 @@ class PipelineStrategy(ABC):
         groups = () if schedule is None else schedule.groups
         self._gather: str | None = given["gather"]
         self._of_engine = {name: given[name] for name in ("broadcast_buffers", "audit")}
-        self._of_engine["weighs"] = given["weights"] is not None
-        refusals.check_weights(given["weights"], codec, groups)
+        split = given.get("split")
+        # Parts of a global batch differ in size, and their samples count alike.
+        weights = given["weights"] or ("samples" if split is not None else None)
+        self._of_engine["weighs"] = weights is not None
+        refusals.check_weights(weights, codec, groups)
         self._gradients_in_hooks = given.get("gradients_in_hooks", True)
         self._checks_digests = given["check_digests"]
         self._hops: int | None = given["hops"]
@@ -101,6 +105,8 @@ class PipelineStrategy(ABC):
         if schedule is not None:
             schedule.check_use(self._fusion)
         self.compression_schedule = schedule
+        self._split = None if split is None else BatchSplit(split, self._fusion)
+        self._own_callbacks = schedule, self._split
 
     def _configure_launcher(self) -> None:
         """Checks how ranks were started, and does what Lightning does. Local.

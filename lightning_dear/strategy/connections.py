@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dear import private_names
-from lightning_dear.callbacks import CompressionSchedule, FusionTuner, TimelineCallback
+from lightning_dear.callbacks import FusionTuner, TimelineCallback
 from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.engine.batch_weights import BatchWeights
 from lightning_dear.engine.pipeline import Pipeline
@@ -49,9 +49,7 @@ _FabricOptimizer = private_names.FABRIC_OPTIMIZER.of(wrappers)
 _ASKS = is_inside(pl.__version__, "2.6", "1000")  # type: ignore[attr-defined]
 
 
-def append_callbacks(
-    trainer: pl.Trainer, planner: FusionPlanner, schedule: CompressionSchedule | None
-) -> None:
+def append_callbacks(trainer: pl.Trainer, planner: FusionPlanner, *own: pl.Callback | None) -> None:
     """Adds the callbacks that the options need to the trainer, unless it has them. Collective.
 
     The environment variable LIGHTNING_DEAR_TIMELINE=FOLDER asks for a `TimelineCallback`. It is
@@ -65,7 +63,7 @@ def append_callbacks(
     Args:
         trainer: The trainer. Its list of callbacks is mutated.
         planner: Planner of the strategy. A `SearchingPlanner` needs a `FusionTuner`.
-        schedule: Compression schedule of the strategy. None means no schedule.
+        *own: Callbacks of the strategy's options. None means that an option needs no callback.
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if trainer.state.fn != TrainerFn.FITTING:
@@ -79,8 +77,7 @@ def append_callbacks(
         callbacks.append(TimelineCallback(dirpath=folder))
     elif folder and folder not in recorded:
         rank_zero_warn("LIGHTNING_DEAR_TIMELINE is ignored. Unset it, or remove TimelineCallback.")
-    if schedule is not None and schedule not in callbacks:
-        callbacks.append(schedule)
+    callbacks.extend(one for one in own if one is not None and one not in callbacks)
     comparing: list[Any] = [one for one in callbacks if hasattr(one, "is_on_all_ranks")]
     named = [f"{type(one).__name__}({getattr(one, 'step', '')})" for one in comparing]
     everyones = from_all_ranks(named)

@@ -62,6 +62,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             from `lightning_dear.compression`, see docs/compressors.md. "none" or None means that
             nothing is compressed.
         compression_schedule: Changes the compressor by step or by parameter. None means no change.
+        split: Shares of the ranks in each global batch, such as [3, 1]. "auto" finds them from what
+            ranks need for a sample. Needs no padding, and implies `weights`. None means no split.
         fusion: Planner of buckets: "threshold", "none" (a bucket per tensor), "single" (one
             bucket); "mgwfbp", "bayesian", "mergecomp", "mergecomp_heuristic" or "auto", which plan
             from measurements; or an instance from `lightning_dear.planning`. With a compressor,
@@ -114,6 +116,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         *,
         compressor: str | Compressor | NoCompression | None = "none",
         compression_schedule: CompressionSchedule | None = None,
+        split: str | Sequence[int] | None = None,
         fusion: str | FusionPlanner = "threshold",
         bucket_cap_mb: float | None = None,
         gather: Literal["parameters", "gradients"] | None = None,
@@ -172,7 +175,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         module = self.lightning_module
         if module is not None and private_names.MODULE_TRAINER.of(module) is not None:
             # Added before a checkpoint is loaded, which may have a plan for the `FusionTuner`.
-            connections.append_callbacks(module.trainer, self._fusion, self.compression_schedule)
+            connections.append_callbacks(module.trainer, self._fusion, *self._own_callbacks)
             if self.world_size > 1:
                 self._stop = StopRequest(module.trainer, board, self._stop)
                 self._failures.on_asked = self._stop.tell
@@ -260,6 +263,11 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         elif not self._is_sync_blocked:
             for part in self.pipeline_of().parts:
                 part.mean.expose()
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        loader = super().process_dataloader(dataloader)
+        return loader if self._split is None else self._split.loader(loader, self)
 
     # --- a step ---------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ _INSTEAD = {
     # Options of `DearStrategy` that Fabric's strategy does not take.
     "compression_schedule": "it needs a Trainer, which counts steps",
     "decouple": "it needs a Trainer",
+    "split": "it needs a Trainer, whose loaders it cuts",
     "save_distributed_checkpoint": "it needs a Trainer; fabric.save writes one file",
 }
 

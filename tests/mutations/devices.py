@@ -155,7 +155,7 @@ DEVICES = [
     Mutation(
         "no marks of waits that nobody asks for",
         "Instruments.waiting",
-        "self._current is not None or self.timeline is not None",
+        "any(one is not None for one in users)",
         "True",
         (CLOCK,),
     ),

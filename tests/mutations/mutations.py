@@ -24,6 +24,7 @@ from tests.mutations.seeds import SEEDS
 from tests.mutations.shares import SHARES
 from tests.mutations.sparse_sums import SPARSE_SUMS
 from tests.mutations.speed import SPEED
+from tests.mutations.splits import SPLITS
 from tests.mutations.starting import STARTING
 from tests.mutations.steps import FLUSHES, GUARDS, WAITS
 from tests.mutations.streams import STREAMS
@@ -135,6 +136,7 @@ MUTATIONS = [
     *SPARSE_SUMS,
     *SHARES,
     *SPEED,
+    *SPLITS,
     *DEVICES,
     *GATHERING,
     *ALL_REDUCED,

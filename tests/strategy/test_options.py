@@ -84,6 +84,11 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
         ("weights", True, 3),
         "Unknown gather {value!r}; valid names: parameters, gradients, or None",
     ),
+    "split": (
+        (None, "auto", [3, 1], (1, 1, 1)),
+        (3, "fast", [1.5, 1], [True, 1], ["3", 1], [], [3, 0], [3, -1]),
+        r"split must be 'auto' or whole numbers > 0, such as \[3, 1\], got {value!r}",
+    ),
     "hops": (
         (None, 1, 2),
         ("2", 1.0, True, 0, 3),

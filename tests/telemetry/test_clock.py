@@ -95,3 +95,20 @@ def test_a_host_counts_waits_from_the_beginning() -> None:
     instruments.finish_step()
     assert instruments.statistics is not None
     assert instruments.statistics.exposed_all_gather_s > 0
+
+
+def test_computing_is_the_time_of_spans_without_the_waits_in_them() -> None:
+    cuda = _Cuda()
+    clock = StreamClock(torch.device("cuda"), cuda)
+    instruments = Instruments(clock, PairwiseCollectives(None, None, None))
+    before = cuda.num_events
+    with instruments.span("forward"):
+        _wait(instruments)
+    assert cuda.num_events == before
+    instruments.computing = marks = []
+    for seconds in (1.0, 2.0):
+        _wait(instruments)
+        with instruments.span("forward"):
+            cuda.now_ms += seconds * 1e3
+            _wait(instruments)
+    assert abs(sum(clock.seconds(end) - clock.seconds(start) for start, end in marks) - 3) < 1e-9
