@@ -59,8 +59,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         precision_plugin: Plug-in of `Trainer(precision=)`: 32, 16 or bf16 (mixed or true), or 64
             bits. 16-bit parameters are stepped as fp32 masters, unlike under DDP.
         compressor: Compressor of gradients: a name ("bf16", "int8", "topk", ...) or an instance
-            from `lightning_dear.compression`, see docs/compressors.md. "none" or None means that
-            nothing is compressed.
+            from `lightning_dear.compression`, see docs/compressors.md. None means no compression.
         compression_schedule: Changes the compressor by step or by parameter. None means no change.
         split: Shares of the ranks in each global batch, such as [3, 1]. "auto" finds them from what
             ranks need for a sample. Needs no padding, and implies `weights`. None means no split.
@@ -86,8 +85,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         gradients_in_hooks: Whether `.grad` holds the mean gradient, as under DDP, in hooks that the
             user overrides: `on_after_backward`, `on_before_optimizer_step`,
             `configure_gradient_clipping`, and `optimizer_step` after its closure; and in pre-hooks
-            of the optimizer's step that come after backward. Costs one more all-gather in such
-            steps. False means that `.grad` is None there.
+            of the optimizer's step after backward. Costs an all-gather. False means None there.
         audit: Whether to raise if forward reads a parameter that is still being gathered. Slow.
         save_distributed_checkpoint: Whether checkpoints are folders, into which every rank writes
             its own part, so that no rank needs memory for the whole optimizer state. Hosts must
@@ -139,12 +137,11 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         # Until the first run a watch of one rank, which does nothing.
         self._failures = failure_watch.FailureWatch(FailureBoard(), timeout or NO_TIMEOUT)
         self._stop: StopRequest | None = None
-        self._loaders = Loaders(self)
         self._is_sync_blocked = self._is_stepping = False
         # Optimizers of the `last_backward` block, or an empty list for all. None outside of it.
         self._last_of: list[Optimizer] | None = None
         self._take_options(given)
-        self._saves_folders = save_distributed_checkpoint
+        self._saves_folders, self._loaders = save_distributed_checkpoint, Loaders(self)
         self._pipeline: Pipeline | None = None
         self._connected: Sequence[LightningOptimizer] = ()
         host = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
@@ -213,7 +210,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             "follow a change of the optimizers, which all ranks must make before the same step",
             timeout_s=(self._timeout or NO_TIMEOUT).total_seconds() / 2,
         )
-        pipeline.training.end = self._loaders.end
         self._insert_guard(trainer)
         self._connect(trainer)
         if self._stop is not None:
@@ -266,8 +262,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        loader = super().process_dataloader(dataloader)
-        return loader if self._split is None else self._split.loader(loader, self)
+        loader = dataloader if self._split is None else self._split.loader(dataloader, self)
+        return self._loaders.shared(loader) if self._of_engine["weighs"] else loader
 
     # --- a step ---------------------------------------------------------------------------------
 
@@ -276,10 +272,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         super().on_train_start()
         if self._stop is not None:
             self._stop.take_ctrl_c()
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        return self._loaders.shared(dataloader) if self._of_engine["weighs"] else dataloader
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -125,7 +125,8 @@ class Loaders:
         """Tells that training begins the next batch. Local."""
         if self.epoch is not None:
             self.is_repeat = self.epoch.begin_batch()
-            self.strategy.pipeline_of().training.weights.is_repeat = self.is_repeat
+            training = self.strategy.pipeline_of().training
+            training.end, training.weights.is_repeat = self.end, self.is_repeat
 
 
 class TrainingLoader:
