@@ -1,7 +1,7 @@
 """Weights of batches: a mean over samples instead of a mean over ranks (`BatchWeights`)."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -9,7 +9,6 @@ from torch.nn import Parameter
 
 from lightning_dear.collectives.launch_log import WEIGHTS_TAG
 from lightning_dear.collectives.work import Collectives, Work
-from lightning_dear.telemetry.statistics import Instruments
 
 MOST = 2**53
 """Largest weight of a batch. Up to it fp64 has all whole numbers."""
@@ -38,7 +37,7 @@ class BatchWeights:
 
     Args:
         collectives: Launches the exchange.
-        instruments: Measures the wait for it.
+        waiting: Reason -> context that is entered around the wait for it.
 
     Attributes:
         is_on: Whether batches have weights; to be assigned to before the first step.
@@ -48,8 +47,10 @@ class BatchWeights:
             Its weight is then 0, whatever is given; to be assigned to.
     """
 
-    def __init__(self, collectives: Collectives, instruments: Instruments) -> None:
-        self._collectives, self._instruments = collectives, instruments
+    def __init__(
+        self, collectives: Collectives, waiting: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
+        self._collectives, self._waiting = collectives, waiting
         self.is_on, self.may_accumulate = False, True
         self.is_repeat = False
         # Whether the present batch is not counted yet, and whether it has no backward.
@@ -173,7 +174,7 @@ class BatchWeights:
             self._work = work.then(lambda: self._hear(sums.tolist()))
         else:
             self._check({collectives.world.rank: sent})
-            with self._instruments.waiting("reduce_scatter", "weights of batches"):
+            with self._waiting("weights of batches"):
                 collectives.launch_all_reduce(sums, WEIGHTS_TAG).wait()
             # On the stream from which backward begins, and for which its other streams wait.
             self._scale = self._numerator / sums.sum() if self.own else 0.0
@@ -210,7 +211,7 @@ class BatchWeights:
     def finish(self) -> None:
         """Waits for the exchange, if one was launched. Also if no gradient needs `scale`."""
         if self._work is not None:
-            with self._instruments.waiting("reduce_scatter", "weights of batches"):
+            with self._waiting("weights of batches"):
                 self._work.wait()
             self._work = None
 

@@ -10,7 +10,6 @@ a few bytes of each rank that travel with the flags (class `Note`).
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -31,32 +30,6 @@ rank's gradient lies in the parameter's bucket, and may be 0. LATE means that a 
 its bucket was launched, so that one more round is needed."""
 
 
-@dataclass(frozen=True)
-class Weight:
-    """Weight of this rank's gradients in the mean over ranks.
-
-    A `BucketRound` has a weight. Equal weights give DistributedDataParallel's mean. Other weights
-    make a weighted mean, such as by each rank's number of samples. All ranks must agree on the
-    total before gradients are written into buckets.
-
-    Attributes:
-        own: This rank's weight, at least 0. 0 means that this rank's gradients do not count, as on
-            a rank without a batch.
-        total: Sum of all ranks' weights, the same on all ranks.
-    """
-
-    own: float
-    total: float
-
-    @cached_property
-    def scale(self) -> float:
-        """Factor that the writer of a bucket multiplies this rank's gradients by, `own / total`.
-
-        With equal weights it is 1 / world size, as under DistributedDataParallel. 0 if `own` is 0.
-        """
-        return self.own / self.total if self.own else 0.0
-
-
 class BucketRound:
     """Reduces buckets over ranks, one round at a time, without autograd or an optimizer.
 
@@ -64,7 +37,7 @@ class BucketRound:
     weights. In each round every rank
 
     1. may call `expect`, so that messages of faster ranks can arrive sooner,
-    2. writes its values, times `weight.scale`, into `Bucket.gradients` of the round's buckets, and
+    2. writes its values, times `weights.scale`, into `Bucket.gradients` of the round's buckets, and
        zeros where it has none,
     3. calls `mark_full` and `launch_full` as buckets become full, and `launch_all` at the end,
     4. calls `finish`. Then `Bucket.mean` of each bucket holds the weighted mean: of this rank's
@@ -95,7 +68,7 @@ class BucketRound:
         averaging = BucketRound(flat, [0], exchange, ["values"], None, lambda _: nullcontext())
 
         mean = flat.placements[0].gradient  # the parameter's view of its bucket
-        mean.copy_(values * averaging.weight.scale)
+        mean.copy_(values * averaging.weights.scale)
         averaging.launch_all()
         averaging.finish([USED])
         exchange.note_used(averaging.used, keeps=True)
@@ -122,8 +95,8 @@ class BucketRound:
             once `finish` has returned.
         late: Indices of the parameters that were LATE on a rank in the last round of this step.
         has_means: Whether buckets hold means of this step, to which another round adds.
-        weight: Weight of this rank's gradients, equal on all ranks at first; to be assigned to
-            between steps, and again after a new plan.
+        weights: By which this rank counts: all ranks alike, unless `BatchWeights.is_on`. To be
+            assigned to between steps, and again after a new plan.
         written_on: CUDA streams on which buckets of this round are written. Launches wait for them.
             The writer adds each stream. On a CPU it holds only None.
         watched: Bucket numbers that a thread waits for, see `watch`. Empty until `watch` is called
@@ -144,7 +117,7 @@ class BucketRound:
         self._placements = flat.placements
         self._collectives = exchange.collectives
         self._notes, self.waiting = notes or Notes(()), waiting
-        self.weight: Weight | BatchWeights = Weight(1.0, exchange.collectives.world.size)
+        self.weights = BatchWeights(exchange.collectives, waiting)
         self.written_on: set[Any] = set()
         # Flags of two rounds of one exchange, with other buckets, may travel at the same time.
         self._tag = exchange.first_tag + min(order, default=0)
@@ -223,7 +196,7 @@ class BucketRound:
     def mark_full(self, number: int) -> None:
         """Marks bucket `number` as full, which launches nothing: `launch_full` does that.
 
-        To be called when the bucket holds all of this rank's gradients, times `weight.scale`.
+        To be called when the bucket holds all of this rank's gradients, times `weights.scale`.
 
         Raises:
             KeyError: If the round has no such bucket.
@@ -252,7 +225,7 @@ class BucketRound:
     def _launch(self, bucket: Bucket) -> None:
         # NCCL waits for the stream that launches, but not for other streams that wrote the bucket.
         self._collectives.streams.follow(self.written_on)
-        if not self.weight.own:
+        if not self.weights.own:
             # This rank's gradients do not count. Multiplied by 0, inf would have become nan.
             bucket.gradients.zero_()
         work = self.launched[bucket.number] = self.exchange.launch_reduce(bucket)

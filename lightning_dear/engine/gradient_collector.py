@@ -45,7 +45,7 @@ def sparse_gradient(name: str) -> RuntimeError:
 
 
 class GradientCollector:
-    """Copies gradients into buckets, times `Weight.scale`, and marks full buckets in the round.
+    """Copies gradients, times `BatchWeights.scale`, into buckets, and marks full ones in the round.
 
     The step's gradient hooks call it in backward. It reads `.grad`, and knows nothing of
     optimizers and plans to come.
@@ -148,7 +148,7 @@ class GradientCollector:
             elif is_ours and self._may_be_held[index] and gradient.dtype == home.dtype:
                 self._held.setdefault(placement.buckets[0], []).append((home, gradient))
             else:
-                torch.mul(gradient, self._round.weight.scale, out=home)
+                torch.mul(gradient, self._round.weights.scale, out=home)
         if is_first:
             self._is_collected[index] = True
             for number in placement.buckets:
@@ -159,7 +159,7 @@ class GradientCollector:
 
     def _add(self, home: Tensor, gradient: Tensor) -> None:
         """Adds a parameter's second gradient to the first one in the bucket."""
-        scale = self._round.weight.scale
+        scale = self._round.weights.scale
         if isinstance(scale, Tensor):
             # `alpha` must be a number, and to read the tensor would block the host.
             home.add_(gradient * scale)
@@ -167,13 +167,13 @@ class GradientCollector:
             home.add_(gradient, alpha=scale)
 
     def _copy_held(self, number: int) -> None:
-        """Copies the held gradients of bucket `number` into it, times `Weight.scale`.
+        """Copies the held gradients of bucket `number` into it, times `BatchWeights.scale`.
 
         Does nothing if none is held.
         """
         if (held := self._held.pop(number, None)) is None:
             return
-        scale = self._round.weight.scale
+        scale = self._round.weights.scale
         self._collectives.streams.follow(self._round.written_on)
         homes, gradients = map(list, zip(*held, strict=True))
         # Both branches give the same bits as `torch.mul`. The in-place `_foreach_mul_` would not:
@@ -217,7 +217,7 @@ class GradientCollector:
                 placement.gradient.zero_()
         for number in tuple(self._held):
             self._copy_held(number)
-        counts = bool(self._round.weight.own)
+        counts = bool(self._round.weights.own)
         says = [USED if counts and is_here else UNUSED for is_here in self._is_collected]
         for index in late:
             says[index] = LATE

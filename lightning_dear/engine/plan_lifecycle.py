@@ -186,7 +186,7 @@ class PlanLifecycle:
         for_gradients = partial(waiting, "reduce_scatter")
         names, order = self.trained.names, plan.reduce_order
         bucket_round = BucketRound(flat, order, exchange, names, self._notes, for_gradients)
-        bucket_round.weight = training.weights
+        bucket_round.weights = training.weights
         collector = GradientCollector(flat, recording.expected, bucket_round)
         whole = WholeGradients(flat, bucket_round)
         where = training.module, flat, exchange, recording.ungated

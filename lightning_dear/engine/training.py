@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 
@@ -82,7 +83,8 @@ class Training:
     end: SharedEnd = field(default_factory=SharedEnd)
 
     def __post_init__(self) -> None:
-        self.weights = BatchWeights(self.collectives, self.instruments)
+        waiting = partial(self.instruments.waiting, "reduce_scatter")
+        self.weights = BatchWeights(self.collectives, waiting)
         self.unheld = UnheldGradients(self.collectives, self.weights)
         self.buffers = BufferBroadcast(self.tree, self.collectives, self.instruments)
 

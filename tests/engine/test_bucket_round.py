@@ -21,7 +21,7 @@ from lightning_dear.bucket import FlatBuffers, allocate
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Fp32, Signum
-from lightning_dear.engine.bucket_round import LATE, UNUSED, USED, BucketRound, Weight
+from lightning_dear.engine.bucket_round import LATE, UNUSED, USED, BucketRound
 from lightning_dear.engine.notes import Notes, Signal
 from lightning_dear.exchange import Traffic, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
@@ -65,7 +65,7 @@ class Rounds:
         """Writes this rank's gradients into these buckets, multiplied as the round wants it."""
         rank = self.collectives.world.rank if rank is None else rank
         for number in numbers:
-            scaled = gradient(number, rank) * self.round.weight.scale
+            scaled = gradient(number, rank) * self.round.weights.scale
             # What stands behind the last parameter fills the bucket up.
             self.flat.buckets[number].gradients[: NUMELS[number]] = scaled
             self.round.mark_full(number)
@@ -135,7 +135,9 @@ def test_a_rank_without_a_batch_counts_nothing_whatever_its_buckets_hold() -> No
     rounds = Rounds()
     world = rounds.collectives.world
     own = [3.0, 0.0, 5.0][: world.size]
-    rounds.round.weight = Weight(own[world.rank], sum(own))
+    rounds.round.weights.is_on = True
+    rounds.round.weights.weigh(own[world.rank])
+    rounds.round.weights.launch()
     if world.rank == 1:
         for bucket in rounds.flat.buckets:
             bucket.gradients.fill_(math.nan)
@@ -149,13 +151,17 @@ def test_a_rank_without_a_batch_counts_nothing_whatever_its_buckets_hold() -> No
         torch.testing.assert_close(rounds.mean(number).double(), expected, rtol=1e-5, atol=1e-6)
 
 
+@distributed(world_sizes=(1, 2, 3))
 def test_equal_weights_scale_as_ddp_does_whatever_they_are() -> None:
-    for size in range(1, 9):
-        for own in (1.0, 3.0, 48.0, 1e-3):
-            assert Weight(own, own * size).scale == 1.0 / size
-    assert Weight(0.0, 5.0).scale == 0.0
-    # Nobody has a batch.
-    assert Weight(0.0, 0.0).scale == 0.0
+    weights = Rounds().round.weights
+    weights.is_on = True
+    for own in (1.0, 3.0, 48.0, 1e-3):
+        weights.weigh(own)
+        assert weights.scale == 1.0 / dist.get_world_size()
+        weights.reset()
+    # No rank has a batch.
+    weights.weigh(0.0)
+    assert weights.scale == 0.0
 
 
 @distributed(world_sizes=(2,))
