@@ -100,7 +100,7 @@ def test_two_ranks_are_examined_and_nothing_is_trained(tmp_path):
         r"slowest pair within hosts +ranks 0 and 1: [\d.]+ MB/s",
         r"gradients +0\.0\d MB",
         r"backward \(median of \d\) +[\d.]+ ms",
-        r"late rank +(none|rank \d, by [\d.]+ ms a batch)",
+        r"late rank +(none|rank \d, by [\d.]+ ms a batch; split=.*faster)",
     ):
         assert re.search(f"^{row}$", table, re.MULTILINE), (row, table)
     assert re.search(r"^Communication is \d+% of a step \(.* ms beside .* ms", table, re.MULTILINE)
@@ -331,8 +331,8 @@ def test_the_slowest_pair_is_named():
 @pytest.mark.parametrize(
     ("error_s", "totals_s", "found"),
     [
-        (0.0, (0.3, 0.2, 0.2), "rank 0, by 100.0 ms a batch"),
-        (0.0, (0.2, 0.2, 0.3), "rank 2, by 100.0 ms a batch"),
+        (0.0, (0.3, 0.2, 0.2), "rank 0, by 100.0 ms a batch; split=[2, 3, 3]: 1.3 times faster"),
+        (0.0, (0.2, 0.2, 0.3), "rank 2, by 100.0 ms a batch; split=[3, 3, 2]: 1.3 times faster"),
         (0.0, (0.2, 0.21, 0.2), "none"),
         (0.06, (0.3, 0.2, 0.2), "none"),
     ],

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
+from math import gcd
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_dear.apps.doctor.measuring import Compute, Pair, measure_compute, measure_links
 from lightning_dear.apps.doctor.reachability import Door, MeetingPoint, knock_from, named, open_door
 from lightning_dear.apps.train import report
+from lightning_dear.callbacks.batch_split import quickest
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.world import World
 from lightning_dear.planning import LinkCost
@@ -36,6 +38,9 @@ NEGLIGIBLE_SHARE = 0.1
 """Share of a step. If communication takes less of it, the doctor recommends strategy=ddp."""
 
 _MB = 1e6
+
+_PARTS = 8
+"""Number of parts of a rank's batch. The proposed split moves whole parts."""
 
 Rows = list[tuple[str, str]]
 """Titles and values, in the order to print."""
@@ -254,6 +259,9 @@ def compute_rows(compute: Compute) -> Rows:
 def late_row(computes: Sequence[Compute]) -> tuple[str, str]:
     """Return a row with the rank that computes longest, for which the others would wait.
 
+    It proposes a `split` of samples, and what that gains if time grows with samples as measured
+    at one batch size. `split="auto"` measures two sizes.
+
     Args:
         computes: Forward and backward of each rank, two ranks or more.
     """
@@ -261,7 +269,13 @@ def late_row(computes: Sequence[Compute]) -> tuple[str, str]:
     longest_s = max(one.total_s for one in computes)
     told = [(longest_s - one.total_s, one.error_s, longest_s) for one in computes]
     rank, late_s = latest_rank(told)
-    return "late rank", "none" if rank is None else f"rank {rank}, by {_milli(late_s)} a batch"
+    if rank is None:
+        return "late rank", "none"
+    shares, needed = quickest([(0.0, one.total_s) for one in computes], [_PARTS] * len(computes))
+    shares = [share // gcd(*shares) for share in shares]
+    gain = _PARTS * longest_s / needed
+    said = f"rank {rank}, by {_milli(late_s)} a batch; split={shares}: {gain:.1f} times faster"
+    return "late rank", said
 
 
 def verdict(world_size: int, compute: Compute, cost: LinkCost | None, num_batches: int = 1) -> str:
