@@ -130,7 +130,9 @@ class DearMonitor(Callback):
         # If each epoch has one step, no step is timed, and no rank is named.
         steps_s = self._steps.get("step_s", [math.inf])[-len(own_s) :]
         rank, late_s = latest_rank(from_all_ranks((*median_and_error(own_s), median(steps_s))))
-        pl_module.log_dict({"dear/late_rank": -1 if rank is None else rank, "dear/late_s": late_s})
+        figures = {"dear/late_rank": -1.0 if rank is None else float(rank), "dear/late_s": late_s}
+        # All ranks have the same. Without `sync_dist` Lightning would advise to average them.
+        pl_module.log_dict(figures, sync_dist=True, reduce_fx="max")
 
     def _note(self, figures: dict[str, float]) -> None:
         for name, value in figures.items():

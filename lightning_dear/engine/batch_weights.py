@@ -45,6 +45,9 @@ class BatchWeights:
             optimizers: their steps begin at different micro-batches. To be assigned to.
         is_repeat: Whether this rank has had the present batch before, and other ranks have more.
             Its weight is then 0, whatever is given; to be assigned to.
+        holds_gradients: Returns whether an optimizer has gradients of this step that its own step
+            has not used yet; to be assigned to.
+        was_given: Whether the user has given any batch a weight other than 0.
     """
 
     def __init__(
@@ -52,21 +55,31 @@ class BatchWeights:
     ) -> None:
         self._collectives, self._waiting = collectives, waiting
         self.is_on, self.may_accumulate = False, True
-        self.is_repeat = False
+        self.is_repeat = self.was_given = False
+        self.holds_gradients: Callable[[], bool] = bool
         # Whether the present batch is not counted yet, and whether it has no backward.
         self._is_new = self._has_no_loss = False
-        self._present: float | None = None
+        self._given: float | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the step's micro-batches. To be called when its gradients are forgotten. Local.
+        """Forgets the step's micro-batches, unless an optimizer still has their gradients. Local.
 
-        A batch that is not counted yet is kept: its backward follows.
+        Keeps the weight of a batch that had no backward yet: Lightning calls `zero_grad` between
+        `training_step` and backward.
         """
+        if self.holds_gradients():
+            return
         self._counted: list[float] = []
         self._work: Work | None = None
         self._scale: float | Tensor = 0.0
         self._is_launched = self._is_scaled = False
+
+    def end_step(self) -> None:
+        """Forgets what a step has used. With several optimizers all may use one batch. Local."""
+        if self.may_accumulate and not self._is_new:
+            self.forget()
+        self.reset()
 
     # --- before backward ------------------------------------------------------------------------
 
@@ -75,12 +88,21 @@ class BatchWeights:
 
         Args:
             weight: From 0 to 2^53. With another number all ranks raise in the step.
-            has_loss: False means that no backward of this batch follows. It counts all the same.
+            has_loss: False means that no backward of this batch follows. The batch still counts as
+                one of the step's m micro-batches.
         """
         if self._is_new and self._has_no_loss:
             self._count()
-        self._present = 0.0 if self.is_repeat else weight
-        self._is_new, self._has_no_loss = True, not has_loss
+        self._given, self._is_new, self._has_no_loss = weight, True, not has_loss
+
+    def forget(self) -> None:
+        """Forgets the present batch's weight: the next batch needs one of its own. Local."""
+        self._given, self._is_new = None, False
+
+    @property
+    def _present(self) -> float | None:
+        """Weight of the present batch. None means that it has none."""
+        return 0.0 if self.is_repeat and self._given is not None else self._given
 
     def loss_factor(self) -> float:
         """Returns the factor of the present batch's loss, and counts the batch. Local.
@@ -97,19 +119,19 @@ class BatchWeights:
 
     def _count(self) -> None:
         """Counts the present batch in the step, unless it is counted already."""
-        if self._present is None:
-            raise RuntimeError(
-                "This batch has no weight. Call strategy.weigh(n) before its backward, on all"
-                " ranks. weights='samples' finds n itself only in a Trainer's automatic"
-                " optimization."
-            )
         if self._counted and not self._is_new:
             return
+        if self._present is None:
+            raise RuntimeError(
+                "This batch has no weight. Call strategy.weigh(n) for each batch, before its"
+                " backward, and strategy.weigh(0) for one that has no backward. weights='samples'"
+                " finds n itself only in a Trainer's automatic optimization."
+            )
         if self._counted and not self.may_accumulate:
             raise RuntimeError(
                 "With several optimizers, weights='samples' takes one weighed batch in each step."
-                " Call zero_grad() of all optimizers before a batch, or train each model by an own"
-                " strategy. Each optimizer's step may begin at another batch."
+                " Call step() or zero_grad() of each optimizer before the next batch is weighed:"
+                " all optimizers use the same weights."
             )
         if self._is_launched:
             raise RuntimeError(
@@ -122,20 +144,21 @@ class BatchWeights:
         self._is_new = False
 
     def refuse_plain(self) -> None:
-        """Called for a gradient that came from no backward of the strategy's.
+        """Called when a plain `loss.backward()` makes a gradient.
 
         Raises:
-            RuntimeError: If its loss would have been multiplied by a factor.
+            RuntimeError: If the loss would have been multiplied by a factor.
         """
-        # Between steps it may be one that this rank alone looks at, such as a saliency map.
+        # Without a weighed batch nothing is checked: this rank may only look at the gradient.
         if self.is_on and self._is_new:
             self._count()
-        if self._counted and self._present != self._first:
+        if self._counted and self._counted[-1] != self._first:
             raise RuntimeError(
-                f"A plain loss.backward() of a batch of weight {self._present:g}, after one of"
-                f" weight {self._first:g}. Call self.manual_backward(loss) or"
-                " fabric.backward(loss): it multiplies the loss by the weight. To look at a"
-                " gradient, call torch.autograd.grad, which leaves .grad alone."
+                f"A plain loss.backward() of a batch of weight {self._counted[-1]:g}, in a step"
+                f" that begins with weight {self._counted[0]:g}. Call self.manual_backward(loss) or"
+                " fabric.backward(loss): it multiplies the loss by the weight, and drops gradients"
+                " of weight 0, such as those of a repeated batch. To look at a gradient, call"
+                " torch.autograd.grad, which leaves .grad alone."
             )
 
     @contextmanager
@@ -188,8 +211,8 @@ class BatchWeights:
         for rank, weight in sums.items():
             if not 0 <= weight <= MOST:
                 raise ValueError(
-                    f"Rank {rank} has weighed a batch, or those of a step together, {weight:g}."
-                    " Pass strategy.weigh(n) a number from 0 to 2^53, such as the number of samples"
+                    f"Rank {rank}'s weight of a batch, or their sum in a step, is {weight:g}. Pass"
+                    " strategy.weigh(n) a number from 0 to 2^53, such as the number of samples"
                     " or tokens that the loss is a mean over."
                 )
 
@@ -197,7 +220,8 @@ class BatchWeights:
     def scale(self) -> float | Tensor:
         """Factor of this rank's gradients. Blocks until the weights of all ranks have arrived.
 
-        0 if this rank's weights are 0. A scalar fp64 tensor where reading it would block the host.
+        0 if this rank's weights are 0. On CUDA a scalar fp64 tensor, since to read a number would
+        block the host.
 
         Raises:
             ValueError: If a rank has a weight that is not valid.

@@ -187,6 +187,10 @@ class Pipeline:
         training.all_reduce_refusal = why_not_all_reduce(training.options, is_one_optimizer=is_one)
         if len(optimizers) > 1:
             self.hold_back()
+        idle = StepState.EMPTY, StepState.ENDED
+        training.weights.holds_gradients = lambda: any(
+            part.progress.state not in idle for part in self.parts
+        )
 
     @property
     def collectives(self) -> Collectives:

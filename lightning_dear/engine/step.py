@@ -272,10 +272,10 @@ class OptimizerPipeline:
             active.round.drop()
             active.collector.begin()
             self.stepper.clear_gradients()
-        self._training.weights.reset()
         self.plans.trained.recorder.gradients.clear()
         self.mean.has_leftovers = False
         self.progress.enter(StepState.EMPTY)
+        self._training.weights.reset()
 
     @torch.no_grad()
     def _before_hooks(self) -> None:
@@ -355,7 +355,7 @@ class OptimizerPipeline:
         self.progress.enter(StepState.EMPTY)
         self.mean.has_leftovers = self._training.uses_buckets
         self._tried.note()
-        self._training.weights.reset()
+        self._training.weights.end_step()
         self.num_steps += 1
         self.timer.step_ends()
         self._training.buffers.finish()

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities import distributed
 from lightning.pytorch.utilities import rank_zero_info
@@ -187,16 +188,20 @@ class PipelineStrategy(ABC):
 
         Args:
             n: From 0 to 2^53. 0 means that the batch does not count: its gradients are dropped.
-                A tensor is read, so that the host waits for the device.
+                A tensor is read, so that the host waits for the device. Ignored where gradients are
+                off, as in validation.
 
         Raises:
             RuntimeError: Without `weights="samples"`. A number that is not valid raises a
                 ValueError later, on all ranks.
         """
         for pipeline in self._pipelines:
-            if not pipeline.training.weights.is_on:
+            weights = pipeline.training.weights
+            if not weights.is_on:
                 raise RuntimeError("weigh() needs weights='samples'. Pass it to the strategy.")
-            pipeline.training.weights.weigh(float(n))
+            if torch.is_grad_enabled():
+                weights.weigh(float(n))
+                weights.was_given |= n != 0
 
     def complete_parameters(self, reason: str = "read") -> None:
         """Blocks until all parameters have the values of the last step. Local. Idempotent.

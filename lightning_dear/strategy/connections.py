@@ -141,25 +141,36 @@ def connect_scaler(
         part.plans.loss_scale = partial(loss_scale, scaler, part.parameters[0].device)
 
 
-def weigh_batch(weights: BatchWeights, batch: Any, output: STEP_OUTPUT) -> None:
+def weigh_batch(
+    weights: BatchWeights, batch: Any, output: STEP_OUTPUT, *, is_automatic: bool
+) -> None:
     """Gives a batch its number of samples as its weight, unless the user has given it one.
 
-    The first tensor's length counts, as in `LightningModule.log`. Does nothing if batches have no
-    weights.
+    The first tensor's length counts, as in `LightningModule.log`. In manual optimization it ends
+    the batch instead, all backwards of which have run. Does nothing if batches have no weights.
 
     Args:
         weights: Weights of the fit's batches.
         batch: The batch. Not read if it has a weight.
-        output: What its `training_step` has returned. None, so no backward follows: weight 0.
+        output: What its `training_step` has returned. None means weight 0: no backward follows.
+        is_automatic: Whether the optimization is.
 
     Raises:
         ValueError: If no number of samples is found.
     """
     if not weights.is_on:
         return
-    if output is None:
+    if not is_automatic:
+        weights.forget()
+    elif output is None:
         weights.weigh(0.0, has_loss=False)
     elif not weights.is_expecting:
+        if weights.was_given:
+            raise ValueError(
+                "This batch has no weight, and earlier ones had: samples would be mixed with"
+                " tokens, or what strategy.weigh(n) was given. Call it for each batch, with 0 for"
+                " one that does not count."
+            )
         found = private_names.BATCH_SIZES.of(data)(batch)
         sizes = iter([one for one in found if one is not None])
         if (size := next(sizes, None)) is None:

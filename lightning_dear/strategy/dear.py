@@ -284,8 +284,10 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._check_optimizers()
         with self.pipeline_of().forward(synchronize=not self._is_sync_blocked):
             output = super().training_step(*args, **kwargs)
-        if self.lightning_module is not None and self.lightning_module.automatic_optimization:
-            connections.weigh_batch(self.pipeline_of().training.weights, args[0], output)
+        assert self.lightning_module is not None
+        is_automatic = self.lightning_module.automatic_optimization
+        weights = self.pipeline_of().training.weights
+        connections.weigh_batch(weights, args[0], output, is_automatic=is_automatic)
         return output
 
     @override

@@ -397,7 +397,7 @@ class Bad(Module):
 @pytest.mark.parametrize("accumulates", [1, 2])
 @distributed(world_sizes=[2])
 def test_all_ranks_refuse_a_bad_weight(weight: float, accumulates: int) -> None:
-    with pytest.raises(ValueError, match=f"Rank 1 .* {re.escape(f'{weight:g}')}. .*strategy.weigh"):
+    with pytest.raises(ValueError, match=f"Rank 1's .* {re.escape(f'{weight:g}')}. .*strategy.weigh"):
         fit(module := Bad(weight, accumulates), module.case)
 
 
