@@ -39,9 +39,11 @@ class Latest(NamedTuple):
 
     def __str__(self) -> str:
         """Returns a sentence with the rank and the time, or one that no rank is late."""
-        late = f"{self.late_s * 1e3:.1f} ms"
-        named = f"Rank {self.rank} is late: the others wait {late} longer a step."
-        return "No rank is late." if self.rank is None else named
+        if self.rank is None:
+            return "No rank is late."
+        return (
+            f"Rank {self.rank} is late: the others wait {self.late_s * 1e3:.1f} ms longer a step."
+        )
 
 
 def median_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -86,18 +88,15 @@ class Instruments:
     Attributes:
         clock: Same as the argument.
         timeline: Timeline in which spans are recorded at present. None means no recording.
-        computing: To be assigned a list: then pairs of marks are appended to it whose differences,
-            second less first, add up to the time in forward and backward without the waits in
-            them. None means that nothing is appended.
+        marks: To be assigned a list: then the two marks of each wait are appended to it. None means
+            that nothing is appended.
     """
 
     def __init__(self, clock: Clock, collectives: Collectives) -> None:
         self.clock = clock
         self._collectives = collectives
         self.timeline: Timeline | None = None
-        self.computing: list[tuple[Any, Any]] | None = None
-        # The same within a span, otherwise None.
-        self._inside: list[tuple[Any, Any]] | None = None
+        self.marks: list[Any] | None = None
         self._sent_bytes = 0
         self._step_began: Any = None
         self._is_asked = clock.is_free
@@ -134,15 +133,10 @@ class Instruments:
     def span(self, lane: str) -> Iterator[None]:
         """Records the `with` block as a span of `lane`, in the timeline and in torch's profiler.
 
-        Each of them is left out if it does not record. The block counts as computing.
+        Each of them is left out if it does not record.
         """
-        inside = self._inside = self.computing
-        start = None if inside is None else self.clock.mark()
         with _in_profiler(lane), self.timeline.span(lane, lane) if self.timeline else nullcontext():
             yield
-        self._inside = None
-        if inside is not None:
-            inside.append((start, self.clock.mark()))
 
     @contextmanager
     def waiting(self, lane: str, reason: str) -> Iterator[None]:
@@ -157,7 +151,7 @@ class Instruments:
         """
         # On a CUDA device the two marks of a wait cost the host time, so that they are made only if
         # they are used.
-        users = self._current, self.timeline, self._inside
+        users = self._current, self.timeline, self.marks
         is_timed = any(one is not None for one in users)
         start = self.clock.mark() if is_timed else None
         # There is no `finally`: after a failure of the device, the mark below could raise another
@@ -170,8 +164,8 @@ class Instruments:
                 self._current.waits[lane].append((start, end))
             if self.timeline is not None:
                 self.timeline.record("wait", reason, start, end)
-            if self._inside is not None:
-                self._inside.append((end, start))
+            if self.marks is not None:
+                self.marks += start, end
 
     def begin_step(self) -> None:
         """Marks the beginning of the optimizer step on a bucket, if a timeline is recorded."""

@@ -141,7 +141,9 @@ def test_the_slower_rank_gets_less() -> None:
     module, found, _ = fitted("auto", 32, 0.006)
     assert equal.step_s() / found.step_s() >= 1.7
     (line,) = found.said
-    assert re.fullmatch(r"split: 12 and 4 samples; a step's computing (1.9|2.0) times faster", line)
+    assert re.fullmatch(
+        r"split=\[12, 4\]: steps compute (1.9|2.0) times as fast as with equal sizes", line
+    )
     assert furthest(copies(module), alone(8 * 2 * 32, 16, 1)) < 1e-12
 
 
@@ -161,7 +163,7 @@ def test_new_sizes_count_from_what_no_worker_has_fetched(world_size: int) -> Non
 def test_equal_ranks_keep_equal_sizes() -> None:
     module, watching, _ = fitted("auto", 24, 0.004, slower=1)
     assert module.sizes[21:] == [8] * 3
-    assert watching.said == ["split: equal sizes; others would not make a step's computing faster"]
+    assert watching.said == ["split=[8, 8]: steps compute 1.0 times as fast as with equal sizes"]
 
 
 @distributed(world_sizes=[2], keeps_ranks=False)
@@ -190,7 +192,7 @@ def test_sizes_of_other_batches_are_measured_again() -> None:
         split.load_state_dict({"sizes": sizes})
         loader = split.loader(own, strategy)
         first = len(next(iter(loader.batch_sampler)))
-        assert first == (sizes[rank] if is_used else cut(16, [2, 1])[rank])
+        assert first == (sizes[rank] if is_used else cut(16, (1, 2))[rank])
 
 
 @distributed(world_sizes=[2])
@@ -218,4 +220,4 @@ def test_batches_of_one_sample_stay_equal() -> None:
         new_trainer(dear(split="auto")).fit(module, DataLoader(samples(48), 1))
     assert module.sizes == [1] * 24
     assert len(watching.said) == 1
-    assert watching.said[0].startswith("split: equal sizes")
+    assert watching.said[0].startswith("split=[1, 1]: steps compute 1.0 times")
