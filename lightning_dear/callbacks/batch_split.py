@@ -34,8 +34,8 @@ _NUM_WARM_UP, _LEAST_GAIN = 4, 1.05
 def quickest(costs: Sequence[tuple[float, float]], sizes: list[int]) -> tuple[list[int], float]:
     """Returns the sizes, with the same sum, for which the slowest rank needs the least time.
 
-    Among such sizes those are returned that need the fewest moves of a sample. No rank's last
-    sample is moved.
+    Of equally quick sizes it returns those that move the fewest samples. A rank keeps at least one
+    sample if it has any.
 
     Args:
         costs: (a, b) of each rank, in seconds: n samples take a + b n.
@@ -78,14 +78,15 @@ class SplitBatches(data.Sampler[list[int]]):
     sample of the last, shorter global batch has one batch less there.
 
     Attributes:
-        whole: Gives the global batches, from a `DistributedSampler` of all samples for one rank.
+        whole: A torch `BatchSampler` that gives the global batches. Its sampler is a
+            `DistributedSampler` for one rank, which gives all samples in order.
         rank: This rank.
         num_ranks: Number of ranks.
         shares: Shares of the ranks; to be assigned to together with `since`. None means that speeds
             are measured: every rank gets a smaller and a larger part by turns.
         since: First position at which `shares` count. A position is an epoch, and the number of a
             global batch in it.
-        position: Position behind the last global batch that was handed out, in any iteration.
+        position: Position after the furthest global batch that any iteration has handed out.
         sizes: Numbers of samples of the parts that this iteration has handed out, oldest first.
             `BatchSplit` removes them.
     """
@@ -157,8 +158,8 @@ class BatchSplit(Callback):
             )
         self._is_auto = split == "auto"
         self._shares: Sequence[int] | None = None if self._is_auto else list(split)
-        self._batches: SplitBatches
-        # Size of each measured batch, and its marks as in `Instruments.marks`.
+        # For each measured batch: its size, and marks at which work begins and ends by turns. Work
+        # ends where the batch ends or waits.
         self._timed: list[tuple[int, list[Any]]] = []
 
     def loader(self, loader: Any, strategy: Any) -> Any:
@@ -167,8 +168,8 @@ class BatchSplit(Callback):
         The copy has the same class, data set, workers and options.
 
         Args:
-            loader: Loader as Lightning hands it to the strategy. Not mutated. Another than for
-                training is returned as it is.
+            loader: Loader as Lightning hands it to the strategy. Not mutated. A loader that is not
+                for training is returned unchanged.
             strategy: The trainer's strategy.
 
         Raises:
@@ -224,7 +225,6 @@ class BatchSplit(Callback):
             instruments.marks = [instruments.clock.mark()]
             self._timed.append((size, instruments.marks))
         elif self._shares is None:
-            instruments.marks = None
             self._decide(instruments.clock)
 
     @override
@@ -232,6 +232,7 @@ class BatchSplit(Callback):
         instruments = trainer.strategy.pipeline_of().training.instruments
         if instruments.marks is not None:
             instruments.marks.append(instruments.clock.mark())
+            instruments.marks = None
 
     def _decide(self, clock: Clock) -> None:
         """Chooses the sizes from what all ranks have measured. Collective. Blocks."""

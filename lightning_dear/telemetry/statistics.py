@@ -39,11 +39,9 @@ class Latest(NamedTuple):
 
     def __str__(self) -> str:
         """Returns a sentence with the rank and the time, or one that no rank is late."""
-        if self.rank is None:
-            return "No rank is late."
-        return (
-            f"Rank {self.rank} is late: the others wait {self.late_s * 1e3:.1f} ms longer a step."
-        )
+        late = f"{self.late_s * 1e3:.1f} ms"
+        named = f"Rank {self.rank} is late: the others wait {late} longer a step."
+        return "No rank is late." if self.rank is None else named
 
 
 def median_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -88,8 +86,8 @@ class Instruments:
     Attributes:
         clock: Same as the argument.
         timeline: Timeline in which spans are recorded at present. None means no recording.
-        marks: To be assigned a list: then the two marks of each wait are appended to it. None means
-            that nothing is appended.
+        marks: List to which each wait appends the marks of its beginning and its end; to be
+            assigned to. None means that nothing is appended.
     """
 
     def __init__(self, clock: Clock, collectives: Collectives) -> None:

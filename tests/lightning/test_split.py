@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from statistics import median
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -19,7 +20,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_dear.callbacks import batch_split
 from lightning_dear.callbacks.batch_split import cut
+from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.planning import ThresholdFusion
+from lightning_dear.telemetry.statistics import Instruments
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import dear, new_trainer
 from tests.lightning.nets import copies
@@ -211,6 +214,26 @@ def test_measuring_while_accumulating(world_size: int) -> None:
     assert len(watching.said) == 1
     sizes = [4 if dist.get_rank() else 12] if world_size == 2 else [8]
     assert module.sizes[21:] == sizes * 9
+
+
+def test_waits_between_batches_are_not_measured() -> None:
+    """Such as those of a validation."""
+    now_s = iter([*range(1, 100)])
+    clock = SimpleNamespace(mark=lambda: next(now_s), seconds=float, is_free=False)
+    instruments: Any = Instruments(clock, PairwiseCollectives(None, None, None))  # type: ignore[arg-type]
+    pipeline = SimpleNamespace(training=SimpleNamespace(instruments=instruments))
+    trainer = SimpleNamespace(strategy=SimpleNamespace(pipeline_of=lambda: pipeline))
+    split: Any = batch_split.BatchSplit("auto", ThresholdFusion())
+    split._batches = SimpleNamespace(sizes=deque([4, 8]))
+    for _ in range(2):
+        split.on_train_batch_start(trainer)
+        with instruments.waiting("reduce_scatter", "gradients"):
+            pass
+        split.on_train_batch_end(trainer)
+        with instruments.waiting("all_gather", "validation_step"):
+            pass
+    assert split._timed == [(4, [1, 2, 3, 4]), (8, [5, 6, 7, 8])]
+    assert batch_split._cost(split._timed, clock) == (2.0, 0.0)
 
 
 @distributed(world_sizes=[2])

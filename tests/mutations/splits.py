@@ -100,6 +100,13 @@ SPLITS = [
         ("tests/telemetry/test_clock.py::test_a_list_of_marks_gets_those_of_waits",),
     ),
     Mutation(
+        "measuring without what comes between batches",
+        "BatchSplit.on_train_batch_end",
+        "            instruments.marks = None\n",
+        "",
+        (f"{TRAINING}::test_waits_between_batches_are_not_measured",),
+    ),
+    Mutation(
         "batches that training has fetched, although user code iterates anew",
         "SplitBatches.__iter__",
         "max(self.position, (epoch, number + 1))",
