@@ -183,6 +183,8 @@ class BatchSplit(Callback):
         if not isinstance(order, str):
             facts = {"split": self._shares, "batch_size": loader.batch_size, "samples": len(order)}
             facts |= {"shuffle": order.shuffle, "seed": order.seed, "drop_last": loader.drop_last}
+            # With workers, a resumed epoch is drawn before Lightning tells the sampler its number.
+            facts["has_workers"] = loader.num_workers > 0
         said = from_all_ranks(facts)
         for rank, facts in enumerate(said):
             if isinstance(facts, str) or facts != said[0]:

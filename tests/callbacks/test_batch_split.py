@@ -359,6 +359,14 @@ def test_ranks_that_do_not_fit_are_refused_on_all(shares: Any, options: Any, wor
         _trained(dear(split=shares[rank]), loader, use_distributed_sampler=False)
 
 
+@distributed(world_sizes=[2], keeps_ranks=False)
+def test_workers_on_some_ranks_alone_are_refused() -> None:
+    """In a resumed epoch these would draw another order than the others."""
+    loader = DataLoader(_Numbers(16), 4, num_workers=dist.get_rank())
+    with pytest.raises(ValueError, match=r"rank 1: it has .*'has_workers': True.*: rank 0 has"):
+        _trained(dear(split=[3, 1]), loader)
+
+
 @distributed(world_sizes=[2])
 def test_workers_of_the_loader_that_was_passed_are_not_used() -> None:
     sampler = data.DistributedSampler(_Numbers(16), shuffle=False)

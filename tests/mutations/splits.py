@@ -66,9 +66,9 @@ SPLITS = [
     ),
     Mutation(
         "the same loader on all ranks",
-        "BatchSplit._check",
-        "            if facts != said[0]:\n",
-        "            if False:\n",
+        "BatchSplit.loader",
+        " or facts != said[0]",
+        "",
         (f"{CUTTING}::test_ranks_that_do_not_fit_are_refused_on_all",),
     ),
     Mutation(
@@ -80,7 +80,7 @@ SPLITS = [
     ),
     Mutation(
         "batches that are fetched already",
-        "SplitBatches._cut",
+        "SplitBatches.__iter__",
         " or (epoch, number) < self.since",
         "",
         (f"{TRAINING}::test_new_sizes_count_from_what_no_worker_has_fetched",),
