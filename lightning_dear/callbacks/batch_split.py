@@ -60,10 +60,11 @@ def quickest(costs: Sequence[tuple[float, float]], sizes: list[int]) -> tuple[li
 def cut(num_samples: int, shares: tuple[int, ...]) -> list[int]:
     """Returns how many of `num_samples` each rank gets: whole numbers with this sum. Do not mutate.
 
-    Where shares do not divide the samples, the largest number of samples for a share is as small as
-    possible. With at least as many samples as ranks every rank gets one or more. With fewer the
-    first ranks get one each, whatever the shares are, so that the number of a rank's batches does
-    not depend on the shares.
+    Where shares do not divide the samples, the largest number of samples per share is as small as
+    possible. (3, 1) cut 10 samples into 8 and 2, which are 2.7 and 2 per share; 7 and 3 would be
+    2.3 and 3. With at least as many samples as ranks every rank gets one or more. With fewer the
+    first ranks get one each, whatever the shares are. So the number of a rank's batches does not
+    depend on the shares.
     """
     each, rest = divmod(num_samples, len(shares))
     equal = [each + (rank < rest) for rank in range(len(shares))]

@@ -149,8 +149,7 @@ class Instruments:
         """
         # On a CUDA device the two marks of a wait cost the host time, so that they are made only if
         # they are used.
-        users = self._current, self.timeline, self.marks
-        is_timed = any(one is not None for one in users)
+        is_timed = any(one is not None for one in (self._current, self.timeline, self.marks))
         start = self.clock.mark() if is_timed else None
         # There is no `finally`: after a failure of the device, the mark below could raise another
         # error, which would hide the first error.
