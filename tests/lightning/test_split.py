@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 from lightning_dear.callbacks import batch_split
 from lightning_dear.callbacks.batch_split import cut
@@ -234,6 +234,19 @@ def test_waits_between_batches_are_not_measured() -> None:
             pass
     assert split._timed == [(4, [1, 2, 3, 4]), (8, [5, 6, 7, 8])]
     assert batch_split._cost(split._timed, clock) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize(("slower", "shares"), [(1.04, [100, 100]), (3.0, [150, 50])])
+def test_sizes_that_gain_little_are_left_equal(slower: float, shares: list[int]) -> None:
+    split: Any = batch_split.BatchSplit("auto", ThresholdFusion())
+    whole = BatchSampler(DistributedSampler(samples(400), 1, 0), 200, False)
+    split._batches = batch_split.SplitBatches(whole, 0, 2, None)
+    split._timed = [(100, [0.0, 1.0])] * 20
+    told = [((0.0, 1.0), (0, 7)), ((0.0, slower), (0, 5))]
+    with patch.object(batch_split, "from_all_ranks", lambda _: told):
+        split._decide(SimpleNamespace(seconds=float))
+    assert split._batches.shares == shares
+    assert split._batches.since == (0, 7)
 
 
 @distributed(world_sizes=[2])

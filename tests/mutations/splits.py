@@ -118,7 +118,7 @@ SPLITS = [
         "BatchSplit._decide",
         "        if gain < _LEAST_GAIN:\n",
         "        if False:\n",
-        (f"{TRAINING}::test_equal_ranks_keep_equal_sizes",),
+        (f"{TRAINING}::test_sizes_that_gain_little_are_left_equal",),
     ),
     Mutation(
         "sizes in checkpoints",
