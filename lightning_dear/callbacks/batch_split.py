@@ -4,11 +4,11 @@ A global batch is what all ranks train on at once: `batch_size` times the number
 """
 
 import os
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import lru_cache
 from statistics import median
 from typing import Any
 
@@ -30,31 +30,12 @@ NUM_MEASURED = 20
 
 _NUM_WARM_UP, _LEAST_GAIN = 4, 1.05
 
-Marks = list[tuple[Any, Any]]
-"""Pairs of marks of a clock, see `Instruments.computing`."""
-
-
-def cut(num_samples: int, shares: Sequence[int]) -> list[int]:
-    """Returns how many of `num_samples` each rank gets: whole numbers with this sum.
-
-    With at least as many samples as ranks every rank gets one or more. With fewer the first ranks
-    get one each, whatever the shares are, so that the number of a rank's batches does not depend on
-    the shares.
-    """
-    if num_samples < len(shares):
-        return [int(rank < num_samples) for rank in range(len(shares))]
-    ends = [num_samples * share // sum(shares) for share in accumulate(shares)]
-    sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-    while 0 in sizes:
-        sizes[sizes.index(max(sizes))] -= 1
-        sizes[sizes.index(0)] += 1
-    return sizes
-
 
 def quickest(costs: Sequence[tuple[float, float]], sizes: list[int]) -> tuple[list[int], float]:
     """Returns the sizes, with the same sum, for which the slowest rank needs the least time.
 
-    Among such sizes those are returned that need the fewest moves of a sample.
+    Of equally quick sizes it returns those that move the fewest samples. A rank keeps at least one
+    sample if it has any.
 
     Args:
         costs: (a, b) of each rank, in seconds: n samples take a + b n.
@@ -75,6 +56,21 @@ def quickest(costs: Sequence[tuple[float, float]], sizes: list[int]) -> tuple[li
         sizes[fast] += 1
 
 
+@lru_cache
+def cut(num_samples: int, shares: tuple[int, ...]) -> list[int]:
+    """Returns how many of `num_samples` each rank gets: whole numbers with this sum. Do not mutate.
+
+    Where shares do not divide the samples, the largest number of samples per share is as small as
+    possible. (3, 1) cut 10 samples into 8 and 2, which are 2.7 and 2 per share; 7 and 3 would be
+    2.3 and 3. With at least as many samples as ranks every rank gets one or more. With fewer the
+    first ranks get one each, whatever the shares are. So the number of a rank's batches does not
+    depend on the shares.
+    """
+    each, rest = divmod(num_samples, len(shares))
+    equal = [each + (rank < rest) for rank in range(len(shares))]
+    return quickest([(0.0, 1 / share) for share in shares], equal)[0]
+
+
 @dataclass(eq=False)
 class SplitBatches(data.Sampler[list[int]]):
     """Gives this rank's part of every global batch: a batch sampler.
@@ -83,23 +79,20 @@ class SplitBatches(data.Sampler[list[int]]):
     sample of the last, shorter global batch has one batch less there.
 
     Attributes:
-        sampler: Gives all samples in order. Lightning looks for this name, to call `set_epoch`.
-        total: Number of samples in a full global batch.
-        drop_last: Whether a last, shorter global batch is left out.
+        whole: A torch `BatchSampler` that gives the global batches. Its sampler is a
+            `DistributedSampler` for one rank, which gives all samples in order.
         rank: This rank.
         num_ranks: Number of ranks.
         shares: Shares of the ranks; to be assigned to together with `since`. None means that speeds
             are measured: every rank gets a smaller and a larger part by turns.
-        since: First position at which `shares` count. A position is how many iterations over this
-            object have begun, and the number of the global batch in the last one.
-        position: Position of the global batch that is handed out next.
-        sizes: Numbers of samples of the parts that this iteration has handed out, oldest first. Who
-            measures removes them. 0 means that the global batch was not full.
+        since: First position at which `shares` count. A position is an epoch, and the number of a
+            global batch in it.
+        position: Position after the furthest global batch that any iteration has handed out.
+        sizes: Numbers of samples of the parts that this iteration has handed out, oldest first.
+            `BatchSplit` removes them.
     """
 
-    sampler: "data.DistributedSampler[Any]"
-    total: int
-    drop_last: bool
+    whole: Any
     rank: int
     num_ranks: int
     shares: Sequence[int] | None
@@ -108,46 +101,39 @@ class SplitBatches(data.Sampler[list[int]]):
     sizes: deque[int] = field(default_factory=deque)
 
     def __len__(self) -> int:
-        full, rest = divmod(len(self.sampler), self.total)
-        return full + (not self.drop_last and self._cut(rest, self.position)[self.rank] > 0)
+        # The first ranks have a part of the last, shorter global batch, see `cut`.
+        rest: int = len(self.whole.sampler) % self.whole.batch_size
+        return len(self.whole) - (not self.whole.drop_last and 0 < rest <= self.rank)
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
-        # Counted before the first batch is asked for. With workers that is at once.
-        self.position, self.sizes = (self.position[0] + 1, 0), deque()
-        return self._parts(self.position[0])
-
-    def _parts(self, iteration: int) -> Iterator[list[int]]:
+        epoch = self.whole.sampler.epoch
         with torch.random.fork_rng(devices=()):
             # A sampler that Lightning has wrapped may draw from torch's generator.
-            torch.default_generator.manual_seed(self.sampler.seed + self.sampler.epoch)
-            order = list(self.sampler)
-        for number, start in enumerate(range(0, len(order), self.total)):
-            samples = order[start : start + self.total]
-            if self.drop_last and len(samples) < self.total:
-                return
-            sizes = self._cut(len(samples), (iteration, number))
-            self.position = iteration, number + 1
-            if size := sizes[self.rank]:
-                begin = sum(sizes[: self.rank])
-                self.sizes.append(size if len(samples) == self.total else 0)
+            torch.default_generator.manual_seed(self.whole.sampler.seed + epoch)
+            batches = list(self.whole)
+        self.sizes.clear()
+        for number, samples in enumerate(batches):
+            shares = self.shares
+            if shares is None or (epoch, number) < self.since:
+                shares = [1 + (rank + epoch + number) % 2 for rank in range(self.num_ranks)]
+            # Never less: user code may iterate, too, and training has fetched these batches.
+            self.position = max(self.position, (epoch, number + 1))
+            parts = cut(len(samples), tuple(shares))
+            begin, size = sum(parts[: self.rank]), parts[self.rank]
+            if size > 0:
+                self.sizes.append(size)
                 yield samples[begin : begin + size]
-
-    def _cut(self, num_samples: int, position: tuple[int, int]) -> list[int]:
-        shares = self.shares
-        if shares is None or position < self.since:
-            shares = [1 + (rank + sum(position)) % 2 for rank in range(self.num_ranks)]
-        return cut(num_samples, shares)
 
 
 class BatchSplit(Callback):
     """Splits training batches among ranks by shares; `DearStrategy` describes the option `split`.
 
     With "auto", in a fit's first batches every rank gets a smaller and a larger part of the global
-    batch by turns, and measures forward and backward without their waits for messages. Then ranks
-    exchange what a batch and a sample cost them. The sizes for which the slowest rank needs the
-    least time count from the first global batch that no worker has fetched. They are saved in
-    checkpoints, and count at once in a resumed fit with as many ranks and the same global batch.
+    batch by turns, and measures each batch without its waits for messages. Then ranks exchange what
+    a batch and a sample cost them. The sizes for which the slowest rank needs the least time count
+    from the first global batch that no rank has fetched. They are saved in checkpoints, and count
+    at once in a resumed fit with as many ranks and the same global batch.
 
     Args:
         split: Shares, or "auto".
@@ -173,8 +159,9 @@ class BatchSplit(Callback):
             )
         self._is_auto = split == "auto"
         self._shares: Sequence[int] | None = None if self._is_auto else list(split)
-        self._batches: SplitBatches | None = None
-        self._timed: list[tuple[int, Marks]] = []
+        # For each measured batch: its size, and marks at which work begins and ends by turns. Work
+        # ends where the batch ends or waits.
+        self._timed: list[tuple[int, list[Any]]] = []
 
     def loader(self, loader: Any, strategy: Any) -> Any:
         """Returns a copy of a training loader that gives this rank's parts. Collective. Blocks.
@@ -182,55 +169,44 @@ class BatchSplit(Callback):
         The copy has the same class, data set, workers and options.
 
         Args:
-            loader: Loader as Lightning hands it to the strategy. Not mutated. Another than for
-                training is returned as it is.
+            loader: Loader as Lightning hands it to the strategy. Not mutated. A loader that is not
+                for training is returned unchanged.
             strategy: The trainer's strategy.
 
         Raises:
             ValueError: On all ranks: if a rank's loader is no ordinary map-style one, if loaders
-                differ, if there are not as many shares as ranks, or fewer samples than ranks.
+                or shares differ, or if there are not as many shares as ranks.
         """
         if not strategy.lightning_module.trainer.training:
             return loader
-        facts: dict[str, Any] = {"split": self._shares, "refused": _refused(loader)}
-        if not facts["refused"]:
-            order = _order_of(loader)
-            facts |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-            facts |= {"samples": len(order), "shuffle": order.shuffle, "seed": order.seed}
-            # A loader begins more iterations over its sampler if it has workers.
+        order, num_ranks = _order_of(loader), strategy.world_size
+        facts: Any = order
+        if not isinstance(order, str):
+            facts = {"split": self._shares, "batch_size": loader.batch_size, "samples": len(order)}
+            facts |= {"shuffle": order.shuffle, "seed": order.seed, "drop_last": loader.drop_last}
+            # With workers, a resumed epoch is drawn before Lightning tells the sampler its number.
             facts["has_workers"] = loader.num_workers > 0
-        self._check(from_all_ranks(facts))
-        num_ranks, total = strategy.world_size, loader.batch_size * strategy.world_size
-        shares = self._shares or ()
-        # Sizes of a checkpoint of other batches, or of another number of ranks.
+        said = from_all_ranks(facts)
+        for rank, facts in enumerate(said):
+            if isinstance(facts, str) or facts != said[0]:
+                raise ValueError(
+                    f"split= cannot cut the batches of rank {rank}: it has {facts}. Train with a"
+                    " DataLoader of a map-style data set, with batch_size= and shuffle=, and give"
+                    f" all ranks the same: rank 0 has {said[0]}. Or leave out split=."
+                )
+        total, shares = loader.batch_size * num_ranks, self._shares or ()
         if self._is_auto and (len(shares), sum(shares)) != (num_ranks, total):
+            # Nothing was measured, or with other batches, or with another number of ranks.
             self._shares = None
-        how = loader.drop_last, strategy.global_rank, num_ranks, self._shares
-        self._batches = SplitBatches(order, total, *how)
+        elif len(shares) != num_ranks:
+            raise ValueError(f"split={shares} must have one share for each of {num_ranks} ranks.")
+        whole = data.BatchSampler(order, total, loader.drop_last)
+        self._batches = SplitBatches(whole, strategy.global_rank, num_ranks, self._shares)
         # A loader refuses to be assigned these, and a new one needs the arguments of its class.
         own = copy(loader)
         vars(own).update(batch_sampler=self._batches, sampler=order)
         private_names.LOADER_ITERATOR.replace_in(own, None)
         return own
-
-    def _check(self, said: Sequence[dict[str, Any]]) -> None:
-        for rank, facts in enumerate(said):
-            if facts["refused"]:
-                raise ValueError(
-                    f"split= cannot cut the batches of rank {rank}: it has {facts['refused']}."
-                    " Train with a DataLoader of a map-style data set, with batch_size= and"
-                    " shuffle=, or leave out split=."
-                )
-            if facts != said[0]:
-                raise ValueError(
-                    f"split= cannot cut the same batches on all ranks: rank 0 has {said[0]}, rank"
-                    f" {rank} has {facts}. Give all ranks the same."
-                )
-        shares, num_samples = self._shares, said[0]["samples"]
-        if shares is not None and len(shares) != len(said) and not self._is_auto:
-            raise ValueError(f"split={shares} must have one share for each of {len(said)} ranks.")
-        if num_samples < len(said):
-            raise ValueError(f"split= cannot cut {num_samples} samples among {len(said)} ranks.")
 
     # --- split="auto" ---------------------------------------------------------------------------
 
@@ -244,43 +220,42 @@ class BatchSplit(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if self._shares is not None:
-            return
-        assert self._batches is not None
         instruments = trainer.strategy.pipeline_of().training.instruments
-        if len(self._timed) < NUM_MEASURED:
-            # A batch that is given again has no entry.
-            size = self._batches.sizes.popleft() if self._batches.sizes else 0
-            instruments.computing = []
-            self._timed.append((size, instruments.computing))
-            return
-        instruments.computing = None
-        self._decide(self._batches, instruments.clock)
+        if self._shares is None and len(self._timed) < NUM_MEASURED:
+            sizes = self._batches.sizes
+            # A batch that is given again has the size of the one before.
+            size = sizes.popleft() if sizes else self._timed[-1][0]
+            instruments.marks = [instruments.clock.mark()]
+            self._timed.append((size, instruments.marks))
+        elif self._shares is None:
+            self._decide(instruments.clock)
 
-    def _decide(self, batches: SplitBatches, clock: Clock) -> None:
+    @override
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        instruments = trainer.strategy.pipeline_of().training.instruments
+        if instruments.marks is not None:
+            instruments.marks.append(instruments.clock.mark())
+            instruments.marks = None
+
+    def _decide(self, clock: Clock) -> None:
         """Chooses the sizes from what all ranks have measured. Collective. Blocks."""
-        said = from_all_ranks((_cost(self._timed[_NUM_WARM_UP:], clock), batches.position))
-        costs = [cost for cost, _ in said if cost is not None]
-        equal = [batches.total // len(said)] * len(said)
-        sizes, gain = equal, 1.0
-        if len(costs) == len(said):
-            sizes, seconds = quickest(costs, equal)
-            gain = max(a + b * equal[0] for a, b in costs) / seconds
-        each = " and ".join(map(str, sizes))
-        words = f"{each} samples; a step's computing {gain:.1f} times faster"
+        own = _cost(self._timed[_NUM_WARM_UP:], clock), self._batches.position
+        costs, positions = zip(*from_all_ranks(own), strict=True)
+        equal = [self._batches.whole.batch_size // len(costs)] * len(costs)
+        sizes, seconds = quickest(costs, equal)
+        gain = max(a + b * equal[0] for a, b in costs) / seconds
         # A small gain is noise, and equal sizes have the bits of DDP.
         if gain < _LEAST_GAIN:
-            sizes, words = equal, "equal sizes; others would not make a step's computing faster"
-        rank_zero_info(f"split: {words}")
-        self._shares = batches.shares = sizes
-        batches.since = max(position for _, position in said)
+            sizes, gain = equal, 1.0
+        rank_zero_info(f"split={sizes}: steps compute {gain:.1f} times as fast as with equal sizes")
+        self._shares = self._batches.shares = sizes
+        self._batches.since = max(positions)
 
     @override
     def on_train_end(self, *_: Any) -> None:
         if self._shares is None:
             rank_zero_warn(
-                f"split='auto' needs more than {NUM_MEASURED} batches to measure. Use split=[...]"
-                " for trainings as short as this."
+                f"split='auto' needs more than {NUM_MEASURED} batches to measure. Use split=[...]."
             )
 
     @override
@@ -293,51 +268,45 @@ class BatchSplit(Callback):
             self._shares = state_dict["sizes"]
 
 
-def _refused(loader: Any) -> str:
-    """Returns the name of what keeps the batches of `loader` from being cut. Empty if nothing."""
+def _order_of(loader: Any) -> Any:
+    """Returns a sampler of all samples for one rank, in the order in which Lightning gives them.
+
+    Like Lightning's own it depends on the seed and the epoch alone, also where
+    `use_distributed_sampler=False` has left another in place. Returns the name of what keeps the
+    batches of `loader` from being cut, if anything does.
+    """
     if not isinstance(loader, data.DataLoader):
         return type(loader).__name__
     if isinstance(loader.dataset, data.IterableDataset):
         return "an IterableDataset"
     if type(loader.batch_sampler) is not data.BatchSampler:
         return f"batch_sampler={type(loader.batch_sampler).__name__}"
-    own: Any = loader.sampler
-    if type(own) in (data.RandomSampler, data.SequentialSampler):
-        num_samples = len(loader.dataset)  # type: ignore[arg-type]
-        has_all = len(own) == num_samples and not getattr(own, "replacement", False)
-    else:
-        has_all = type(own) in (data.DistributedSampler, DistributedSamplerWrapper)
-    return "" if has_all else f"sampler={type(own).__name__}"
+    own: Any = copy(loader.sampler)
+    if type(own) in (data.DistributedSampler, DistributedSamplerWrapper):
+        own.num_replicas, own.rank = 1, 0
+        own.num_samples = own.total_size = len(own.dataset)
+        return own
+    is_shuffled = type(own) is data.RandomSampler
+    if type(own) is data.SequentialSampler or (is_shuffled and not own.replacement):
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        if len(own) == len(loader.dataset):  # type: ignore[arg-type]
+            return data.DistributedSampler(loader.dataset, 1, 0, is_shuffled, seed)
+    return f"sampler={type(own).__name__}"
 
 
-def _order_of(loader: Any) -> "data.DistributedSampler[Any]":
-    """Returns a sampler of all samples for one rank, in the order in which Lightning gives them.
+def _cost(timed: Sequence[tuple[int, list[Any]]], clock: Clock) -> tuple[float, float]:
+    """Returns (a, b): n samples take a + b n seconds.
 
-    Like Lightning's own it depends on the seed and the epoch alone, also where
-    `use_distributed_sampler=False` has left another in place.
-    """
-    order, seed = copy(loader.sampler), int(os.environ.get("PL_GLOBAL_SEED", 0))
-    if not isinstance(order, data.DistributedSampler):
-        is_shuffled = isinstance(order, data.RandomSampler)
-        return data.DistributedSampler(loader.dataset, 1, 0, shuffle=is_shuffled, seed=seed)
-    order.num_replicas, order.rank = 1, 0
-    order.num_samples = order.total_size = len(order.dataset)  # type: ignore[arg-type]
-    return order
-
-
-def _cost(timed: Sequence[tuple[int, Marks]], clock: Clock) -> tuple[float, float] | None:
-    """Returns (a, b): n samples take a + b n seconds. None means that one size alone was measured.
-
+    If batches of one size alone were measured, the time is taken to be in proportion to the size.
     Blocks until the device has reached the last mark.
     """
-    times: dict[int, list[float]] = {}
+    times: dict[int, list[float]] = defaultdict(list)
     for size, marks in timed:
-        seconds = sum(clock.seconds(end) - clock.seconds(start) for start, end in marks)
-        times.setdefault(size, []).append(seconds)
-    # Parts of global batches that were not full, and batches that were given again.
-    times.pop(0, None)
-    if len(times) < 2:
-        return None
-    (few, short_s), (many, long_s) = sorted((size, median(each)) for size, each in times.items())
-    start_s = min(max((short_s * many - long_s * few) / (many - few), 0.0), long_s)
-    return start_s, (long_s - start_s) / many
+        spans = zip(marks[::2], marks[1::2], strict=False)
+        times[size].append(sum(clock.seconds(end) - clock.seconds(start) for start, end in spans))
+    # Not those of the last, shorter global batches, which have few measurements.
+    common = sorted(times, key=lambda size: len(times[size]))[-2:]
+    points = sorted((size, median(times[size])) for size in common)
+    (few, short_s), (many, long_s) = [(0, 0.0), *points][-2:]
+    sample_s = min(max((long_s - short_s) / (many - few), 0.0), long_s / many)
+    return long_s - sample_s * many, sample_s

@@ -39,8 +39,8 @@ class DearMonitor(Callback):
       longer than that rank. The rank is -1 if that is less than a tenth of a step, or if waits
       differ too much from step to step to tell. Ranks compare their median `dear/exposed_s` of this
       epoch, see `latest_rank`. Waits in other collectives, such as those of SyncBatchNorm, are not
-      counted: a rank that the others wait for there is not named. Left out, with a warning, unless
-      all ranks have this callback. Not run on NCCL yet.
+      counted: a rank that the others wait for there is not named. Both figures are left out, with a
+      warning, unless all ranks have this callback. They have not been tried on NCCL.
 
     Seconds and bytes are those of the step before, so that the host need not wait for the GPU.
     Under other strategies nothing is logged, and `summary` has only the step time.

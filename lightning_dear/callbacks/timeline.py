@@ -86,8 +86,7 @@ class TimelineCallback(Callback):
         assert timeline is not None
         trainer.strategy.timeline = None  # type: ignore[attr-defined]
         timeline.finish()
-        everyones = from_all_ranks(timeline.waited) if self.is_on_all_ranks else ()
-        late = str(latest_rank(everyones)) if everyones else ""
+        late = str(latest_rank(from_all_ranks(timeline.waited))) if self.is_on_all_ranks else ""
         if trainer.is_global_zero:
             directory = Path(self.dirpath or trainer.default_root_dir)
             directory.mkdir(parents=True, exist_ok=True)

@@ -86,18 +86,15 @@ class Instruments:
     Attributes:
         clock: Same as the argument.
         timeline: Timeline in which spans are recorded at present. None means no recording.
-        computing: To be assigned a list: then pairs of marks are appended to it whose differences,
-            second less first, add up to the time in forward and backward without the waits in
-            them. None means that nothing is appended.
+        marks: List to which each wait appends the marks of its beginning and its end; to be
+            assigned to. None means that nothing is appended.
     """
 
     def __init__(self, clock: Clock, collectives: Collectives) -> None:
         self.clock = clock
         self._collectives = collectives
         self.timeline: Timeline | None = None
-        self.computing: list[tuple[Any, Any]] | None = None
-        # The same within a span, otherwise None.
-        self._inside: list[tuple[Any, Any]] | None = None
+        self.marks: list[Any] | None = None
         self._sent_bytes = 0
         self._step_began: Any = None
         self._is_asked = clock.is_free
@@ -134,15 +131,10 @@ class Instruments:
     def span(self, lane: str) -> Iterator[None]:
         """Records the `with` block as a span of `lane`, in the timeline and in torch's profiler.
 
-        Each of them is left out if it does not record. The block counts as computing.
+        Each of them is left out if it does not record.
         """
-        inside = self._inside = self.computing
-        start = None if inside is None else self.clock.mark()
         with _in_profiler(lane), self.timeline.span(lane, lane) if self.timeline else nullcontext():
             yield
-        self._inside = None
-        if inside is not None:
-            inside.append((start, self.clock.mark()))
 
     @contextmanager
     def waiting(self, lane: str, reason: str) -> Iterator[None]:
@@ -157,8 +149,7 @@ class Instruments:
         """
         # On a CUDA device the two marks of a wait cost the host time, so that they are made only if
         # they are used.
-        users = self._current, self.timeline, self._inside
-        is_timed = any(one is not None for one in users)
+        is_timed = any(one is not None for one in (self._current, self.timeline, self.marks))
         start = self.clock.mark() if is_timed else None
         # There is no `finally`: after a failure of the device, the mark below could raise another
         # error, which would hide the first error.
@@ -170,8 +161,8 @@ class Instruments:
                 self._current.waits[lane].append((start, end))
             if self.timeline is not None:
                 self.timeline.record("wait", reason, start, end)
-            if self._inside is not None:
-                self._inside.append((end, start))
+            if self.marks is not None:
+                self.marks += start, end
 
     def begin_step(self) -> None:
         """Marks the beginning of the optimizer step on a bucket, if a timeline is recorded."""

@@ -30,14 +30,15 @@ from tests.lightning.nets import Net
     [
         (8, [3, 1], [6, 2]),
         (16, [3, 1], [12, 4]),
-        (10, [1, 1, 1], [3, 3, 4]),
+        (10, [1, 1, 1], [4, 3, 3]),
+        (10, [3, 1], [8, 2]),
         (10, [3, 1, 1], [6, 2, 2]),
-        (4, [1, 1, 1], [1, 1, 2]),
+        (4, [1, 1, 1], [2, 1, 1]),
         (2, [1, 1, 1], [1, 1, 0]),
         (2, [1, 1, 100], [1, 1, 0]),
         (3, [1, 1, 100], [1, 1, 1]),
         (8, [1, 1, 100], [1, 1, 6]),
-        (7, [2, 2], [3, 4]),
+        (7, [2, 2], [4, 3]),
         (0, [3, 1], [0, 0]),
         (5, [7], [5]),
     ],
@@ -45,12 +46,12 @@ from tests.lightning.nets import Net
 def test_global_batches_are_cut_by_shares(
     num_samples: int, shares: Sequence[int], sizes: Sequence[int]
 ) -> None:
-    assert cut(num_samples, shares) == sizes
+    assert cut(num_samples, tuple(shares)) == sizes
 
 
 def test_cuts_are_whole_and_leave_nobody_out() -> None:
     for num_samples in range(40):
-        for shares in ([1], [3, 1], [5, 2, 2], [1, 9, 1, 30]):
+        for shares in ((1,), (3, 1), (5, 2, 2), (1, 9, 1, 30)):
             sizes = cut(num_samples, shares)
             assert sum(sizes) == num_samples
             assert min(sizes) >= 1 or num_samples < len(shares)
@@ -168,7 +169,7 @@ def _shuffled(num_samples: int, epoch: int) -> list[int]:
 def test_ranks_train_their_parts_of_the_same_shuffled_batches(
     num_workers: int, is_replaced: bool, world_size: int
 ) -> None:
-    shares, total = [3, 1, 2][:world_size], 4 * world_size
+    shares, total = (3, 1, 2)[:world_size], 4 * world_size
     keeps = {"persistent_workers": True} if num_workers else {}
     loader = DataLoader(
         _Numbers(5 * total), batch_size=4, shuffle=True, num_workers=num_workers, **keeps
@@ -189,13 +190,28 @@ def test_the_last_batch_is_cut_or_dropped() -> None:
     order = _shuffled(16, 0)
     ranks = _trained(dear(split=[2, 1, 1]), DataLoader(_Numbers(16), 4, shuffle=True))
     assert _joined(ranks, 0) == [order[:12], order[12:]]
-    assert [len(epochs[0][-1]) for epochs in ranks] == cut(4, [2, 1, 1])
+    assert [len(epochs[0][-1]) for epochs in ranks] == cut(4, (2, 1, 1))
     loader = DataLoader(_Numbers(16), 4, shuffle=True, drop_last=True)
     assert _joined(_trained(dear(split=[2, 1, 1]), loader), 0) == [order[:12]]
     sampler = data.DistributedSampler(_Numbers(16), 1, 0)
     for drops, num_batches in ((True, 1), (False, 2)):
-        batches = SplitBatches(sampler, 12, drops, 0, 3, [2, 1, 1])
+        whole = data.BatchSampler(sampler, 12, drops)
+        batches = SplitBatches(whole, 0, 3, [2, 1, 1])
         assert len(batches) == len([*batches]) == num_batches
+
+
+def test_a_second_iteration_does_not_forget_what_was_fetched() -> None:
+    whole = data.BatchSampler(data.DistributedSampler(_Numbers(16), 1, 0), 4, False)
+    batches = SplitBatches(whole, 0, 2, None)
+    first = iter(batches)
+    assert [len(next(first)) for _ in range(3)] == [1, 3, 1]
+    assert len(next(iter(batches))) == 1
+    assert batches.position == (0, 3)
+    batches.shares, batches.since = [3, 1], batches.position
+    assert len(next(first)) == 3
+    whole.sampler.set_epoch(1)
+    assert [len(part) for part in batches] == [3] * 4
+    assert batches.position == (1, 4)
 
 
 @distributed(world_sizes=[2])
@@ -317,10 +333,22 @@ def test_what_cannot_be_cut_is_refused_by_name_on_all_ranks(kind: str) -> None:
     ("shares", "options", "words"),
     [
         ([[3, 1, 1]] * 2, [(16, 4)] * 2, r"split=\[3, 1, 1\] must have one share for each of 2"),
-        ([[3, 1], [1, 3]], [(16, 4)] * 2, "rank 0 has {.*}, rank 1 has {.*}. Give all"),
-        ([[3, 1]] * 2, [(16, 4), (16, 5)], "rank 0 has {.*}, rank 1 has {.*}. Give all"),
-        ([[3, 1]] * 2, [(16, 4), (15, 4)], "rank 0 has {.*}, rank 1 has {.*}. Give all"),
-        ([[3, 1]] * 2, [(1, 4)] * 2, "cannot cut 1 samples among 2 ranks"),
+        (
+            [[3, 1], [1, 3]],
+            [(16, 4)] * 2,
+            "rank 1: it has {.*}. Train with .* the same: rank 0 has {.*}. Or",
+        ),
+        (
+            [[3, 1]] * 2,
+            [(16, 4), (16, 5)],
+            "rank 1: it has {.*}. Train with .* the same: rank 0 has {.*}. Or",
+        ),
+        (
+            [[3, 1]] * 2,
+            [(16, 4), (15, 4)],
+            "rank 1: it has {.*}. Train with .* the same: rank 0 has {.*}. Or",
+        ),
+        ([[3, 1]] * 2, [(1, 4)] * 2, "loader of rank 1 has no batch, and others have"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused_on_all(shares: Any, options: Any, words: str) -> None:
@@ -329,6 +357,14 @@ def test_ranks_that_do_not_fit_are_refused_on_all(shares: Any, options: Any, wor
     loader = DataLoader(_Numbers(num_samples), batch_size)
     with pytest.raises(ValueError, match=words):
         _trained(dear(split=shares[rank]), loader, use_distributed_sampler=False)
+
+
+@distributed(world_sizes=[2], keeps_ranks=False)
+def test_workers_on_some_ranks_alone_are_refused() -> None:
+    """In a resumed epoch these would draw another order than the others."""
+    loader = DataLoader(_Numbers(16), 4, num_workers=dist.get_rank())
+    with pytest.raises(ValueError, match=r"rank 1: it has .*'has_workers': True.*: rank 0 has"):
+        _trained(dear(split=[3, 1]), loader)
 
 
 @distributed(world_sizes=[2])

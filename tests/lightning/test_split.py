@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from statistics import median
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -15,11 +16,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 from lightning_dear.callbacks import batch_split
 from lightning_dear.callbacks.batch_split import cut
+from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.planning import ThresholdFusion
+from lightning_dear.telemetry.statistics import Instruments
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import dear, new_trainer
 from tests.lightning.nets import copies
@@ -141,7 +144,9 @@ def test_the_slower_rank_gets_less() -> None:
     module, found, _ = fitted("auto", 32, 0.006)
     assert equal.step_s() / found.step_s() >= 1.7
     (line,) = found.said
-    assert re.fullmatch(r"split: 12 and 4 samples; a step's computing (1.9|2.0) times faster", line)
+    assert re.fullmatch(
+        r"split=\[12, 4\]: steps compute (1.9|2.0) times as fast as with equal sizes", line
+    )
     assert furthest(copies(module), alone(8 * 2 * 32, 16, 1)) < 1e-12
 
 
@@ -161,7 +166,7 @@ def test_new_sizes_count_from_what_no_worker_has_fetched(world_size: int) -> Non
 def test_equal_ranks_keep_equal_sizes() -> None:
     module, watching, _ = fitted("auto", 24, 0.004, slower=1)
     assert module.sizes[21:] == [8] * 3
-    assert watching.said == ["split: equal sizes; others would not make a step's computing faster"]
+    assert watching.said == ["split=[8, 8]: steps compute 1.0 times as fast as with equal sizes"]
 
 
 @distributed(world_sizes=[2], keeps_ranks=False)
@@ -190,7 +195,7 @@ def test_sizes_of_other_batches_are_measured_again() -> None:
         split.load_state_dict({"sizes": sizes})
         loader = split.loader(own, strategy)
         first = len(next(iter(loader.batch_sampler)))
-        assert first == (sizes[rank] if is_used else cut(16, [2, 1])[rank])
+        assert first == (sizes[rank] if is_used else cut(16, (1, 2))[rank])
 
 
 @distributed(world_sizes=[2])
@@ -211,6 +216,39 @@ def test_measuring_while_accumulating(world_size: int) -> None:
     assert module.sizes[21:] == sizes * 9
 
 
+def test_waits_between_batches_are_not_measured() -> None:
+    """Such as those of a validation."""
+    now_s = iter([*range(1, 100)])
+    clock = SimpleNamespace(mark=lambda: next(now_s), seconds=float, is_free=False)
+    instruments: Any = Instruments(clock, PairwiseCollectives(None, None, None))  # type: ignore[arg-type]
+    pipeline = SimpleNamespace(training=SimpleNamespace(instruments=instruments))
+    trainer = SimpleNamespace(strategy=SimpleNamespace(pipeline_of=lambda: pipeline))
+    split: Any = batch_split.BatchSplit("auto", ThresholdFusion())
+    split._batches = SimpleNamespace(sizes=deque([4, 8]))
+    for _ in range(2):
+        split.on_train_batch_start(trainer)
+        with instruments.waiting("reduce_scatter", "gradients"):
+            pass
+        split.on_train_batch_end(trainer)
+        with instruments.waiting("all_gather", "validation_step"):
+            pass
+    assert split._timed == [(4, [1, 2, 3, 4]), (8, [5, 6, 7, 8])]
+    assert batch_split._cost(split._timed, clock) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize(("slower", "shares"), [(1.04, [100, 100]), (3.0, [150, 50])])
+def test_sizes_that_gain_little_are_left_equal(slower: float, shares: list[int]) -> None:
+    split: Any = batch_split.BatchSplit("auto", ThresholdFusion())
+    whole = BatchSampler(DistributedSampler(samples(400), 1, 0), 200, False)
+    split._batches = batch_split.SplitBatches(whole, 0, 2, None)
+    split._timed = [(100, [0.0, 1.0])] * 20
+    told = [((0.0, 1.0), (0, 7)), ((0.0, slower), (0, 5))]
+    with patch.object(batch_split, "from_all_ranks", lambda _: told):
+        split._decide(SimpleNamespace(seconds=float))
+    assert split._batches.shares == shares
+    assert split._batches.since == (0, 7)
+
+
 @distributed(world_sizes=[2])
 def test_batches_of_one_sample_stay_equal() -> None:
     watching, module = Watching(), Regression()
@@ -218,4 +256,4 @@ def test_batches_of_one_sample_stay_equal() -> None:
         new_trainer(dear(split="auto")).fit(module, DataLoader(samples(48), 1))
     assert module.sizes == [1] * 24
     assert len(watching.said) == 1
-    assert watching.said[0].startswith("split: equal sizes")
+    assert watching.said[0].startswith("split=[1, 1]: steps compute 1.0 times")

@@ -155,7 +155,7 @@ DEVICES = [
     Mutation(
         "no marks of waits that nobody asks for",
         "Instruments.waiting",
-        "any(one is not None for one in users)",
+        "any(one is not None for one in (self._current, self.timeline, self.marks))",
         "True",
         (CLOCK,),
     ),

@@ -65,8 +65,8 @@ SPEED = [
     Mutation(
         "the timeline's exchange only if all ranks do",
         "TimelineCallback._write",
-        "if self.is_on_all_ranks else ()",
-        "if True else ()",
+        "if self.is_on_all_ranks else ",
+        "if True else ",
         (f"{LATE}::test_ranks_do_not_wait_for_a_rank_without_the_callbacks",),
     ),
     Mutation(

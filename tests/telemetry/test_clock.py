@@ -97,18 +97,20 @@ def test_a_host_counts_waits_from_the_beginning() -> None:
     assert instruments.statistics.exposed_all_gather_s > 0
 
 
-def test_computing_is_the_time_of_spans_without_the_waits_in_them() -> None:
+def test_a_list_of_marks_gets_those_of_waits() -> None:
     cuda = _Cuda()
     clock = StreamClock(torch.device("cuda"), cuda)
     instruments = Instruments(clock, PairwiseCollectives(None, None, None))
     before = cuda.num_events
-    with instruments.span("forward"):
-        _wait(instruments)
+    _wait(instruments)
     assert cuda.num_events == before
-    instruments.computing = marks = []
+    instruments.marks = [clock.mark()]
     for seconds in (1.0, 2.0):
+        cuda.now_ms += seconds * 1e3
         _wait(instruments)
-        with instruments.span("forward"):
-            cuda.now_ms += seconds * 1e3
-            _wait(instruments)
-    assert abs(sum(clock.seconds(end) - clock.seconds(start) for start, end in marks) - 3) < 1e-9
+    start, *waits, end = [clock.seconds(mark) for mark in (*instruments.marks, clock.mark())]
+    begun, ended = waits[::2], waits[1::2]
+    assert len(waits) == 4
+    assert abs(begun[0] - start - 1) < 1e-9
+    assert abs(begun[1] - ended[0] - 2) < 1e-9
+    assert abs(end - ended[1]) < 1e-9
