@@ -163,6 +163,10 @@ LOGGED_SIZE = PrivateName(
     "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection",
     "_extract_batch_size",
 )
+# Read, to refuse samplers whose order may differ between ranks.
+WRAPPED_SAMPLER = PrivateName(
+    "lightning.fabric.utilities.distributed:_DatasetSamplerWrapper", "_sampler"
+)
 # Called, to find a batch's number of samples, and whether its tensors have different lengths.
 BATCH_SIZES = PrivateName("lightning.pytorch.utilities.data", "_extract_batch_size")
 # Read, to find out whether a Trainer runs.

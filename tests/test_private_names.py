@@ -23,12 +23,13 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import launchers as trainer_launchers
 from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 from lightning_dear import private_names
 from lightning_dear.fabric import DearFabricStrategy
@@ -66,6 +67,9 @@ MADE: dict[str, Callable[[], Any]] = {
     "torch._dynamo.eval_frame:OptimizedModule": lambda: torch.compile(nn.Linear(2, 2)),
     "torch.distributed:ProcessGroupNCCL.Options": lambda: dist.ProcessGroupNCCL.Options(),
     "lightning.pytorch:LightningModule": pl.LightningModule,
+    "lightning.fabric.utilities.distributed:_DatasetSamplerWrapper": lambda: (
+        DistributedSamplerWrapper(SequentialSampler([]), 1, 0).dataset
+    ),
     "lightning.pytorch:Trainer": _trainer,
     "lightning.pytorch.loops:_FitLoop": lambda: _trainer().fit_loop,
     "lightning.pytorch.loops:_TrainingEpochLoop": lambda: _trainer().fit_loop.epoch_loop,

@@ -282,6 +282,11 @@ def _order_of(loader: Any) -> Any:
     if type(loader.batch_sampler) is not data.BatchSampler:
         return f"batch_sampler={type(loader.batch_sampler).__name__}"
     own: Any = copy(loader.sampler)
+    if type(own) is DistributedSamplerWrapper:
+        # One that is not torch's may have another order on each rank, in any epoch.
+        inner = private_names.WRAPPED_SAMPLER.of(own.dataset)
+        if type(inner).__module__ != data.Sampler.__module__:
+            return f"sampler={type(inner).__name__}"
     if type(own) in (data.DistributedSampler, DistributedSamplerWrapper):
         own.num_replicas, own.rank = 1, 0
         own.num_samples = own.total_size = len(own.dataset)

@@ -141,9 +141,7 @@ def connect_scaler(
         part.plans.loss_scale = partial(loss_scale, scaler, part.parameters[0].device)
 
 
-def weigh_batch(
-    weights: BatchWeights, batch: Any, output: STEP_OUTPUT, *, is_automatic: bool
-) -> None:
+def weigh_batch(weights: BatchWeights, module: Any, batch: Any, output: STEP_OUTPUT) -> None:
     """Gives a batch its number of samples as its weight, unless the user has given it one.
 
     The first tensor's length counts, as in `LightningModule.log`. In manual optimization it ends
@@ -151,16 +149,16 @@ def weigh_batch(
 
     Args:
         weights: Weights of the fit's batches.
+        module: The LightningModule.
         batch: The batch. Not read if it has a weight.
         output: What its `training_step` has returned. None means weight 0: no backward follows.
-        is_automatic: Whether the optimization is.
 
     Raises:
         ValueError: If no number of samples is found.
     """
     if not weights.is_on:
         return
-    if not is_automatic:
+    if not module.automatic_optimization:
         weights.forget()
     elif output is None:
         weights.weigh(0.0, has_loss=False)

@@ -284,10 +284,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._check_optimizers()
         with self.pipeline_of().forward(synchronize=not self._is_sync_blocked):
             output = super().training_step(*args, **kwargs)
-        assert self.lightning_module is not None
-        is_automatic = self.lightning_module.automatic_optimization
         weights = self.pipeline_of().training.weights
-        connections.weigh_batch(weights, args[0], output, is_automatic=is_automatic)
+        connections.weigh_batch(weights, self.lightning_module, args[0], output)
         return output
 
     @override

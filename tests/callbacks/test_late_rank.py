@@ -154,7 +154,7 @@ def _told(
     """What a rank with these waits tells the others at the end of each epoch."""
     told: list[tuple[float, float, float]] = []
     monkeypatch.setattr(monitor, "from_all_ranks", lambda own: told.append(own) or [own, own])
-    one, module = DearMonitor(), SimpleNamespace(log_dict=lambda figures: None)
+    one, module = DearMonitor(), SimpleNamespace(log_dict=lambda figures, **how: None)
     one.is_on_all_ranks = True
     for waits_s in epochs:
         for wait_s in waits_s:

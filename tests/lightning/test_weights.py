@@ -397,7 +397,9 @@ class Bad(Module):
 @pytest.mark.parametrize("accumulates", [1, 2])
 @distributed(world_sizes=[2])
 def test_all_ranks_refuse_a_bad_weight(weight: float, accumulates: int) -> None:
-    with pytest.raises(ValueError, match=f"Rank 1's .* {re.escape(f'{weight:g}')}. .*strategy.weigh"):
+    with pytest.raises(
+        ValueError, match=f"Rank 1's .* {re.escape(f'{weight:g}')}. .*strategy.weigh"
+    ):
         fit(module := Bad(weight, accumulates), module.case)
 
 
@@ -457,6 +459,98 @@ def test_a_gradient_that_one_rank_looks_at_counts_nowhere(world_size: int) -> No
     assert distance(found, expected_of(case, world_size, tokens_of)) < 1e-12
 
 
+class Hooked(Module):
+    """Weighs in hooks before `training_step`, and in validation, which does not count."""
+
+    @override
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        strategy.weigh(len(batch))
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Weighs, too, as a step does that training and validation share."""
+        strategy: Any = self.trainer.strategy
+        strategy.weigh(1000)
+
+    def val_dataloader(self) -> Any:
+        """As in training."""
+        return self.train_dataloader()
+
+
+class Validated(Module):
+    """Weighs in validation alone."""
+
+    validation_step = Hooked.validation_step
+    val_dataloader = Hooked.val_dataloader
+
+
+@pytest.mark.parametrize("kind", [Hooked, Validated])
+@distributed(world_sizes=[2])
+def test_hooks_weigh_and_validation_does_not(kind: type[Module]) -> None:
+    case = Case(other_each_step, "sgd")
+    found = fit(kind(case), case, val_check_interval=10)
+    assert distance(found, expected_of(case, 2)) < 1e-12
+
+
+class Turns(ByHand):
+    """Two optimizers, each with a batch of its own weight, which are stepped together."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        made: Any = self.optimizers()
+        for optimizer, part in zip(made, (batch, batch[:1]), strict=True):
+            optimizer.zero_grad()
+            strategy.weigh(len(part))
+            self.manual_backward(loss_of(self.net, part))
+        for optimizer in made:
+            optimizer.step()
+
+    @override
+    def configure_optimizers(self) -> Any:
+        layers = [one for one in self.net if isinstance(one, nn.Linear)]
+        parts = layers[:1], layers[1:]
+        return [
+            torch.optim.SGD([p for one in own for p in one.parameters()], lr=0.1) for own in parts
+        ]
+
+
+class Once(ByHand):
+    """Weighs the first batch of the fit alone."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        if not batch_idx:
+            strategy.weigh(len(batch))
+        self.manual_backward(loss_of(self.net, batch))
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
+class LeavesOut(ByHand):
+    """A rank leaves out a backward, and the weight of its batch, but not the step."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        if batch_idx != 3 or self.global_rank != self.trainer.world_size - 1:
+            strategy.weigh(len(batch))
+            self.manual_backward(loss_of(self.net, batch))
+        self.optimizers().step()  # type: ignore[union-attr]
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+
+
+class Mixed(Module):
+    """Weighs some batches alone."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        strategy: Any = self.trainer.strategy
+        if batch_idx % 2 == 0:
+            strategy.weigh(100)
+        return super().training_step(batch, batch_idx)
+
+
 class Unweighed(ByHand):
     """Does not say what a batch weighs."""
 
@@ -511,6 +605,8 @@ class Sizeless(Module):
         (Unweighed, RuntimeError, "no weight. Call strategy.weigh"),
         (Late, RuntimeError, "weighed after the step's gradients had been sent"),
         (Several, RuntimeError, "With several optimizers"),
+        (Once, RuntimeError, "no weight. Call strategy.weigh"),
+        (Mixed, ValueError, "no weight, and earlier ones had"),
         (Sizeless, ValueError, "no number of samples in this batch"),
     ],
 )
@@ -518,6 +614,20 @@ class Sizeless(Module):
 def test_what_is_refused(kind: type[Module], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         fit(module := kind(Case(steady)), module.case)
+
+
+@distributed(world_sizes=[2])
+def test_two_optimizers_share_the_weights_of_a_batch() -> None:
+    """Without buckets, on one rank, a step has one batch, and its weight does not matter."""
+    with pytest.raises(RuntimeError, match="With several optimizers"):
+        fit(module := Turns(Case(steady)), module.case)
+
+
+@distributed(world_sizes=[2])
+def test_a_rank_that_leaves_out_a_weight_raises() -> None:
+    words = "no weight. Call strategy.weigh" if dist.get_rank() else "Rank 1|rank 1"
+    with pytest.raises(RuntimeError, match=words):
+        fit(module := LeavesOut(Case(steady)), module.case)
 
 
 @distributed(world_sizes=[1])
