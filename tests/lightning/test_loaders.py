@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_dear import DearStrategy
 from lightning_dear.collectives.gloo import PairwiseCollectives
-from lightning_dear.strategy import base
+from lightning_dear.strategy import base, loaders
 from lightning_dear.strategy.connections import _ASKS as asks_for_signals
 from lightning_dear.strategy.loaders import _STATES, _StatefulLoader
 from tests.distributed.harness import run_ranks
@@ -352,7 +351,8 @@ def test_a_batch_whose_training_failed_is_given_again(make: Any, tmp_path: Path)
 def _other_states() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     loader = Positioned(rank, NUMBERS[rank])
-    wrapped = _StatefulLoader(loader, mock.Mock(strategy=mock.Mock(world_size=size)), [-1] * size)
+    strategy = mock.Mock(world_size=size, global_rank=rank)
+    wrapped = _StatefulLoader(loader, mock.Mock(strategy=strategy), [-1] * size)
     wrapped.load_state_dict({"position": 3})
     assert loader.start == 3
     with pytest.warns(UserWarning, match="states of 3 ranks'.* 2 ranks train: .* anew"):
@@ -382,7 +382,7 @@ def _asks(make: Callable[..., Any], options: dict[str, Any]) -> tuple[int, int]:
             counts[1] = 0
 
     with (
-        counting(DearStrategy, "all_gather", 0),
+        counting(loaders, "from_all_ranks", 0),
         counting(PairwiseCollectives, "all_gather_object", 1),
     ):
         fit(make(rank, NUMBERS[rank]), _Notes(), **options)
