@@ -155,7 +155,7 @@ FABRIC_BACKWARD_SYNC = PrivateName(_FABRIC_DDP, "_backward_sync_control")
 COMBINED_LOADER = PrivateName("lightning.pytorch.loops:_FitLoop", "_combined_loader")
 COMBINED_ITERATOR = PrivateName("lightning.pytorch.utilities:CombinedLoader", "_iterator")
 # Read; its method replaced, so that the means of an epoch leave out repeated batches.
-EPOCH_RESULTS = PrivateName(f"{_EPOCH_LOOP}:_TrainingEpochLoop", "_results")
+EPOCH_RESULTS = PrivateName("lightning.pytorch.loops:_TrainingEpochLoop", "_results")
 LOGGED_SIZE = PrivateName(f"{_EPOCH_LOOP}:_ResultCollection", "_extract_batch_size")
 # Called, to find a batch's number of samples, and whether its tensors have different lengths.
 BATCH_SIZES = PrivateName("lightning.pytorch.utilities.data", "_extract_batch_size")

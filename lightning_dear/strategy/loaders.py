@@ -77,7 +77,7 @@ class Loaders:
         self.epoch, self.is_repeat, self.fit_loop = None, False, module.trainer.fit_loop
         self._weigh_logged_values()
         length = sized_len(loader)
-        lengths = gathered(-1 if length is None else length)
+        lengths = numbers_of_ranks(-1 if length is None else length)
         is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         return (_StatefulLoader if is_stateful else TrainingLoader)(loader, self, lengths)
 
@@ -103,7 +103,7 @@ class Loaders:
             training.end, training.weights.is_repeat = epoch, self.is_repeat
 
 
-def gathered(number: int) -> list[int]:
+def numbers_of_ranks(number: int) -> list[int]:
     """Returns every rank's `number`, in rank order. Collective. Blocks.
 
     Raises:
@@ -203,7 +203,7 @@ class _StatefulLoader(TrainingLoader):
 class _Epoch(SharedEnd, Iterator[Any]):
     """The batches of one epoch on this rank: its own, then repeats of the last one.
 
-    Before training takes the first one, and if user code takes them, they are only its own ones.
+    If user code takes them, there are no repeats.
 
     Args:
         loader: The loader. Its iterator is made at once.
@@ -218,16 +218,15 @@ class _Epoch(SharedEnd, Iterator[Any]):
         # With None as a batch Lightning makes no step, so that other ranks would wait.
         self._own = (one for one in iter(loader.inner) if one is not None)
         self._state = getattr(loader.inner, "state_dict", lambda: None)
-        # If training is resumed: state of the loader before the last batch that was trained on, and
-        # how many batches of this epoch were.
+        # If training is resumed: the state before the last batch that was trained on, which may
+        # have to be repeated, and how many batches of this epoch were trained on.
         before, number = vars(loader).pop("resumed", None) or (self._state(), 0)
-        is_known = -1 not in lengths
-        lookahead = 1 if self._loaders.strategy.root_device.type == "cpu" else 2
-        known = (max(lengths), 0) if is_known else (0, lookahead)
-        super().__init__(*known, is_final=is_known, given=number)
-        # The last batch that was given, or None, and own ones that were fetched after it.
+        on_cpu = self._loaders.strategy.root_device.type == "cpu"
+        lookahead = 0 if -1 not in lengths else 1 if on_cpu else 2
+        super().__init__(0 if lookahead else max(lengths), lookahead, not lookahead, number)
+        # The last own batch that was given, or None, and those that were fetched after it.
         self._batches = [next(self._own, None) if number else None]
-        # States of the loader after each of the last own batches. The last but one is `before`.
+        # States of the loader after each own batch. Only the last ones are kept.
         self._states = [before, self._state()]
         self.num_own = self.num_begun = self._limit = number
 
@@ -251,7 +250,7 @@ class _Epoch(SharedEnd, Iterator[Any]):
         # The same on all ranks, since all have heard the same.
         if self.given >= self.known and not self.is_final:
             # -1 means that the rank goes on with repeats, and is not one without a batch.
-            numbers = gathered(len(batches) - 1 or -(batches[0] is not None))
+            numbers = numbers_of_ranks(len(batches) - 1 or -(batches[0] is not None))
             self.hear(self.given, max(0, *numbers))
         if self.given >= self.known:
             raise StopIteration
