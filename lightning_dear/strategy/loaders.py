@@ -270,7 +270,7 @@ class _Epoch(SharedEnd, Iterator[Any]):
             repeated, and number of batches of the epoch. -1 means that all ranks have ended it.
         """
         progress = self._loaders.fit_loop.epoch_loop.batch_progress.current
-        num_done = self.num_begun - (progress.ready > progress.processed)
+        num_done = self.num_begun - (progress.started > progress.processed)
         # If a limit has ended the epoch, a loader without a length may have more batches.
         is_limited = self.lookahead and num_done == self._limit
         is_over = self.is_final and num_done == self.known and not is_limited

@@ -319,12 +319,13 @@ def test_a_stream_goes_on_behind_the_limit_of_an_epoch(tmp_path: Path) -> None:
 
 
 class _Fails(Callback):
-    """Fails in the training of the fifth batch, on all ranks, and saves."""
+    """Fails in the training of the fifth batch, or before, on all ranks, and saves."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, hook: str) -> None:
         self.path = path
+        setattr(self, hook, self._fail)
 
-    def on_before_zero_grad(self, trainer: Trainer, *_: Any) -> None:
+    def _fail(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == 4:
             raise ArithmeticError
 
@@ -332,10 +333,10 @@ class _Fails(Callback):
         trainer.save_checkpoint(self.path)
 
 
-def _fails(path: Path, make: Callable[..., Any]) -> None:
+def _fails(path: Path, make: Callable[..., Any], hook: str) -> None:
     rank = dist.get_rank()
     with pytest.raises(ArithmeticError):
-        fit(make(rank, NUMBERS[rank]), _Fails(path))
+        fit(make(rank, NUMBERS[rank]), _Fails(path, hook))
     rest = fit(make(rank, NUMBERS[rank]), ckpt_path=str(path))
     assert [n for n, *_ in rest.batches] == [*range(4, 8), *range(8), *range(8)]
     assert [is_repeat for *_, is_repeat in rest.batches[:4]] == [
@@ -343,9 +344,12 @@ def _fails(path: Path, make: Callable[..., Any]) -> None:
     ]
 
 
+@pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_train_batch_start"])
 @pytest.mark.parametrize("make", [Positioned, SizedPositioned])
-def test_a_batch_whose_training_failed_is_given_again(make: Any, tmp_path: Path) -> None:
-    run_ranks(_fails, 2, tmp_path / "failed.ckpt", make)
+def test_a_batch_whose_training_failed_is_given_again(
+    make: Any, hook: str, tmp_path: Path
+) -> None:
+    run_ranks(_fails, 2, tmp_path / "failed.ckpt", make, hook)
 
 
 def _other_states() -> None:

@@ -69,7 +69,7 @@ LOADERS = [
     Mutation(
         "the batch whose training failed",
         "_Epoch.state",
-        " - (progress.ready > progress.processed)",
+        " - (progress.started > progress.processed)",
         "",
         (f"{TESTS}::test_a_batch_whose_training_failed_is_given_again",),
     ),
