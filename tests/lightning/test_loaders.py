@@ -346,9 +346,7 @@ def _fails(path: Path, make: Callable[..., Any], hook: str) -> None:
 
 @pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_train_batch_start"])
 @pytest.mark.parametrize("make", [Positioned, SizedPositioned])
-def test_a_batch_whose_training_failed_is_given_again(
-    make: Any, hook: str, tmp_path: Path
-) -> None:
+def test_a_batch_whose_training_failed_is_given_again(make: Any, hook: str, tmp_path: Path) -> None:
     run_ranks(_fails, 2, tmp_path / "failed.ckpt", make, hook)
 
 
