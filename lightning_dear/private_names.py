@@ -131,9 +131,8 @@ LOADER_ITERATOR = PrivateName("torch.utils.data:DataLoader", "_iterator")
 
 # Replaced: with it Lightning asks before every batch, by a broadcast, whether a rank got SIGTERM.
 # The broadcast would wait behind the all-gathers that are under way.
-STOP_QUESTION = PrivateName(
-    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop", "_broadcast_sigterm_tensor"
-)
+_EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop"
+STOP_QUESTION = PrivateName(f"{_EPOCH_LOOP}:_TrainingEpochLoop", "_broadcast_sigterm_tensor")
 # Replaced: the handler of SIGTERM, so that all ranks stop after the same step.
 _CONNECTOR = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
 STOP_HANDLER = PrivateName(_CONNECTOR, "_sigterm_notifier_fn")
@@ -154,15 +153,10 @@ FABRIC_CHECKPOINT_IO = PrivateName(_FABRIC_DDP, "_checkpoint_io")
 FABRIC_BACKWARD_SYNC = PrivateName(_FABRIC_DDP, "_backward_sync_control")
 # Read, to find out whether the training loop takes the batches of a loader.
 COMBINED_LOADER = PrivateName("lightning.pytorch.loops:_FitLoop", "_combined_loader")
-COMBINED_ITERATOR = PrivateName(
-    "lightning.pytorch.utilities.combined_loader:CombinedLoader", "_iterator"
-)
+COMBINED_ITERATOR = PrivateName("lightning.pytorch.utilities:CombinedLoader", "_iterator")
 # Read; its method replaced, so that the means of an epoch leave out repeated batches.
 EPOCH_RESULTS = PrivateName("lightning.pytorch.loops:_TrainingEpochLoop", "_results")
-LOGGED_SIZE = PrivateName(
-    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection",
-    "_extract_batch_size",
-)
+LOGGED_SIZE = PrivateName(f"{_EPOCH_LOOP}:_ResultCollection", "_extract_batch_size")
 # Read, to refuse samplers whose order may differ between ranks.
 WRAPPED_SAMPLER = PrivateName(
     "lightning.fabric.utilities.distributed:_DatasetSamplerWrapper", "_sampler"

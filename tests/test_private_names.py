@@ -73,7 +73,7 @@ MADE: dict[str, Callable[[], Any]] = {
     "lightning.pytorch:Trainer": _trainer,
     "lightning.pytorch.loops:_FitLoop": lambda: _trainer().fit_loop,
     "lightning.pytorch.loops:_TrainingEpochLoop": lambda: _trainer().fit_loop.epoch_loop,
-    "lightning.pytorch.utilities.combined_loader:CombinedLoader": lambda: CombinedLoader([]),
+    "lightning.pytorch.utilities:CombinedLoader": lambda: CombinedLoader([]),
     "lightning.pytorch.strategies:DDPStrategy": DDPStrategy,
     "lightning.fabric.strategies:DDPStrategy": FabricDDPStrategy,
     "lightning.pytorch.strategies.launchers:_MultiProcessingLauncher": lambda: (

@@ -39,7 +39,10 @@ class Note(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes, the same on all ranks and in all rounds. 0 means that none are sent."""
+        """Number of bytes, the same on all ranks. 0 means that none are sent.
+
+        Only that of the last note may differ between rounds.
+        """
 
     def say(self) -> bytes:
         """Returns this rank's bytes for this round, `num_bytes` of them."""

@@ -85,12 +85,11 @@ class PlanLifecycle:
         present = partial(getattr, training, "collectives")
         self.residuals = ResidualKeeper(stepper.optimizer, present, training.options)
         shared = SharedOptions(present, stepper, number, training.weights)
-        ring = RingTrial(training.instruments, present, number)
         self.hooks_signal = Signal()
         told = training.signal, training.unheld.signal, training.buffers.signal, self.hooks_signal
-        # The last note, since it alone may begin to send bytes in the midst of a training.
-        ahead = BatchesAhead(partial(getattr, training, "end"))
-        self._notes = Notes([shared, LaunchDigest(present, number), *told, ring, ahead])
+        # The second is the last note, since its number of bytes may change during a training.
+        last = RingTrial(training.instruments, present, number), BatchesAhead(lambda: training.end)
+        self._notes = Notes([shared, LaunchDigest(present, number), *told, *last])
         self.loss_scale: LossScale = lambda: None
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
         self.number, self._stepper = number, stepper

@@ -291,7 +291,7 @@ class StopRequest:
                     # No step has told how many batches ranks have ahead, either.
                     said = collectives.all_gather_object((self.asked, training.end.ahead))
                     heard, ahead = map(max, zip(*said, strict=True))
-                    training.end.hear(training.end.position, ahead)
+                    training.end.hear(training.end.given, ahead)
                 except RuntimeError as error:
                     raise RuntimeError(
                         "Other ranks do not answer this rank before its next batch. If one failed,"

@@ -14,7 +14,7 @@ class _Rank:
 
     def __init__(self, number: int, num_optimizers: int, lookahead: int) -> None:
         self.number = number
-        self.end = SharedEnd(is_asked=True, lookahead=lookahead)
+        self.end = SharedEnd(lookahead=lookahead)
         self.notes = [BatchesAhead(lambda: self.end) for _ in range(num_optimizers)]
 
     def fetch(self, ahead: int) -> None:
@@ -36,11 +36,11 @@ def _play(
     def ask() -> None:
         ahead = max(rank.end.ahead for rank in ranks)
         for rank in ranks:
-            rank.end.hear(rank.end.position, ahead)
+            rank.end.hear(rank.end.given, ahead)
 
     for _ in range(epochs):
         for rank in ranks:
-            rank.end.begin(None)
+            rank.end = SharedEnd(lookahead=lookahead)
             rank.fetch(1 + lookahead)
         ask()
         while True:
@@ -86,16 +86,17 @@ def test_rounds_that_are_rare_tell_nothing_wrong(
 
 
 def test_a_known_length_stays() -> None:
-    end = SharedEnd()
-    end.begin(3)
-    end.hear(end.position, 7)
+    end = SharedEnd(known=3, is_final=True)
+    end.hear(0, 7)
     assert (end.known, end.is_final) == (3, True)
 
 
 def test_nothing_is_heard_of_another_epoch() -> None:
-    end = SharedEnd()
-    end.begin(None)
-    before = end.position
-    end.begin(None)
-    end.hear(before, 0)
-    assert (end.known, end.is_final) == (0, False)
+    ends = [SharedEnd(lookahead=2)]
+    note = BatchesAhead(lambda: ends[-1])
+    assert note.say() == bytes([0])
+    ends.append(SharedEnd(lookahead=2))
+    note.hear([0])
+    assert note.say() == bytes([0])
+    note.hear([0], is_of_round_before=True)
+    assert [end.is_final for end in ends] == [True, False]

@@ -70,6 +70,21 @@ def test_a_step_ends_its_weights() -> None:
     assert distance(found, expected_of(case, 3)) < 1e-12
 
 
+@distributed(world_sizes=[1, 2])
+def test_a_weight_is_used_once() -> None:
+    fabric = new_fabric(dear(weights="samples"))
+    raw = build()
+    model, optimizer = fabric.setup(raw, optimizer_for("sgd", raw))
+    strategy: Any = fabric.strategy
+    batch = samples(0, fabric.global_rank, other_each_step)
+    strategy.weigh(len(batch))
+    fabric.backward(loss_of(model, batch))
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="no weight. Call strategy.weigh"):
+        fabric.backward(loss_of(model, batch))
+
+
 def _train_two(weights: str | None) -> list[Tensor]:
     """Two models by turns, each with a step for each batch."""
     fabric = new_fabric(dear(weights=weights))

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_dear import DearStrategy
 from lightning_dear.collectives.gloo import PairwiseCollectives
-from lightning_dear.strategy import base
+from lightning_dear.strategy import base, loaders
 from lightning_dear.strategy.connections import _ASKS as asks_for_signals
 from lightning_dear.strategy.loaders import _STATES, _StatefulLoader
 from tests.distributed.harness import run_ranks
@@ -320,12 +319,13 @@ def test_a_stream_goes_on_behind_the_limit_of_an_epoch(tmp_path: Path) -> None:
 
 
 class _Fails(Callback):
-    """Fails in the training of the fifth batch, on all ranks, and saves."""
+    """Fails in the training of the fifth batch, or before, on all ranks, and saves."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, hook: str) -> None:
         self.path = path
+        setattr(self, hook, self._fail)
 
-    def on_before_zero_grad(self, trainer: Trainer, *_: Any) -> None:
+    def _fail(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == 4:
             raise ArithmeticError
 
@@ -333,10 +333,10 @@ class _Fails(Callback):
         trainer.save_checkpoint(self.path)
 
 
-def _fails(path: Path, make: Callable[..., Any]) -> None:
+def _fails(path: Path, make: Callable[..., Any], hook: str) -> None:
     rank = dist.get_rank()
     with pytest.raises(ArithmeticError):
-        fit(make(rank, NUMBERS[rank]), _Fails(path))
+        fit(make(rank, NUMBERS[rank]), _Fails(path, hook))
     rest = fit(make(rank, NUMBERS[rank]), ckpt_path=str(path))
     assert [n for n, *_ in rest.batches] == [*range(4, 8), *range(8), *range(8)]
     assert [is_repeat for *_, is_repeat in rest.batches[:4]] == [
@@ -344,15 +344,17 @@ def _fails(path: Path, make: Callable[..., Any]) -> None:
     ]
 
 
+@pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_train_batch_start"])
 @pytest.mark.parametrize("make", [Positioned, SizedPositioned])
-def test_a_batch_whose_training_failed_is_given_again(make: Any, tmp_path: Path) -> None:
-    run_ranks(_fails, 2, tmp_path / "failed.ckpt", make)
+def test_a_batch_whose_training_failed_is_given_again(make: Any, hook: str, tmp_path: Path) -> None:
+    run_ranks(_fails, 2, tmp_path / "failed.ckpt", make, hook)
 
 
 def _other_states() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     loader = Positioned(rank, NUMBERS[rank])
-    wrapped = _StatefulLoader(loader, mock.Mock(strategy=mock.Mock(world_size=size)), [-1] * size)
+    strategy = mock.Mock(world_size=size, global_rank=rank)
+    wrapped = _StatefulLoader(loader, mock.Mock(strategy=strategy), [-1] * size)
     wrapped.load_state_dict({"position": 3})
     assert loader.start == 3
     with pytest.warns(UserWarning, match="states of 3 ranks'.* 2 ranks train: .* anew"):
@@ -382,7 +384,7 @@ def _asks(make: Callable[..., Any], options: dict[str, Any]) -> tuple[int, int]:
             counts[1] = 0
 
     with (
-        counting(DearStrategy, "all_gather", 0),
+        counting(loaders, "from_all_ranks", 0),
         counting(PairwiseCollectives, "all_gather_object", 1),
     ):
         fit(make(rank, NUMBERS[rank]), _Notes(), **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 WEIGHTS = "tests/lightning/test_weights.py"
+REFUSED = "tests/lightning/test_refused_weights.py"
 FABRIC = "tests/fabric/test_weights.py"
 ONE_PROCESS = f"{WEIGHTS}::test_end_weights_are_those_of_one_process"
 
@@ -47,7 +48,7 @@ BATCH_WEIGHTS = [
     Mutation(
         "weights are forgotten at the end of a step",
         "OptimizerPipeline._on_inner_step",
-        "        self._training.weights.reset()\n",
+        "        self._training.weights.end_step()\n",
         "",
         (f"{FABRIC}::test_a_step_ends_its_weights",),
     ),
@@ -77,42 +78,70 @@ BATCH_WEIGHTS = [
         "SharedOptions._values",
         "_BATCHES: self._weights.num_batches",
         "_BATCHES: 0",
-        (f"{WEIGHTS}::test_all_ranks_refuse_other_numbers_of_batches",),
+        (f"{REFUSED}::test_all_ranks_refuse_other_numbers_of_batches",),
     ),
     Mutation(
         "all ranks look at all weights",
         "BatchWeights._hear",
         "        self._check(dict(enumerate(sums)))\n",
         "",
-        (f"{WEIGHTS}::test_all_ranks_refuse_a_bad_weight",),
+        (f"{REFUSED}::test_all_ranks_refuse_a_bad_weight",),
     ),
     Mutation(
         "a batch that is not valid travels as it is",
         "BatchWeights.launch",
         "next((one for one in self._counted if not 0 <= one <= MOST), self.own)",
         "self.own",
-        (f"{WEIGHTS}::test_all_ranks_refuse_a_bad_weight",),
+        (f"{REFUSED}::test_all_ranks_refuse_a_bad_weight",),
     ),
     Mutation(
         "weights that come late are refused",
         "BatchWeights._count",
         "        if self._is_launched:\n",
         "        if False:\n",
-        (f"{WEIGHTS}::test_what_is_refused",),
+        (f"{REFUSED}::test_what_is_refused",),
     ),
     Mutation(
         "several optimizers may not accumulate",
         "Pipeline.hold_back",
         "        self.training.weights.may_accumulate = False\n",
         "",
-        (f"{WEIGHTS}::test_what_is_refused",),
+        (f"{REFUSED}::test_what_is_refused",),
+    ),
+    Mutation(
+        "an optimizer keeps weights until it has stepped",
+        "BatchWeights.reset",
+        "        if self.holds_gradients():\n            return\n",
+        "",
+        (f"{REFUSED}::test_two_optimizers_share_the_weights_of_a_batch",),
+    ),
+    Mutation(
+        "a batch's weight is no other batch's",
+        "BatchWeights.end_step",
+        "            self.forget()\n",
+        "            pass\n",
+        (f"{FABRIC}::test_a_weight_is_used_once",),
+    ),
+    Mutation(
+        "in manual optimization a batch's weight ends with it",
+        "weigh_batch",
+        "        weights.forget()\n",
+        "        pass\n",
+        (f"{REFUSED}::test_a_weight_that_is_not_used_is_not_kept",),
+    ),
+    Mutation(
+        "validation gives no weights",
+        "PipelineStrategy.weigh",
+        "            if torch.is_grad_enabled():\n",
+        "            if True:\n",
+        (f"{REFUSED}::test_hooks_weigh_and_validation_does_not",),
     ),
     Mutation(
         "plain backwards of other weights are refused",
         "OptimizerPipeline._keep_in_grad",
         "            self._training.weights.refuse_plain()\n",
         "            pass\n",
-        (f"{WEIGHTS}::test_a_plain_backward_of_another_weight_is_refused",),
+        (f"{REFUSED}::test_a_plain_backward_of_another_weight_is_refused",),
     ),
     Mutation(
         "gradients of no optimizer are weighed",
