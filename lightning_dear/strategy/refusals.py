@@ -90,8 +90,9 @@ def check_weights(weights: str | None, codec: Compressor | None, groups: Groups)
     voting = [one.name for one in codecs if one is not None and one.votes]
     if weights is not None and voting:
         raise ValueError(
-            f"weights={weights!r} cannot be used with compressor={voting[0]!r}: each rank has one"
-            " vote, whatever its number of samples. Use another compressor, such as 'int8'."
+            f"weights={weights!r}, which split= implies, is not for"
+            f" compressor={voting[0]!r}: each rank has one vote, whatever its number of samples."
+            " Use another compressor, such as 'int8'."
         )
 
 

@@ -12,9 +12,9 @@ BEHIND = f"{TESTS}::test_a_loader_goes_on_behind_the_batch_that_was_trained"
 LOADERS = [
     Mutation(
         "weight 0 of a repeated batch",
-        "BatchWeights.weigh",
-        "0.0 if self.is_repeat else weight",
-        "weight",
+        "BatchWeights._present",
+        "0.0 if self.is_repeat and self._given is not None else self._given",
+        "self._given",
         (f"{ALL}[sized-own1-options1-2]",),
     ),
     Mutation(
