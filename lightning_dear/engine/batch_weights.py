@@ -119,14 +119,14 @@ class BatchWeights:
 
     def _count(self) -> None:
         """Counts the present batch in the step, unless it is counted already."""
-        if self._counted and not self._is_new:
-            return
         if self._present is None:
             raise RuntimeError(
                 "This batch has no weight. Call strategy.weigh(n) for each batch, before its"
                 " backward, and strategy.weigh(0) for one that has no backward. weights='samples'"
                 " finds n itself only in a Trainer's automatic optimization."
             )
+        if self._counted and not self._is_new:
+            return
         if self._counted and not self.may_accumulate:
             raise RuntimeError(
                 "With several optimizers, weights='samples' takes one weighed batch in each step."
@@ -182,7 +182,8 @@ class BatchWeights:
         """
         if not self.is_on or self._is_launched:
             return
-        self._count()
+        if self._is_new or not self._counted:
+            self._count()
         collectives, self._is_launched = self._collectives, True
         # A weight that is not valid travels as it is, so that all ranks can name it.
         sent = next((one for one in self._counted if not 0 <= one <= MOST), self.own)

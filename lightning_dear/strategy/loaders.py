@@ -96,11 +96,12 @@ class Loaders:
 
     def begin_batch(self) -> None:
         """Tells that training begins the next batch. Local."""
+        training = self.strategy.pipeline_of().training
         if (epoch := self.epoch) is not None:
             epoch.num_begun += 1
             self.is_repeat = epoch.num_begun > epoch.num_own
-            training = self.strategy.pipeline_of().training
-            training.end, training.weights.is_repeat = epoch, self.is_repeat
+            training.end = epoch
+        training.weights.is_repeat = self.is_repeat
 
 
 def numbers_of_ranks(number: int) -> list[int]:

@@ -205,6 +205,20 @@ class Mixed(Module):
         return super().training_step(batch, batch_idx)
 
 
+class Second(ByHand):
+    """Does not weigh the second micro-batch of a step."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        if batch_idx % 2 == 0:
+            strategy.weigh(len(batch))
+        with strategy.block_backward_sync():
+            self.manual_backward(loss_of(self.net, batch))
+        if batch_idx % 2:
+            self.optimizers().step()  # type: ignore[union-attr]
+
+
 class Unused(ByHand):
     """Weighs a batch that has no backward, and not the next one."""
 
@@ -277,6 +291,7 @@ class Sizeless(Module):
         (Unweighed, RuntimeError, "no weight. Call strategy.weigh"),
         (Late, RuntimeError, "weighed after the step's gradients had been sent"),
         (Several, RuntimeError, "With several optimizers"),
+        (Second, RuntimeError, "no weight. Call strategy.weigh"),
         (Once, RuntimeError, "no weight. Call strategy.weigh"),
         (Mixed, ValueError, "no weight, and earlier ones had"),
         (Sizeless, ValueError, "no number of samples in this batch"),
