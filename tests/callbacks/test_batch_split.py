@@ -99,7 +99,7 @@ def test_shares_are_checked_at_construction(split: Any, kind: type[Exception]) -
 
 def test_samples_count_alike() -> None:
     assert DearStrategy(split=[3, 1])._of_engine["weighs"]
-    with pytest.raises(ValueError, match=r"weights='samples' cannot be used with compressor='sign"):
+    with pytest.raises(ValueError, match=r"split= implies, is not for compressor='signsgd'"):
         DearStrategy(split=[3, 1], compressor="signsgd")
 
 

@@ -132,7 +132,7 @@ def expected_of(
     order = [*launches_of_step(part.plans.active, sends_buffers=sends_buffers)]
     gathers = [one for one in order if one.group == "gather" and one.bucket is not None]
     sums = order[: len(order) - len(gathers)]
-    if training.weighs:
+    if training.weighs and part.plans.number == 0:
         sums = [Launch("reduce", "all_reduce"), *sums]
     scale = [Launch("reduce", "max")] * training.is_scaled
     norm = [Launch("gather", "all_gather")] * (training.max_norm is not None)
