@@ -135,6 +135,7 @@ def fitted(
     return module, watching, trainer
 
 
+@pytest.mark.alone
 @distributed(world_sizes=[2])
 def test_the_slower_rank_gets_less() -> None:
     _, equal, _ = fitted([1, 1], 12, 0.006)
