@@ -8,7 +8,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities import distributed
 from lightning.pytorch.utilities import rank_zero_info
@@ -62,6 +61,8 @@ class PipelineStrategy(ABC):
     Attributes:
         compression_schedule: Schedule that the user has passed. None means no schedule.
     """
+
+    _is_validating = False
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -188,20 +189,21 @@ class PipelineStrategy(ABC):
 
         Args:
             n: From 0 to 2^53. 0 means that the batch does not count: its gradients are dropped.
-                A tensor is read, so that the host waits for the device. Ignored where gradients are
-                off, as in validation.
+                A tensor is read, so that the host waits for the device. Ignored in
+                `validation_step`, whose code training may share.
 
         Raises:
             RuntimeError: Without `weights="samples"`. A number that is not valid raises a
                 ValueError later, on all ranks.
         """
+        weight = float(n)
         for pipeline in self._pipelines:
             weights = pipeline.training.weights
             if not weights.is_on:
                 raise RuntimeError("weigh() needs weights='samples'. Pass it to the strategy.")
-            if torch.is_grad_enabled():
-                weights.weigh(float(n))
-                weights.was_given |= n != 0
+            if not self._is_validating:
+                weights.weigh(weight)
+                weights.was_given |= weight != 0
 
     def complete_parameters(self, reason: str = "read") -> None:
         """Blocks until all parameters have the values of the last step. Local. Idempotent.

@@ -35,7 +35,6 @@ from torch.optim import Optimizer
 from lightning_dear import private_names
 from lightning_dear.callbacks import FusionTuner, TimelineCallback
 from lightning_dear.collectives.store import from_all_ranks
-from lightning_dear.engine.batch_weights import BatchWeights
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.training import Training
@@ -141,14 +140,14 @@ def connect_scaler(
         part.plans.loss_scale = partial(loss_scale, scaler, part.parameters[0].device)
 
 
-def weigh_batch(weights: BatchWeights, module: Any, batch: Any, output: STEP_OUTPUT) -> None:
+def weigh_batch(pipeline: Pipeline, module: Any, batch: Any, output: STEP_OUTPUT) -> None:
     """Gives a batch its number of samples as its weight, unless the user has given it one.
 
     The first tensor's length counts, as in `LightningModule.log`. In manual optimization it ends
     the batch instead, all backwards of which have run. Does nothing if batches have no weights.
 
     Args:
-        weights: Weights of the fit's batches.
+        pipeline: Pipeline of the fit.
         module: The LightningModule.
         batch: The batch. Not read if it has a weight.
         output: What its `training_step` has returned. None means weight 0: no backward follows.
@@ -156,6 +155,7 @@ def weigh_batch(weights: BatchWeights, module: Any, batch: Any, output: STEP_OUT
     Raises:
         ValueError: If no number of samples is found.
     """
+    weights = pipeline.training.weights
     if not weights.is_on:
         return
     if not module.automatic_optimization:

@@ -284,8 +284,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._check_optimizers()
         with self.pipeline_of().forward(synchronize=not self._is_sync_blocked):
             output = super().training_step(*args, **kwargs)
-        weights = self.pipeline_of().training.weights
-        connections.weigh_batch(weights, self.lightning_module, args[0], output)
+        connections.weigh_batch(self.pipeline_of(), self.lightning_module, args[0], output)
         return output
 
     @override
@@ -326,7 +325,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self.complete_parameters("validation_step")
-        return super().validation_step(*args, **kwargs)
+        with meanwhile(self, _is_validating=True):
+            return super().validation_step(*args, **kwargs)
 
     # --- checkpoints: ordinary files, or folders with `save_distributed_checkpoint` --------------
 

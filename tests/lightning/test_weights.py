@@ -241,7 +241,8 @@ class Masked(Module):
         if not len(tokens) and batch_idx % 2 and self.trainer.world_size == 1:
             # With several ranks Lightning refuses that.
             return None
-        strategy.weigh(torch.tensor(len(tokens)))
+        with torch.no_grad():
+            strategy.weigh(torch.tensor(len(tokens)))
         return loss_of(self.net, tokens) if len(tokens) else spoilt(self.net)
 
 

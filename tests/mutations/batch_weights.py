@@ -132,7 +132,7 @@ BATCH_WEIGHTS = [
     Mutation(
         "validation gives no weights",
         "PipelineStrategy.weigh",
-        "            if torch.is_grad_enabled():\n",
+        "            if not self._is_validating:\n",
         "            if True:\n",
         (f"{REFUSED}::test_hooks_weigh_and_validation_does_not",),
     ),
