@@ -141,6 +141,8 @@ class BucketRound:
     def _begin(self) -> None:
         self.launched: dict[int, Work] = {}
         self._full: set[int] = set()
+        # What `launch_flags` has sent: flags, votes, message, found inf, and the message's work.
+        self._told: tuple[Sequence[int], Mapping[int, int], Tensor, Tensor, Work] | None = None
         self.written_on.clear()
 
     def end_step(self) -> None:
@@ -270,31 +272,61 @@ class BucketRound:
         if self.has_means and any(self.used):
             self._earlier = {n: bucket.mean.clone() for n, bucket in self._buckets.items()}
 
-    def finish(self, says: Sequence[int]) -> bool:
-        """Ends the round: ranks exchange flags and notes, and all means of the round arrive.
+    def launch_flags(self, says: Sequence[int]) -> None:
+        """Launches the message of flags and notes, which `finish` waits for.
 
-        Collective, blocks. To be called after `launch_all`.
+        Collective. Does not block, except in two hops with a compressor: until the sums of this
+        host are encoded. To be called after `launch_all`. Without it `finish` launches the message.
 
         Args:
             says: This rank's flag for each parameter: UNUSED, USED or LATE.
 
-        Returns:
-            Whether a parameter is LATE on any rank, so that all ranks need another round. On NCCL
-            `GradientCollector` has refused late gradients of a backward before.
-
         Raises:
-            ValueError: What a note raises, on all ranks, such as for different learning rates. If
-                `says` has another length than there are parameters.
-            RuntimeError: If a bucket of the round was not launched. What the backend raises.
+            ValueError: If `says` has another length than there are parameters.
+            RuntimeError: If a bucket of the round was not launched.
         """
         if left := [number for number in self.order if number not in self.launched]:
             raise RuntimeError(f"Buckets {left} were not launched. Call launch_all before finish.")
         if len(says) != len(self._placements):
             raise ValueError(f"{len(says)} flags for {len(self._placements)} parameters. Pass all.")
         absent = {index: says[index] == UNUSED for index in self._voted}
+        flags, found = self._flags([*says, *absent.values()])
+        work = self._collectives.launch_max(flags, self._tag)
+        if self.watched:
+            work.await_in(self._waiter.submit)
+        self._told = says, absent, flags, found, work
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all buckets and flags are known to be here, so that `finish` does not block.
+
+        False unless all buckets are watched (`watch`) and `launch_flags` was called.
+        """
+        works = [] if self._told is None else [*self.launched.values(), self._told[-1]]
+        return bool(works) and all(work.is_on_host for work in works)
+
+    def finish(self, says: Sequence[int]) -> bool:
+        """Ends the round: ranks exchange flags and notes, and all means of the round arrive.
+
+        Collective, blocks. To be called after `launch_all`.
+
+        Args:
+            says: Same as in `launch_flags`. Not read if that was called.
+
+        Returns:
+            Whether a parameter is LATE on any rank, so that all ranks need another round. On NCCL
+            `GradientCollector` has refused late gradients of a backward before.
+
+        Raises:
+            ValueError: What a note raises, on all ranks, such as for different learning rates.
+            Exception: What `launch_flags` and the backend raise.
+        """
         with self.waiting("gradients"):
-            flags, found = self._flags([*says, *absent.values()])
-            for work in (*self.launched.values(), self._collectives.launch_max(flags, self._tag)):
+            if self._told is None:
+                self.launch_flags(says)
+            assert self._told is not None
+            says, absent, flags, found, told = self._told
+            for work in (*self.launched.values(), told):
                 work.wait()
         agreed = self._hear(says, absent, flags, found)
         self._add_earlier(is_empty=not any(agreed))

@@ -100,10 +100,12 @@ class Notes:
 
     Args:
         notes: The notes, in an order that is the same on all ranks.
+        blocks: Whether notes get the maxima of the present round on NCCL, too. The host then waits
+            for the device in each round.
     """
 
-    def __init__(self, notes: Sequence[Note]) -> None:
-        self._notes = notes
+    def __init__(self, notes: Sequence[Note], *, blocks: bool = False) -> None:
+        self._notes, self._blocks = notes, blocks
         # On NCCL: returns the maxima of the round before. None before the first round has ended.
         self._earlier: Callable[[], list[int]] | None = None
 
@@ -128,7 +130,7 @@ class Notes:
     def hear(self, room: Tensor, collectives: Collectives) -> None:
         """Gives each note the maximum over ranks of its bytes.
 
-        On NCCL these are the maxima of the round before; in the first round all are 0.
+        On NCCL these are the maxima of the round before, unless `blocks`; at first all are 0.
 
         Args:
             room: The maxima of this round, [num_bytes] uint8.
@@ -138,7 +140,7 @@ class Notes:
             Exception: What a note raises, on all ranks.
         """
         # On NCCL `finish` has made only the device wait: to read now would block the host.
-        if is_of_round_before := not collectives.wait_blocks_host:
+        if is_of_round_before := not (self._blocks or collectives.wait_blocks_host):
             earlier, self._earlier = self._earlier, collectives.streams.read_later(room)
             maxima = [0] * len(room) if earlier is None else earlier()
         else:

@@ -47,6 +47,8 @@ class Traffic(NamedTuple):
             parameters (the paper).
         uncompressed: Numbers of the buckets that are not compressed although there is a compressor.
         loss_scale: Returns the present loss scale. Called whenever a bucket is encoded.
+        is_staged: Whether uncompressed parameters are gathered into `Bucket.gradients`, so that
+            `Bucket.parameters` keeps its values until the gather's `wait` copies them there.
     """
 
     collectives: Collectives
@@ -55,6 +57,7 @@ class Traffic(NamedTuple):
     is_of_gradients: bool
     uncompressed: Collection[int] = ()
     loss_scale: LossScale = lambda: None
+    is_staged: bool = False
 
 
 class Exchange:
@@ -76,7 +79,7 @@ class Exchange:
 
     def __init__(self, traffic: Traffic) -> None:
         self.collectives, self.first_tag = traffic.collectives, traffic.first_tag
-        self._is_of_gradients = traffic.is_of_gradients
+        self._is_of_gradients, self._is_staged = traffic.is_of_gradients, traffic.is_staged
         self.coded: Sequence[CompressedBucket] = ()
 
     def tag_of(self, bucket: Bucket) -> int:
@@ -129,20 +132,26 @@ class Exchange:
             work's `wait` the bucket's parameters have their new values or, if gradients are
             gathered, `bucket.gradients` holds the mean.
         """
-        if not self._is_of_gradients:
+        if self._is_staged:
+            bucket.gradients[bucket.own].copy_(bucket.shard)
+        elif not self._is_of_gradients:
             bucket.publish()
         return partial(self._gather, bucket)
 
     def _gather(self, bucket: Bucket) -> Work:
         if bucket.role.is_all_reduced:
             return Work.done()
-        return self.collectives.launch_all_gather(self._gathered(bucket), self.tag_of(bucket))
+        work = self.collectives.launch_all_gather(self._gathered(bucket), self.tag_of(bucket))
+        if self._is_staged:
+            work.then(partial(bucket.parameters.copy_, bucket.gradients))
+        return work
 
     def _gathered(self, bucket: Bucket) -> Tensor:
         """Returns the buffer of the all-gather: every rank's shard is written into it, in place."""
         # When means are gathered, the local gradients are no longer needed: they have been reduced,
         # so that other ranks' means may overwrite them.
-        return bucket.gradients if self._is_of_gradients else bucket.parameters
+        is_in_gradients = self._is_of_gradients or self._is_staged
+        return bucket.gradients if is_in_gradients else bucket.parameters
 
     def launch_gather(self, bucket: Bucket) -> Work:
         """Prepares and launches the gather of `bucket`; see `prepare_gather`. Does not block."""

@@ -1,0 +1,388 @@
+"""A fragment: some of the parameters, their anchor, and the exchange that moves the anchor."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from lightning_dear.bucket import Role, allocate, storage_strides
+from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
+from lightning_dear.collectives.work import Collectives, Work
+from lightning_dear.engine.bucket_round import USED, BucketRound
+from lightning_dear.engine.notes import LaunchDigest, Note, Notes, Signal
+from lightning_dear.exchange import Traffic, new_exchange
+from lightning_dear.exchange.base import largest_of
+from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.optimizers.sharded import ShardedOptimizer, inner_step
+from lightning_dear.planning import FusionPlanner, TensorSpec
+from lightning_dear.planning.plan import MAX_BUCKETS
+
+_CHUNK = 1 << 20
+"""Most elements that `Fragment.swap` copies at once, so that it needs little memory."""
+
+
+class Value(NamedTuple):
+    """A replica's own values of a tensor, or of a range of its elements in storage order.
+
+    Attributes:
+        tensor: The values. An fp32 master in the place of a 16-bit parameter.
+        start: First element of the range. None means the whole tensor, in its shape.
+    """
+
+    tensor: Tensor
+    start: int | None = None
+
+
+Replica = Callable[[], Mapping[str, Sequence[Value]]]
+"""Returns the replica's own values of every tensor of a fragment, by the tensor's name."""
+
+
+@dataclass(frozen=True)
+class OuterOptions:
+    """What all fragments of an outer half share.
+
+    Attributes:
+        collectives: Launches the messages, over all ranks.
+        exchange: Compressor of the messages.
+        fusion: Planner of a fragment's buckets.
+        new_outer: Makes the outer optimizer from a list of parameters.
+        waiting: (half, reason) -> context that is entered around a wait.
+        seed: Seed of random numbers of compressors, the same on all ranks.
+    """
+
+    collectives: Collectives
+    exchange: ExchangeOptions
+    fusion: FusionPlanner
+    new_outer: Callable[[list[Any]], Optimizer]
+    waiting: Callable[[str, str], AbstractContextManager[None]]
+    seed: int
+
+
+class Fragment:
+    """Some parameters: their anchor, its way to the other ranks and back, and the outer optimizer.
+
+    An exchange goes through `send`, `advance` and `merge`. Between them the anchor keeps its
+    values: what the outer optimizer has stepped, and what has arrived, waits beside the anchor. So
+    only `merge`, which runs after the same step on all ranks, changes what other code can see.
+
+        pseudo-gradient g = (anchor - replica) / world size    `send`
+        reduce-scatter: this rank's shard of the sum of g      (meanwhile replicas train on)
+        outer optimizer steps this rank's shard                `advance`
+        all-gather of the stepped shards                       (meanwhile replicas train on)
+        anchor <- gathered;
+        replica <- (1 - mix) anchor + mix replica              `merge`
+
+    If a rank's values are not finite when they are sent, all ranks leave this exchange out: anchor,
+    outer optimizer and replicas stay as they are.
+
+    Args:
+        replica: Returns the replica's values. Read by `send`, mutated by `merge` and `swap`.
+        tensors: Name -> first value of the anchor, equal on all ranks. Copied, in fp32 at least.
+        options: What all fragments share.
+        number: Number of the fragment, unique among those that share process groups. Message tags
+            depend on it.
+        notes: Outer optimizer -> more notes that travel with each exchange.
+        keeps_own: Whether `merge` leaves the replica as it is, whatever `mix` is.
+
+    Attributes:
+        names: Names of the tensors.
+        anchor: Name -> the anchor's values, in the shape of the tensor. All ranks have the same.
+        stepper: This rank's shard of the anchor, and the outer optimizer with its state.
+        round: Reduces the pseudo-gradients.
+        sent_at: Step after which the fragment was sent last; to be assigned to. None means that it
+            is not under way.
+        stop: Note: the largest wish to stop of any rank; see `merge`.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        tensors: Mapping[str, Tensor],
+        options: OuterOptions,
+        number: int,
+        notes: Callable[[Optimizer], Sequence[Note]] = lambda _: (),
+        *,
+        keeps_own: bool = False,
+    ) -> None:
+        self.names, self._replica, self._options = [*tensors], replica, options
+        self._keeps_own = keeps_own
+        self.sent_at: int | None = None
+        self.stop, self._bad = Signal(), Signal()
+        shadows = [_anchor_of(one) for one in tensors.values()]
+        present = lambda: options.collectives  # noqa: E731
+        outer = options.new_outer([*shadows])
+        own = *notes(outer), LaunchDigest(present, number), self.stop, self._bad
+        self.stepper = ShardedOptimizer(outer)
+        self._build(shadows, number, Notes(own, blocks=True))
+        self.anchor = dict(zip(self.names, (one.data for one in shadows), strict=True))
+        self._flat = [one.data.as_strided((one.numel(),), (1,)) for one in shadows]
+        self._gathers: Sequence[Work] = ()
+        self._is_stepped = False
+        self._free()
+
+    def _build(self, shadows: list[Parameter], number: int, notes: Notes) -> None:
+        """Makes buffers, exchange, round and outer optimizer. Moves `shadows` into the buffers."""
+        options, collectives = self._options, self._options.collectives
+        pairs = [*zip(self.names, shadows, strict=True)]
+        codecs = [options.exchange.codec_of(name, one.ndim) for name, one in pairs]
+        specs = [
+            TensorSpec(
+                index=index,
+                name=name,
+                numel=one.numel(),
+                itemsize=one.element_size(),
+                family=f"{one.dtype}/{one.device.type}/{codecs[index]}",
+                first_use=index,
+                ready=len(pairs) - index,
+            )
+            for index, (name, one) in enumerate(pairs)
+        ]
+        plan = options.fusion.plan(specs, collectives.world.size)
+        plan = replace(plan, all_reduced=())
+        # This rank's shard is a copy: the outer optimizer may step it before the merge.
+        role_of = lambda number, dtype: Role.LAGGING  # noqa: E731
+        where = collectives.world.rank, collectives.scratch_numel
+        self._buffers = flat = allocate(plan, shadows, role_of, *where, keeps_gradients=True)
+        traffic = Traffic(collectives, number * MAX_BUCKETS, flat, False, is_staged=True)
+        of_buckets = [codecs[bucket.slices[0].tensor] for bucket in plan.buckets]
+        self._exchange = new_exchange(options.exchange, of_buckets, traffic)
+        waiting = partial(options.waiting, "reduce_scatter")
+        self.round = BucketRound(
+            flat, plan.reduce_order, self._exchange, self.names, notes, waiting
+        )
+        self.stepper.attach(flat, shadows)
+        keeper = self.stepper.optimizer, lambda: collectives, options.exchange
+        self.residuals = ResidualKeeper(*keeper)
+        self.residuals.attach(self._exchange.coded, shadows, options.seed)
+
+    # --- memory of messages -----------------------------------------------------------------------
+
+    def _messages(self) -> Iterator[torch.UntypedStorage]:
+        for bucket in self._buffers.buckets:
+            yield bucket.gradients.untyped_storage()
+            yield bucket.received.untyped_storage()
+
+    def _free(self) -> None:
+        """Frees the memory of messages, which is needed only while the fragment is under way."""
+        self._sizes = [storage.nbytes() for storage in self._messages()]
+        for storage in self._messages():
+            storage.resize_(0)
+
+    def _take(self) -> None:
+        """Allocates the memory of messages again. What lies between tensors is 0."""
+        for storage, size in zip(self._messages(), self._sizes, strict=True):
+            storage.resize_(max(size, storage.nbytes()))
+        for bucket in self._buffers.buckets:
+            bucket.gradients.zero_()
+
+    # --- an exchange ------------------------------------------------------------------------------
+
+    def _pairs(self, flat: Sequence[Tensor], whole: Sequence[Tensor]) -> Iterator[Any]:
+        """Yields (tensor of `flat` or `whole`, the replica's value), of one shape each."""
+        own = self._replica()
+        for index, name in enumerate(self.names):
+            for value, start in own[name]:
+                stop = None if start is None else start + value.numel()
+                yield (whole[index] if stop is None else flat[index][start:stop]), value
+
+    @property
+    def values(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs (part of the anchor, the replica's values of that part), of one shape each."""
+        yield from self._pairs(self._flat, [*self.anchor.values()])
+
+    @torch.no_grad()
+    def send(self, sent_at: int) -> bool:
+        """Sends how far the replica has moved from the anchor. Collective. Does not block.
+
+        Args:
+            sent_at: Number of the step.
+
+        Returns:
+            Whether this rank's values are finite. If not, no rank merges them.
+        """
+        self.sent_at, rank = sent_at, self._options.collectives.world.rank
+        self._take()
+        messages = [one.gradient for one in self._buffers.placements]
+        whole = [one for one in messages if one is not None]
+        flat = [one.as_strided((one.numel(),), (1,)) for one in whole]
+        for (anchor, value), (message, _) in zip(
+            self.values, self._pairs(flat, whole), strict=True
+        ):
+            torch.sub(anchor, value, out=message)
+        buckets, scale = self._buffers.buckets, float(self.round.weights.scale)
+        is_finite = all(bool(torch.isfinite(largest_of(one.gradients))) for one in buckets)
+        for bucket in buckets:
+            bucket.gradients.mul_(scale) if is_finite else bucket.gradients.zero_()
+        number = 0 if is_finite else min(rank, 254) + 1
+        self._bad.ask = lambda: number
+        self.round.watch(self.round.order)
+        self.round.launch_all()
+        self.round.launch_flags([USED] * len(self.names))
+        return is_finite
+
+    def advance(self) -> None:
+        """Steps the outer optimizer if all sums have arrived, and sends what it has stepped.
+
+        Does not block. When that is differs between ranks, but nothing that other code sees.
+        """
+        if not self._is_stepped and self.round.is_complete:
+            self.step()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Does what `advance` does, but blocks until all sums have arrived. Once an exchange."""
+        if self._is_stepped:
+            return
+        self._is_stepped = True
+        self.round.finish(())
+        self._exchange.note_used(self.round.used, keeps=True)
+        if self._bad.heard:
+            return
+        self._exchange.check()
+        self.stepper.set_gradients(self.round.used)
+        with self.stepper.on_shards():
+            inner_step(self.stepper.optimizer)
+        self.stepper.clear_gradients()
+        self._gathers = [self._exchange.launch_gather(one) for one in self._buffers.buckets]
+
+    @torch.no_grad()
+    def merge(self, mix: float) -> int | None:
+        """Takes over the new anchor, and moves the replica towards it. Collective. Blocks.
+
+        Args:
+            mix: Share of the replica's own values that it keeps.
+
+        Returns:
+            None, or a rank whose values were not finite when they were sent. Then nothing changes.
+        """
+        self.step()
+        bad, self.sent_at, self._is_stepped = self._bad.heard, None, False
+        if bad:
+            self.round.drop()
+        else:
+            with self._options.waiting("all_gather", "anchor"):
+                for work in self._gathers:
+                    work.wait()
+            self.round.end_step()
+            for anchor, value in () if self._keeps_own else self.values:
+                value.copy_(torch.lerp(anchor, value.to(anchor.dtype), mix) if mix else anchor)
+        self._gathers = ()
+        self._free()
+        return bad - 1 if bad else None
+
+    # --- without an exchange ----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Overwrites the replica's values with the anchor. Local."""
+        for anchor, value in self.values:
+            value.copy_(anchor)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchanges the anchor with the replica's values, in place. Local. Twice changes nothing.
+
+        An exchange may be under way, but must not advance meanwhile.
+        """
+        for anchor, value in self.values:
+            pair = anchor, value
+            ours, theirs = (one.split(_CHUNK) if one.ndim == 1 else (one,) for one in pair)
+            for left, right in zip(ours, theirs, strict=True):
+                kept = left.clone()
+                left.copy_(right)
+                right.copy_(kept)
+
+    def release(self) -> None:
+        """Ends the thread that waits for messages. Local."""
+        self.round.release()
+
+
+def _anchor_of(tensor: Tensor) -> Parameter:
+    """Returns a copy of `tensor` in fp32, or in its dtype if that has more bits, without gaps."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    made = torch.empty_strided(
+        tensor.shape, storage_strides(tensor), dtype=dtype, device=tensor.device
+    )
+    return Parameter(made.copy_(tensor.detach()))
+
+
+# --- which parameters are in which fragment -------------------------------------------------------
+
+
+def cut(
+    module: Module, parameters: Iterable[Parameter], fragments: int | Sequence[Sequence[str]]
+) -> list[dict[str, Parameter]]:
+    """Cuts parameters into fragments, each as a dict from their names. Pure.
+
+    Args:
+        module: Module that owns the parameters.
+        parameters: Parameters to cut.
+        fragments: Number of fragments: runs of modules in the order of their registration, of about
+            equal size. A tied parameter belongs to the first of its modules. Or for each fragment
+            names of modules and parameters.
+
+    Raises:
+        ValueError: If a name is unknown, if a parameter is in no fragment or in two, or if there
+            are fewer modules than fragments.
+    """
+    held = set(parameters)
+    named = {name: one for name, one in module.named_parameters() if one in held}
+    if not isinstance(fragments, int):
+        return _by_names(named, fragments)
+    runs: dict[str, dict[str, Parameter]] = {}
+    for name, parameter in named.items():
+        runs.setdefault(name.rpartition(".")[0], {})[name] = parameter
+    modules = [*runs.values()]
+    sizes = [sum(one.nbytes for one in its.values()) for its in modules]
+    ends = [0, *accumulate(sizes)]
+    cuts = [0]
+    for turn in range(1, fragments):
+        ideal = ends[-1] * turn / fragments
+        # At least one module is left for each further fragment.
+        places = range(cuts[-1] + 1, len(modules) - (fragments - turn) + 1)
+        cuts.append(min(places, key=lambda place: abs(ends[place] - ideal)))
+    bounds = zip(cuts, [*cuts[1:], len(modules)], strict=True)
+    return [
+        {name: one for its in modules[begin:end] for name, one in its.items()}
+        for begin, end in bounds
+    ]
+
+
+def num_modules(module: Module, parameters: Iterable[Parameter]) -> int:
+    """Returns how many modules own any of the parameters. A tied one counts for its first."""
+    held = set(parameters)
+    named = module.named_parameters()
+    return len({name.rpartition(".")[0] for name, one in named if one in held})
+
+
+def _by_names(
+    named: Mapping[str, Parameter], fragments: Sequence[Sequence[str]]
+) -> list[dict[str, Parameter]]:
+    def is_in(name: str, owner: str) -> bool:
+        return name == owner or name.startswith(f"{owner}.")
+
+    for owner in (owner for owners in fragments for owner in owners):
+        if not any(is_in(name, owner) for name in named):
+            valid = ", ".join(dict.fromkeys(name.partition(".")[0] for name in named))
+            raise ValueError(
+                f"LocalSteps(fragments=...) names {owner!r}, and no trained parameter is there."
+                f" Write names of modules or parameters, such as {valid}."
+            )
+    made: list[dict[str, Parameter]] = [{} for _ in fragments]
+    for name, parameter in named.items():
+        homes = [n for n, owners in enumerate(fragments) if any(is_in(name, o) for o in owners)]
+        if len(homes) != 1:
+            raise ValueError(
+                f"The parameter {name!r} is in {len(homes) or 'no'} fragments of"
+                " LocalSteps(fragments=...). Name each in one of them, or pass a number: ranks"
+                " exchange what is in fragments."
+            )
+        made[homes[0]][name] = parameter
+    return made

@@ -1,0 +1,160 @@
+"""The option `LocalSteps`, and `Schedule`: which fragment is sent and merged after which step."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from numbers import Real
+from typing import Any, NamedTuple
+
+from torch.optim import SGD, Optimizer
+
+_FEW_STEPS = 8
+"""Up to this many steps a round the outer optimizer has no momentum: rounds follow so fast that
+momentum would look several rounds ahead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSteps:
+    """Options of local steps: how long ranks train alone, and what they exchange then.
+
+    A round has `every` steps, in which each fragment is sent once and merged once. The interval
+    between two merges is I = `every` / number of fragments. See `Schedule` for the law.
+
+    Args:
+        every: Steps of a round, H. 1 means that each step exchanges all parameters.
+        fragments: Number of fragments, which divides `every`; or for each fragment the names of its
+            modules and parameters. None means the largest of 4, 3, 2 and 1 that divides `every`,
+            and for which the model has enough modules.
+        delay: Steps from sending a fragment to merging it, from 0 to `every` - 1. Messages travel
+            meanwhile. None means half of the interval, rounded down.
+        mix: Share of a replica's own values that it keeps in a merge, from 0 to 1. None means 0
+            without delay, and 0.5 with it: the replica has trained on since it was sent.
+        outer: Function that makes the outer optimizer of a fragment from a list of parameters. The
+            optimizer must be element-wise. None means SGD with learning rate 1 and Nesterov
+            momentum 0.5, or without momentum if `every` is 8 or less.
+        dense_steps: Number of steps at the start of a fit that exchange gradients in each step, as
+            without local steps.
+
+    Raises:
+        ValueError: If a value is out of its range, or if `fragments` does not divide `every`.
+        TypeError: If a value has a wrong type.
+    """
+
+    every: int = 32
+    fragments: int | Sequence[Sequence[str]] | None = None
+    delay: int | None = None
+    mix: float | None = None
+    outer: Callable[[list[Any]], Optimizer] | None = None
+    dense_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _check_whole("every", self.every, 1)
+        _check_whole("dense_steps", self.dense_steps, 0)
+        if self.delay is not None:
+            _check_whole("delay", self.delay, 0)
+            if self.delay >= self.every:
+                raise ValueError(
+                    f"LocalSteps(delay={self.delay}) must be less than every={self.every}. Lower"
+                    " it: a fragment is sent once in each round, and merged before the next time."
+                )
+        is_share = isinstance(self.mix, Real) and 0 <= float(self.mix) <= 1
+        if self.mix is not None and not is_share:
+            raise ValueError(f"LocalSteps(mix={self.mix!r}) must be from 0 to 1.")
+        if self.outer is not None and not callable(self.outer):
+            raise TypeError(
+                f"LocalSteps(outer={self.outer!r}) must make an optimizer from parameters, such as"
+                " partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
+            )
+        self._check_fragments()
+
+    def _check_fragments(self) -> None:
+        number: Any = self.fragments
+        if isinstance(number, str) or not isinstance(number, int | Sequence | None):
+            raise TypeError(
+                f"LocalSteps(fragments={number!r}) must be a number, or for each fragment a list of"
+                ' names, such as [["encoder"], ["decoder", "head"]].'
+            )
+        if isinstance(number, Sequence):
+            number = len(number)
+        if number is not None:
+            _check_whole("fragments", number, 1)
+            if self.every % number:
+                raise ValueError(
+                    f"LocalSteps(fragments={number}) must divide every={self.every}. Change one of"
+                    " them: fragments are sent at equal intervals."
+                )
+
+    def schedule(self, num_modules: int) -> "Schedule":
+        """Returns the schedule for a model with `num_modules` modules that own parameters.
+
+        Raises:
+            ValueError: If there are more fragments than modules.
+        """
+        number = self.fragments
+        if isinstance(number, Sequence):
+            number = len(number)
+        elif number is None:
+            number = next(n for n in (4, 3, 2, 1) if self.every % n == 0 and n <= num_modules)
+        elif number > num_modules:
+            raise ValueError(
+                f"LocalSteps(fragments={number}) is more than the {num_modules} modules that own"
+                " trained parameters. Pass at most that many: a fragment is a run of modules."
+            )
+        delay = self.every // number // 2 if self.delay is None else self.delay
+        mix = (0.5 if delay else 0.0) if self.mix is None else float(self.mix)
+        return Schedule(self.every, number, delay, mix)
+
+    @property
+    def new_outer(self) -> Callable[[list[Any]], Optimizer]:
+        """Function that makes the outer optimizer of a fragment from its parameters."""
+        if self.outer is not None:
+            return self.outer
+        if self.every <= _FEW_STEPS:
+            return partial(SGD, lr=1.0)
+        return partial(SGD, lr=1.0, momentum=0.5, nesterov=True)
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"LocalSteps({name}={value!r}) must be a whole number.")
+    if value < least:
+        raise ValueError(f"LocalSteps({name}={value}) must be {least} or more.")
+
+
+class Schedule(NamedTuple):
+    """Says which fragment is sent and which is merged after which step. Pure.
+
+    Steps are counted from 1, from where all replicas were equal. With the interval
+    I = `every` / `fragments`, exchange n = 0, 1, ... is of fragment n mod `fragments`. Its fragment
+    is sent after step (n + 1) I - `delay`, and merged after step (n + 1) I. An exchange that would
+    be sent before the first step is left out. A fragment is never sent again before it is merged.
+    At one step the fragment that is sent and the one that is merged differ, unless `delay` is 0:
+    then it is sent first.
+
+    Attributes:
+        every: Steps of a round.
+        fragments: Number of fragments.
+        delay: Steps from sending to merging.
+        mix: Share of a replica's own values that it keeps in a merge.
+    """
+
+    every: int
+    fragments: int
+    delay: int
+    mix: float
+
+    @property
+    def interval(self) -> int:
+        """Steps from one merge to the next, I."""
+        return self.every // self.fragments
+
+    def sent_after(self, step: int) -> int | None:
+        """Returns the number of the fragment to send after `step`. None means no fragment."""
+        merged_at = step + self.delay
+        if merged_at % self.interval:
+            return None
+        return (merged_at // self.interval - 1) % self.fragments
+
+    def merged_after(self, step: int) -> int | None:
+        """Returns the number of the fragment to merge after `step`. None means no fragment."""
+        return self.sent_after(step - self.delay) if step > self.delay else None

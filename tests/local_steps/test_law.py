@@ -1,0 +1,118 @@
+"""Local steps have the bits of a reference in one process, whatever arrives when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from lightning_dear.collectives.factory import new_collectives
+from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.compression import resolve_compressor
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.local_steps import LocalSteps, OuterHalf
+from lightning_dear.planning import ThresholdFusion
+from tests.distributed.harness import distributed
+from tests.local_steps.reference import Law, Reference
+
+LAYERS = 4
+NESTEROV = partial(SGD, lr=1.0, momentum=0.5, nesterov=True)
+FRAGMENTS = {
+    1: [["0", "1", "2", "3"]],
+    2: [["0", "1"], ["2", "3"]],
+    4: [["0"], ["1"], ["2"], ["3"]],
+}
+
+
+def new_model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(nn.Linear(9, 9) for _ in range(LAYERS)))
+
+
+def step(model: nn.Module, optimizer: Optimizer, rank: int, number: int) -> None:
+    """An inner step on a batch of its own for each rank."""
+    loss(model, rank, number).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def loss(model: nn.Module, rank: int, number: int) -> Tensor:
+    data = torch.randn(5, 9, generator=torch.Generator().manual_seed(1000 * rank + number))
+    return model(data).square().mean()
+
+
+class Ours:
+    """The engine on this rank."""
+
+    def __init__(self, steps: LocalSteps, new_inner: Any, compressor: str | None = None) -> None:
+        self.model = new_model()
+        self.optimizer = new_inner(self.model.parameters())
+        alone = PairwiseCollectives(None, None, None)
+        self.pipeline = Pipeline(self.model, [self.optimizer], alone, ThresholdFusion())
+        codec = resolve_compressor(compressor)
+        how = ExchangeOptions(compressor=codec), ThresholdFusion(bucket_cap_mb=0.0004)
+        self.outer = OuterHalf(self.pipeline, steps, new_collectives(torch.device("cpu")), *how)
+
+    def run(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            with self.pipeline.forward():
+                found = loss(self.model, dist.get_rank(), number)
+            with self.pipeline.backward():
+                found.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.outer.after_step(self.optimizer)
+
+    @property
+    def anchor(self) -> dict[str, Tensor]:
+        return {n: v for one in self.outer.fragments for n, v in one.anchor.items()}
+
+
+def assert_same(ours: Ours, reference: Reference) -> None:
+    theirs = dict(reference.replicas[dist.get_rank()].named_parameters())
+    for name, own in ours.model.named_parameters():
+        assert torch.equal(own, theirs[name]), f"replica's {name} after {reference.count}"
+        assert torch.equal(ours.anchor[name], reference.anchor[name]), f"anchor's {name}"
+
+
+@pytest.mark.parametrize(("every", "fragments"), [(4, 1), (4, 2), (4, 4), (8, 2)])
+@distributed(world_sizes=(2, 3), timeout_s=120)
+def test_bits_of_the_reference(every: int, fragments: int) -> None:
+    new_inner = partial(AdamW, lr=0.01)
+    for delay, mix in product(range(every), (0.0, 0.5, 1.0)):
+        names = FRAGMENTS[fragments]
+        law = Law(every, names, delay, mix, NESTEROV)
+        reference = Reference(new_model(), new_inner, dist.get_world_size(), law)
+        steps = LocalSteps(every=every, fragments=names, delay=delay, mix=mix, outer=NESTEROV)
+        ours = Ours(steps, new_inner)
+        for number in range(1, 2 * every + 4):
+            ours.run([number])
+            reference.run(1, step)
+            assert_same(ours, reference)
+        ours.outer.finish()
+        reference.flush()
+        for name, own in ours.model.named_parameters():
+            assert torch.equal(own, reference.anchor[name]), (delay, mix, name)
+        ours.outer.detach()
+        ours.pipeline.detach()
+
+
+@distributed(world_sizes=(2, 3))
+def test_ranks_really_differ_between_merges() -> None:
+    ours = Ours(LocalSteps(every=4, fragments=1, delay=0), partial(SGD, lr=0.1))
+    ours.run(range(1, 4))
+    weights: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(weights, ours.model[0].weight.detach().clone())
+    assert not torch.equal(weights[0], weights[1])
+    ours.run([4])
+    dist.all_gather_object(weights, ours.model[0].weight.detach().clone())
+    assert all(torch.equal(one, weights[0]) for one in weights)
+    ours.outer.detach()
