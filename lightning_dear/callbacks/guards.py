@@ -93,6 +93,10 @@ class CompletionGuard(Callback):
         self._end_backward = end_backward
         self._readers: dict[tuple[str, tuple[int, ...]], str | None] = {}
 
+    def insert_into(self, callbacks: list[Callback]) -> None:
+        """Puts this guard before all other callbacks, in place of an earlier guard."""
+        callbacks[:] = [self, *(one for one in callbacks if not isinstance(one, CompletionGuard))]
+
     def reader_of(
         self, hook: str, callbacks: list[Callback], module: LightningModule
     ) -> str | None:

@@ -33,6 +33,7 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.fabric import module as modules
 from lightning_dear.fabric.module import DearModule
+from lightning_dear.local_steps import LocalSteps, OuterHalf
 from lightning_dear.planning import FusionPlanner, resolve_fusion
 from lightning_dear.strategy import refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy, meanwhile
@@ -86,6 +87,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         gather: Literal["parameters", "gradients"] | None = None,
         hops: int | None = None,
         weights: Literal["samples"] | None = None,
+        local_steps: int | LocalSteps | None = None,
         reduce_dtype: Literal["fp32"] | None = None,
         broadcast_buffers: bool = True,
         gradients_in_hooks: bool = True,
@@ -188,11 +190,11 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         before = self._end_training_of(module)
         modules.check_apart(module, self._trained)
         own = {"first_number": number, "shares_groups": bool(taken)}
-        pipeline = self._new_pipeline(module, optimizers, collectives, **own)
+        pipeline, outer = self._new_halves(module, optimizers, collectives, **own)
         for one in [*others, pipeline] if taken else []:
             one.hold_back()
         _sync(module, self.world_size)
-        wrapped = self._remember(DearModule(module, pipeline))
+        wrapped = self._remember(DearModule(module, pipeline, outer))
         for part in pipeline.parts:
             part.inherit(before)
         connect_scaler(self.precision, pipeline, modules.part_of)
@@ -258,6 +260,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         trained, factor = self._trained, 1.0
         with ExitStack() as stack:
             for one in trained:
+                one.outer.show_replica()
                 takes_part = one is module if isinstance(module, DearModule) else one.has_run
                 if takes_part:
                     # With several models it is 1 for each, since none may accumulate.
@@ -272,10 +275,13 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        stepped = [one for one in self._trained if one.trains(optimizer)]
+        for one in stepped:
+            one.outer.show_replica()
         output = super().optimizer_step(optimizer, **kwargs)
-        for one in self._trained:
-            if one.trains(optimizer):
-                one.has_run = False
+        for one in stepped:
+            one.has_run = False
+            one.outer.after_step(optimizer)
         return output
 
     @override
@@ -320,6 +326,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     @override
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
         self.complete_parameters("state_dict")
+        _outer_of(module).show_anchor()
         return super().get_module_state_dict(_plain(module))
 
     @override
@@ -327,7 +334,9 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         self, module: Module, state_dict: Mapping[str, Any], strict: bool = True
     ) -> None:
         self.complete_parameters("load_state_dict")
+        _outer_of(module).settle()
         super().load_module_state_dict(_plain(module), dict(state_dict), strict=strict)
+        _outer_of(module).restart()
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -353,6 +362,9 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         if any(isinstance(one, (DearModule, Optimizer)) for one in state.values()):
             state = dict(state)
             stamp(state)
+        for name, one in state.items():
+            _outer_of(one).show_anchor()
+            _outer_of(one).save(state, name)
         with meanwhile(self, _is_saving=True):
             super().save_checkpoint(path, state, *args, **kwargs)
 
@@ -376,14 +388,13 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         with meanwhile(self, checkpoint_io=checking):
             rest = super().load_checkpoint(path, state, *args, **kwargs)
         if state:
+            for name, one in state.items() if isinstance(state, dict) else ():
+                _outer_of(one).load(rest, name)
             rest.pop(CHECKPOINT_KEY, None)
         return rest
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out modules that were set up, since launchers pickle the strategy.
-
-        Their process groups cannot be pickled.
-        """
+        """Leaves out modules that were set up, since their process groups cannot be pickled."""
         return {**self.__dict__, "_setups": []}
 
     # --- for users, besides the methods of `PipelineStrategy` -----------------------------------
@@ -423,6 +434,11 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     @override
     def _pipelines(self) -> Sequence[Pipeline]:
         return [one.pipeline for one in self._trained]
+
+    @property
+    @override
+    def _outer_halves(self) -> Sequence[OuterHalf]:
+        return [one.outer for one in self._trained]
 
     @property
     def _trained(self) -> list[Any]:
@@ -467,6 +483,10 @@ class _CheckingIO(_WrappingCheckpointIO):  # type: ignore[misc]
         read = partial(super().load_checkpoint, path, *args, **kwargs)
         weights = kwargs.get("weights_only")
         return checked(read, path, check_digests=self.checks_digests, weights_only=weights)
+
+
+def _outer_of(module: object) -> OuterHalf:
+    return module.outer if isinstance(module, DearModule) else OuterHalf()
 
 
 def _plain(module: Module) -> Module:

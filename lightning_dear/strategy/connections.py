@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -88,6 +88,23 @@ def append_callbacks(trainer: pl.Trainer, planner: FusionPlanner, *own: pl.Callb
             f"No rank is named as late, since ranks have different callbacks: {everyones}. Pass the"
             " same to the Trainers of all ranks, and set LIGHTNING_DEAR_TIMELINE on all or none."
         )
+
+
+def connect_wrappers(wrappers: Sequence[LightningOptimizer], pipeline: Pipeline) -> None:
+    """Lets the trainer's optimizer wrappers call the pipeline's `zero_grad`. Mutates them.
+
+    Raises:
+        RuntimeError: If they wrap other optimizers than those of the pipeline.
+    """
+    if [one.optimizer for one in wrappers] != pipeline.optimizers:
+        raise RuntimeError(
+            "trainer.optimizers was assigned in the midst of a fit, and strategy='dear' trains"
+            " on with those of configure_optimizers. Return all of them there and step by"
+            " turns, change the param_groups of one, or begin another fit."
+        )
+    for wrapper in wrappers:
+        # Otherwise the wrapper's own `zero_grad`, torch's, would not call the pipeline's.
+        wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
 
 
 def connect_precision(precision: Precision, pipeline: Pipeline) -> None:
@@ -275,17 +292,23 @@ class StopRequest:
         rank = min(self._board.rank, _MAX_RANK)
         self._board.asked = max(self.asked, 1 + rank + _CTRL_C * is_ctrl_c)
 
-    def ask_through(self, training: Training) -> None:
+    def ask_through(self, training: Training, *, asks: bool = True) -> None:
         """Sends the wish with each round of `training`, and replaces Lightning's own broadcast.
 
         The replacement is collective if `training` had no round since the last batch. It raises
         `SIGTERMException` if any rank wishes to stop, and RuntimeError if ranks do not answer.
+
+        Args:
+            training: The fit's training.
+            asks: Whether ranks ask each other. False with local steps: most steps have no round, so
+                that this rank goes on until a round brings a wish.
         """
         signal, collectives = training.signal, training.collectives
         signal.ask, signal.on_heard = lambda: self.asked, self._hear
+        signal.heard = unheard = None if asks else 0
 
         def answer() -> None:
-            heard, signal.heard = signal.heard, None
+            heard, signal.heard = signal.heard, unheard
             if heard is None:
                 try:
                     # No step has told how many batches ranks have ahead, either.
