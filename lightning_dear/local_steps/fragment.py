@@ -180,12 +180,15 @@ class Fragment:
         """Frees the memory of messages, which is needed only while the fragment is under way."""
         self._sizes = [storage.nbytes() for storage in self._messages()]
         for storage in self._messages():
-            storage.resize_(0)
+            # False once NumPy has seen the memory, as in codecs that select.
+            if storage.resizable():
+                storage.resize_(0)
 
     def _take(self) -> None:
         """Allocates the memory of messages again. What lies between tensors is 0."""
         for storage, size in zip(self._messages(), self._sizes, strict=True):
-            storage.resize_(max(size, storage.nbytes()))
+            if storage.nbytes() < size:
+                storage.resize_(size)
         for bucket in self._buffers.buckets:
             bucket.gradients.zero_()
 
