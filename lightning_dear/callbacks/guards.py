@@ -1,6 +1,6 @@
 """Waits for parameters, and gathers gradients, before hooks of the user that may read them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -47,7 +47,7 @@ def _completing(hook: str, *, for_readers: bool = False) -> Callable[..., None]:
     def complete(guard: "CompletionGuard", trainer: Any, module: LightningModule, *_: Any) -> None:
         if not for_readers:
             guard.complete(hook)
-        elif reader := guard.reader_of(hook, trainer.callbacks, module):
+        elif reader := guard.reader_of(hook, (*trainer.callbacks, module)):
             guard.complete(f"{reader}.{hook}")
 
     return complete
@@ -72,7 +72,7 @@ class CompletionGuard(Callback):
             the wait in timelines.
         on_failure: Function that reports an exception to the other ranks. It is called before other
             callbacks see the exception, because some of them write checkpoints and so wait for the
-            other ranks. None means that nothing is reported.
+            other ranks.
         gradient_hooks: Names of overridden hooks that may read `.grad`, see `gradient_readers`.
             Empty means that no gradient is gathered into `.grad`.
         expose: Function that gathers the mean gradient into `.grad` of an optimizer's parameters.
@@ -83,7 +83,7 @@ class CompletionGuard(Callback):
     def __init__(
         self,
         complete: Callable[[str], None],
-        on_failure: Callable[[BaseException], None] | None = None,
+        on_failure: Callable[[BaseException], None] = lambda _: None,
         gradient_hooks: Iterable[str] = (),
         expose: Callable[[Optimizer | None], None] = lambda _: None,
         end_backward: Callable[[], None] = lambda: None,
@@ -93,20 +93,18 @@ class CompletionGuard(Callback):
         self._end_backward = end_backward
         self._readers: dict[tuple[str, tuple[int, ...]], str | None] = {}
 
-    def reader_of(
-        self, hook: str, callbacks: list[Callback], module: LightningModule
-    ) -> str | None:
+    def reader_of(self, hook: str, owners: Sequence[Callback | LightningModule]) -> str | None:
         """Returns the class name of the first callback or module that may read weights in `hook`.
 
         That is the first that has overridden `hook` and whose class is not in `_NON_READERS`. None
         means that there is none.
         """
         # Cached by the list of callbacks, because callbacks may be added during a fit.
-        key = hook, tuple(id(callback) for callback in callbacks)
+        key = hook, tuple(map(id, owners))
         if key not in self._readers:
             # Compared by exact class, because a subclass of a known callback may read weights.
             known = {CompletionGuard, *_NON_READERS}
-            unknown = (one for one in (*callbacks, module) if type(one) not in known)
+            unknown = (one for one in owners if type(one) not in known)
             readers = (type(one).__name__ for one in unknown if is_overridden(hook, one))
             self._readers[key] = next(readers, None)
         return self._readers[key]
@@ -121,8 +119,7 @@ class CompletionGuard(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, _: Any, exception: BaseException) -> None:
-        if self._on_failure is not None:
-            self._on_failure(exception)
+        self._on_failure(exception)
 
     @override
     def on_after_backward(self, *_: Any) -> None:

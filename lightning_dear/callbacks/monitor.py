@@ -57,9 +57,10 @@ class DearMonitor(Callback):
     is_on_all_ranks = False
 
     def __init__(self) -> None:
-        self._reset()
+        self.on_fit_start()
 
-    def _reset(self) -> None:
+    @override
+    def on_fit_start(self, *_: Any) -> None:
         self._encoding: dict[str, Any] = {}
         self._steps: dict[str, list[float]] = {}
         self._plan_name: str | None = None
@@ -76,10 +77,6 @@ class DearMonitor(Callback):
         is_logged = interval > 0 and (trainer.global_step + 1) % interval == 0
         figures = getattr(trainer.strategy, "encoding_figures", None)
         self._encoding = figures() if is_logged and figures is not None else {}
-
-    @override
-    def on_fit_start(self, *_: Any) -> None:
-        self._reset()
 
     @override
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:

@@ -37,7 +37,7 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.strategy import connections, failure_watch, refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy, meanwhile
-from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
+from lightning_dear.strategy.checkpoint_io import checked
 from lightning_dear.strategy.connections import StopRequest, unwrapped
 from lightning_dear.strategy.failures import FailureBoard, is_consequence
 from lightning_dear.strategy.launchers import JobLauncher, configure_launcher
@@ -154,8 +154,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         configure_launcher(self)
-        if private_names.CHECKPOINT_IO.of(self) is None:
-            private_names.CHECKPOINT_IO.replace_in(self, AtomicCheckpointIO())
 
     @override
     def setup_distributed(self) -> None:
@@ -211,18 +209,17 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             timeout_s=(self._timeout or NO_TIMEOUT).total_seconds() / 2,
         )
         self._insert_guard(trainer)
-        self._connect(trainer)
+        self._connect()
         if self._stop is not None:
             self._stop.ask_through(pipeline.training)
 
-    def _connect(self, trainer: pl.Trainer) -> None:
+    def _connect(self) -> None:
         """Connects the trainer's optimizer wrappers and precision plug-in. Collective. Blocks."""
-        assert self._pipeline is not None
         self._connected = self._lightning_optimizers
         for wrapper in self._connected:
             # Otherwise the wrapper's own `zero_grad`, torch's, would not call the pipeline's.
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
-        connections.connect_precision(self.precision_plugin, self._pipeline)
+        connections.connect_precision(self.precision_plugin, self.pipeline_of())
 
     def _check_optimizers(self) -> None:
         """Raises if the trainer has other optimizers than at first. Connects new wrappers."""
@@ -235,8 +232,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
                 " on with those of configure_optimizers. Return all of them there and step by"
                 " turns, change the param_groups of one, or begin another fit."
             )
-        assert self.lightning_module is not None
-        self._connect(self.lightning_module.trainer)
+        self._connect()
 
     def _insert_guard(self, trainer: pl.Trainer) -> None:
         """Puts a new `CompletionGuard` before all other callbacks, in place of an earlier one."""

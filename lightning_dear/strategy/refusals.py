@@ -9,8 +9,7 @@ from numbers import Real
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.plugins import precision as fabric_precision
+from lightning.fabric import plugins as fabric_plugins
 from lightning.pytorch.plugins import precision as trainer_precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -138,9 +137,7 @@ def _guess(option: str, given: Mapping[str, Any], own: Iterable[str]) -> str:
     return f"unknown option; {theirs}valid here: {valid}"
 
 
-def check_optimizers(
-    optimizers: Sequence[Optimizer], precision: fabric_precision.Precision
-) -> None:
+def check_optimizers(optimizers: Sequence[Optimizer], precision: fabric_plugins.Precision) -> None:
     """Refuses a training without optimizers, and `fused=True` optimizers with a GradScaler.
 
     Args:
@@ -257,12 +254,12 @@ def say_what_hosts_cost(pipeline: Pipeline) -> None:
 
 _PRECISIONS = {
     getattr(plugins, name)
-    for plugins in (fabric_precision, trainer_precision)
+    for plugins in (fabric_plugins.precision, trainer_precision)
     for name in ("Precision", "DoublePrecision", "HalfPrecision", "MixedPrecision")
 }
 
 
-def check_precision(precision: fabric_precision.Precision) -> None:
+def check_precision(precision: fabric_plugins.Precision) -> None:
     """Refuses precision plug-ins that may replace layers or parameters.
 
     Raises:
@@ -278,13 +275,13 @@ def check_precision(precision: fabric_precision.Precision) -> None:
         )
 
 
-def check_writer_of_folders(checkpoint_io: CheckpointIO) -> None:
+def check_writer_of_folders(checkpoint_io: fabric_plugins.CheckpointIO) -> None:
     """Refuses a plug-in for writing checkpoints, since the strategy writes folders itself.
 
     Raises:
         ValueError: If `checkpoint_io` is no `TorchCheckpointIO`, which is the default.
     """
-    if not isinstance(checkpoint_io, TorchCheckpointIO):
+    if not isinstance(checkpoint_io, fabric_plugins.TorchCheckpointIO):
         raise ValueError(
             "save_distributed_checkpoint=True writes folders itself and would not use"
             f" {type(checkpoint_io).__name__}. Leave out one of them."

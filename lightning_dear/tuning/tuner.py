@@ -12,14 +12,8 @@ from typing import Any
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
-from lightning_dear.planning import BucketPlan, PlanSearch, SearchingPlanner, TensorSpec, predict
+from lightning_dear.planning import BucketPlan, TensorSpec, predict, search
 from lightning_dear.planning.measured import ModelTimes, combined_times
-from lightning_dear.planning.search import (
-    NUM_DROPPED_STEPS,
-    NUM_MEASURED_STEPS,
-    NUM_PROFILED_STEPS,
-    PredictingPlanner,
-)
 from lightning_dear.telemetry.clock import clock_of
 from lightning_dear.tuning.codec_cost import measure_codecs
 from lightning_dear.tuning.link_cost import measure_link
@@ -47,7 +41,7 @@ class Tuning:
     def __init__(
         self,
         pipeline: Pipeline,
-        planner: SearchingPlanner,
+        planner: search.SearchingPlanner,
         say: Callable[[str], None],
         found: dict[str, Any] | None = None,
     ) -> None:
@@ -55,7 +49,7 @@ class Tuning:
         self.reason = ""
         self._pipeline = pipeline
         self._planner, self._say, self.found = planner, say, found
-        self._search: PlanSearch | None = None
+        self._search: search.PlanSearch | None = None
         self._has_ended = False
         self._num_steps = 0
         self._tensors: Sequence[TensorSpec] | None = None
@@ -111,7 +105,7 @@ class Tuning:
         has_compressor = self._pipeline.options.compressor is not None
         start: BucketPlan | None = None
         # Only planners that predict need a measured step, with which predictions are compared.
-        is_predicting = has_compressor and isinstance(self._planner, PredictingPlanner)
+        is_predicting = has_compressor and isinstance(self._planner, search.PredictingPlanner)
         if is_predicting and self._part.uses_configured_compressor:
             start, start_s = self._part.plan, (yield from self._measure_steps())
         link = measure_link(self._pipeline)
@@ -137,8 +131,8 @@ class Tuning:
             # A measurement is dropped if a schedule has changed the compressor meanwhile.
             if self._search is not None and self._part.uses_configured_compressor:
                 self._search.tell(plan, step_s)
-        search = self._search
-        plan, self.reason = self._rank_0s(search and (search.best, search.reason))
+        known = self._search
+        plan, self.reason = self._rank_0s(known and (known.best, known.reason))
         self.plan = self._use(plan)
         self.found = self.plan.to_dict(self._part.tensors)
         self._say(self.reason)
@@ -198,7 +192,7 @@ class Tuning:
         after the last one.
         """
         own: list[ModelTimes] = []
-        while len(own) < NUM_PROFILED_STEPS:
+        while len(own) < search.NUM_PROFILED_STEPS:
             self._pipeline.measure_next_step()
             yield
             if self._part.timer.times is not None:
@@ -217,10 +211,10 @@ class Tuning:
         after the last step.
         """
         clock = clock_of(self._part.parameters[0].device)
-        for _ in range(NUM_DROPPED_STEPS):
+        for _ in range(search.NUM_DROPPED_STEPS):
             yield
         marks = [clock.mark()]
-        for _ in range(NUM_MEASURED_STEPS):
+        for _ in range(search.NUM_MEASURED_STEPS):
             yield
             marks.append(clock.mark())
         moments = [clock.seconds(mark) for mark in marks]
