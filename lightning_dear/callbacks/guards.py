@@ -3,9 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -22,13 +20,13 @@ _NON_READERS: set[type[Callback]] = {
     monitor.DearMonitor,
     fusion_tuner.FusionTuner,
     timeline.TimelineCallback,
-    lightning_callbacks.DeviceStatsMonitor,
-    lightning_callbacks.LearningRateMonitor,
-    lightning_callbacks.ModelCheckpoint,
-    lightning_callbacks.RichProgressBar,
-    lightning_callbacks.TQDMProgressBar,
-    lightning_callbacks.ThroughputMonitor,
-    lightning_callbacks.Timer,
+    callbacks.DeviceStatsMonitor,
+    callbacks.LearningRateMonitor,
+    callbacks.ModelCheckpoint,
+    callbacks.RichProgressBar,
+    callbacks.TQDMProgressBar,
+    callbacks.ThroughputMonitor,
+    callbacks.Timer,
 }
 """Callbacks before whose batch hooks `CompletionGuard` does not wait. The hooks read no weights, or
 read them only through `state_dict()`, which waits by itself. Most trainers have such a callback,

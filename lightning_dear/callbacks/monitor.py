@@ -8,8 +8,7 @@ import time
 from statistics import median
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_dear.collectives.store import from_all_ranks

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 

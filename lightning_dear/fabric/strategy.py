@@ -17,8 +17,7 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
-from lightning.fabric.strategies import launchers
-from lightning.fabric.strategies import strategy as fabric_strategy
+from lightning.fabric.strategies import launchers, strategy
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.pytorch.overrides import distributed as overrides
 from torch import Tensor, device
@@ -40,7 +39,7 @@ from lightning_dear.strategy.checkpoint_io import checked
 from lightning_dear.strategy.connections import connect_scaler, unwrapped
 
 _MultiProcessingLauncher: Any = private_names.FABRIC_PROCESS_LAUNCHER.of(launchers)
-_BackwardSyncControl: Any = private_names.BACKWARD_SYNC_CONTROL.of(fabric_strategy)
+_BackwardSyncControl: Any = private_names.BACKWARD_SYNC_CONTROL.of(strategy)
 
 # Since Lightning 2.6 `setup_module_and_optimizers` also takes and returns a scheduler.
 _SETS_UP_SCHEDULERS = "scheduler" in signature(DDPStrategy.setup_module_and_optimizers).parameters

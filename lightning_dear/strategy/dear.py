@@ -30,17 +30,13 @@ from typing_extensions import override
 from lightning_dear import private_names
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule
 from lightning_dear.callbacks.guards import CompletionGuard, gradient_readers
-from lightning_dear.checkpoint import folder
-from lightning_dear.checkpoint.files import stamp
+from lightning_dear.checkpoint import files, folder
 from lightning_dear.compression import Compressor, NoCompression
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import FusionPlanner
-from lightning_dear.strategy import connections, failure_watch, refusals
+from lightning_dear.strategy import connections, failure_watch, failures, launchers, refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy, meanwhile
 from lightning_dear.strategy.checkpoint_io import checked
-from lightning_dear.strategy.connections import StopRequest, unwrapped
-from lightning_dear.strategy.failures import FailureBoard, is_consequence
-from lightning_dear.strategy.launchers import JobLauncher, configure_launcher
 from lightning_dear.strategy.loaders import Loaders
 
 log = logging.getLogger(__name__)
@@ -135,8 +131,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     ) -> None:
         given = refusals.checked_options(DearStrategy.__init__, locals())
         # Until the first run a watch of one rank, which does nothing.
-        self._failures = failure_watch.FailureWatch(FailureBoard(), timeout or NO_TIMEOUT)
-        self._stop: StopRequest | None = None
+        self._failures = failure_watch.FailureWatch(failures.FailureBoard(), timeout or NO_TIMEOUT)
+        self._stop: connections.StopRequest | None = None
         self._is_sync_blocked = self._is_stepping = False
         # Optimizers of the `last_backward` block, or an empty list for all. None outside of it.
         self._last_of: list[Optimizer] | None = None
@@ -153,7 +149,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        configure_launcher(self)
+        launchers.configure_launcher(self)
 
     @override
     def setup_distributed(self) -> None:
@@ -165,14 +161,16 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         """Does what Lightning does, and begins a run's `FailureBoard`. Collective. Blocks."""
         super().setup_environment()
         self._failures.close()
-        board = FailureBoard(self.broadcast(uuid4().hex), self.global_rank, self.world_size)
+        board = failures.FailureBoard(
+            self.broadcast(uuid4().hex), self.global_rank, self.world_size
+        )
         self._failures = failure_watch.FailureWatch(board, self._timeout or NO_TIMEOUT)
         module = self.lightning_module
         if module is not None and private_names.MODULE_TRAINER.of(module) is not None:
             # Added before a checkpoint is loaded, which may have a plan for the `FusionTuner`.
             connections.append_callbacks(module.trainer, self._fusion, *self._own_callbacks)
             if self.world_size > 1:
-                self._stop = StopRequest(module.trainer, board, self._stop)
+                self._stop = connections.StopRequest(module.trainer, board, self._stop)
                 self._failures.on_asked = self._stop.tell
 
     @override
@@ -226,7 +224,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         # Assigning `trainer.optimizers` makes new wrappers, as the learning rate finder does.
         if self._pipeline is None or self._lightning_optimizers is self._connected:
             return
-        if [unwrapped(one) for one in self.optimizers] != self._pipeline.optimizers:
+        if [connections.unwrapped(one) for one in self.optimizers] != self._pipeline.optimizers:
             raise RuntimeError(
                 "trainer.optimizers was assigned in the midst of a fit, and strategy='dear' trains"
                 " on with those of configure_optimizers. Return all of them there and step by"
@@ -357,7 +355,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
                 files, does. With `save_distributed_checkpoint` no rank does, in either case. Ranks
                 that do not get whole tensors get stand-ins without data.
         """
-        optimizer = unwrapped(optimizer)
+        optimizer = connections.unwrapped(optimizer)
         if self._pipeline is None or optimizer not in self._pipeline.optimizers:
             return super().optimizer_state(optimizer)
         board = self._failures.board
@@ -381,7 +379,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         Raises:
             TypeError: If `storage_options` are given for a folder.
         """
-        stamp(checkpoint)
+        files.stamp(checkpoint)
         if not self._saves_folders:
             if folder.is_folder(filepath):
                 self.remove_checkpoint(filepath)
@@ -434,9 +432,9 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
         Blocks for at most a few seconds. Only the first call in a run reports.
         """
-        if isinstance(self.launcher, JobLauncher):
+        if isinstance(self.launcher, launchers.JobLauncher):
             self.launcher.has_heard_signal.set()
-        if self._pipeline is not None and is_consequence(exception):
+        if self._pipeline is not None and failures.is_consequence(exception):
             self._pipeline.collectives.has_given_up = True
         asked = "" if self._stop is None else self._stop.end_by(exception)
         self._failures.handle(exception, asked)
@@ -493,4 +491,4 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         Args:
             *optimizers: Optimizers that step next. None given means all.
         """
-        return meanwhile(self, _last_of=[unwrapped(one) for one in optimizers])
+        return meanwhile(self, _last_of=[connections.unwrapped(one) for one in optimizers])

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric.utilities import distributed
 from lightning.pytorch import strategies
-from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.utilities import exceptions
 from typing_extensions import override
 
@@ -118,7 +117,9 @@ def _end_ranks_between_jobs() -> None:
     # with this call.
     holder.set_config = set_config
     # Children that other strategies start later must run one job, too, and not the whole sweep.
-    private_names.SUBPROCESS_COMMAND.replace_in(subprocess_script, child_command)
+    private_names.SUBPROCESS_COMMAND.replace_in(
+        strategies.launchers.subprocess_script, child_command
+    )
 
 
 def job_end() -> Callable[[], None]:

@@ -10,8 +10,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from lightning.fabric import plugins as fabric_plugins
-from lightning.pytorch.plugins import precision as trainer_precision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch import plugins, strategies
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import device
 from torch.nn import Module
@@ -29,8 +28,7 @@ from lightning_dear.engine.module_tree import ignored_names
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.names import is_meant
-from lightning_dear.planning import FusionPlanner, SearchingPlanner
-from lightning_dear.planning.search import PredictingPlanner
+from lightning_dear.planning import FusionPlanner, search
 
 _INSTEAD = {
     "ddp_comm_hook": "use compressor=",
@@ -118,7 +116,10 @@ def _check_value(option: str, value: Any, takes: Sequence[Any]) -> None:
 
 
 def _guess(option: str, given: Mapping[str, Any], own: Iterable[str]) -> str:
-    if any(option in signature(one).parameters for one in (DDPStrategy, DistributedDataParallel)):
+    if any(
+        option in signature(one).parameters
+        for one in (strategies.DDPStrategy, DistributedDataParallel)
+    ):
         return "it is of DistributedDataParallel: needs strategy='ddp'"
     value, kind = given["ddp_options"][option], class_of(given["compressor"])
     takes = () if kind is None else tuple(signature(kind).parameters)
@@ -253,8 +254,8 @@ def say_what_hosts_cost(pipeline: Pipeline) -> None:
 
 
 _PRECISIONS = {
-    getattr(plugins, name)
-    for plugins in (fabric_plugins.precision, trainer_precision)
+    getattr(package, name)
+    for package in (fabric_plugins.precision, plugins.precision)
     for name in ("Precision", "DoublePrecision", "HalfPrecision", "MixedPrecision")
 }
 
@@ -300,7 +301,7 @@ def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
     Raises:
         ValueError: If they do not fit. The message names planners that do.
     """
-    if not isinstance(fusion, SearchingPlanner):
+    if not isinstance(fusion, search.SearchingPlanner):
         return
     option, codec = option_of(fusion), options.compressor
     if options.all_reduces:
@@ -322,7 +323,7 @@ def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
             " encodes them. Use fusion='mergecomp', which counts the cost of encoding, 'bayesian',"
             " which measures whole steps, or 'threshold', 'none' or 'single'."
         )
-    if isinstance(fusion, PredictingPlanner) and options.groups:
+    if isinstance(fusion, search.PredictingPlanner) and options.groups:
         raise ValueError(
             f"{option} plans with the costs of one compressor, and compressors= of the compression"
             " schedule has others for some parameters. Use fusion='threshold' with it."
