@@ -1,6 +1,7 @@
 """Waits for parameters, and gathers gradients, before hooks of the user that may read them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
@@ -51,6 +52,7 @@ def _completing(hook: str, *, for_readers: bool = False) -> Callable[..., None]:
     return complete
 
 
+@dataclass(eq=False)
 class CompletionGuard(Callback):
     """Completes parameters and gradients before hooks that may read them, and reports failures.
 
@@ -65,7 +67,7 @@ class CompletionGuard(Callback):
     `.grad` holds all of it. If `gradient_hooks` names a hook that runs there, the mean gradient is
     gathered into `.grad` before that hook runs. The step uses `.grad` as the hook leaves it.
 
-    Args:
+    Attributes:
         complete: Function that blocks until parameters are complete. Its argument is the name of
             the wait in timelines.
         on_failure: Function that reports an exception to the other ranks. It is called before other
@@ -78,18 +80,12 @@ class CompletionGuard(Callback):
         end_backward: Function that is called after each backward, before all other hooks.
     """
 
-    def __init__(
-        self,
-        complete: Callable[[str], None],
-        on_failure: Callable[[BaseException], None] = lambda _: None,
-        gradient_hooks: Iterable[str] = (),
-        expose: Callable[[Optimizer | None], None] = lambda _: None,
-        end_backward: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.complete, self._on_failure = complete, on_failure
-        self._gradient_hooks, self._expose = frozenset(gradient_hooks), expose
-        self._end_backward = end_backward
-        self._readers: dict[tuple[str, tuple[int, ...]], str | None] = {}
+    complete: Callable[[str], None]
+    on_failure: Callable[[BaseException], None] = lambda _: None
+    gradient_hooks: Collection[str] = ()
+    expose: Callable[[Optimizer | None], None] = lambda _: None
+    end_backward: Callable[[], None] = lambda: None
+    _readers: dict[tuple[str, tuple[int, ...]], str | None] = field(default_factory=dict)
 
     def reader_of(self, hook: str, owners: Sequence[Callback | LightningModule]) -> str | None:
         """Returns the class name of the first callback or module that may read weights in `hook`.
@@ -117,18 +113,18 @@ class CompletionGuard(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, _: Any, exception: BaseException) -> None:
-        self._on_failure(exception)
+        self.on_failure(exception)
 
     @override
     def on_after_backward(self, *_: Any) -> None:
-        self._end_backward()
-        if self._gradient_hooks.intersection(_AFTER_BACKWARD):
-            self._expose(None)
+        self.end_backward()
+        if any(hook in self.gradient_hooks for hook in _AFTER_BACKWARD):
+            self.expose(None)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, _: Any, optimizer: Optimizer) -> None:
-        if self._gradient_hooks.intersection(_BEFORE_STEP):
-            self._expose(optimizer)
+        if any(hook in self.gradient_hooks for hook in _BEFORE_STEP):
+            self.expose(optimizer)
 
 
 def gradient_readers(owners: Iterable[Callback | LightningModule]) -> dict[str, list[str]]:

@@ -188,7 +188,10 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
             self._call_children_scripts()
             atexit.register(self._end_children)
             _launched.append(self)
-        self._watch_children()
+        # The thread ends after a failed launch, so a second launch needs a new one.
+        if self.procs and not (self._watcher and self._watcher.is_alive()):
+            self._watcher = threading.Thread(target=self._end_all_when_one_fails, daemon=True)
+            self._watcher.start()
         private_names.SET_NUM_THREADS.of(distributed)(num_processes=self.num_processes)
         try:
             with call_if_unheard(self.has_heard_signal, BLOCKED_S, self._end_unheard):
@@ -224,12 +227,6 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
         command, cwd = child_command(local_rank)
         own = {"LOCAL_RANK": str(local_rank), PARENT_VARIABLE: str(os.getpid())}
         return subprocess.Popen(command, env={**os.environ, **own}, cwd=cwd)
-
-    def _watch_children(self) -> None:
-        # The thread ends after a failed launch, so a second launch needs a new one.
-        if self.procs and not (self._watcher and self._watcher.is_alive()):
-            self._watcher = threading.Thread(target=self._end_all_when_one_fails, daemon=True)
-            self._watcher.start()
 
     def _end_all_when_one_fails(self) -> None:
         while not any(codes := [process.poll() for process in self.procs]):

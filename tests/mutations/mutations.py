@@ -87,14 +87,14 @@ STRATEGY = [
     Mutation(
         "gradients for hooks after backward",
         "CompletionGuard.on_after_backward",
-        "            self._expose(None)\n",
+        "            self.expose(None)\n",
         "            pass\n",
         ("tests/callbacks/test_gradient_access.py",),
     ),
     Mutation(
         "gradients for hooks before the step",
         "CompletionGuard.on_before_optimizer_step",
-        "            self._expose(optimizer)\n",
+        "            self.expose(optimizer)\n",
         "            pass\n",
         ("tests/callbacks/test_gradient_access.py",),
     ),
