@@ -74,13 +74,8 @@ def register(registry: Any, create: Callable[..., Any]) -> None:
             the strategy.
     """
     for name, start_method in START_METHODS.items():
-        registry.register(
-            name,
-            create,
-            description=f"DeAR data parallel with `start_method` '{start_method}'",
-            override=True,
-            start_method=start_method,
-        )
+        description = f"DeAR data parallel with `start_method` '{start_method}'"
+        registry.register(name, create, description, override=True, start_method=start_method)
 
 
 def _register_in(module: ModuleType) -> None:

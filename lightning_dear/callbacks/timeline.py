@@ -84,7 +84,7 @@ class TimelineCallback(Callback):
         timeline, self._timeline = self._timeline, None
         assert timeline is not None
         trainer.strategy.timeline = None  # type: ignore[attr-defined]
-        timeline.finish()
+        timeline.clock.finish()
         late = str(latest_rank(from_all_ranks(timeline.waited))) if self.is_on_all_ranks else ""
         if trainer.is_global_zero:
             directory = Path(self.dirpath or trainer.default_root_dir)

@@ -33,10 +33,9 @@ from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.fabric import module as modules
 from lightning_dear.fabric.module import DearModule
 from lightning_dear.planning import FusionPlanner, resolve_fusion
-from lightning_dear.strategy import refusals
+from lightning_dear.strategy import connections, refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy, meanwhile
 from lightning_dear.strategy.checkpoint_io import checked
-from lightning_dear.strategy.connections import connect_scaler, unwrapped
 
 _MultiProcessingLauncher: Any = private_names.FABRIC_PROCESS_LAUNCHER.of(launchers)
 _BackwardSyncControl: Any = private_names.BACKWARD_SYNC_CONTROL.of(strategy)
@@ -189,7 +188,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         wrapped = self._remember(DearModule(module, pipeline))
         for part in pipeline.parts:
             part.inherit(before)
-        connect_scaler(self.precision, pipeline, modules.part_of)
+        connections.connect_scaler(self.precision, pipeline, modules.part_of)
         return (wrapped, optimizers, scheduler) if _SETS_UP_SCHEDULERS else (wrapped, optimizers)
 
     def _next_number(self, count: int, taken: Set[int]) -> int:
@@ -331,7 +330,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         file. Other ranks get stand-ins without data. The state of an optimizer that was never set
         up with a model is returned as plain Fabric returns it.
         """
-        part = modules.part_of(unwrapped(optimizer))
+        part = modules.part_of(connections.unwrapped(optimizer))
         if part is None:
             return super().get_optimizer_state(optimizer)
         return part.optimizer_state_dict(on_rank_0=self._is_saving)
@@ -392,7 +391,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         if not trained:
             raise RuntimeError("Nothing is being trained. Call fabric.setup(model, optimizer).")
         if optimizer is not None:
-            own = unwrapped(optimizer)
+            own = connections.unwrapped(optimizer)
             trained = [one for one in trained if one.trains(own)]
             if not trained:
                 raise ValueError(

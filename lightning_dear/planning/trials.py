@@ -188,10 +188,11 @@ class AutoSearch(search.Contest):
         """Returns one line for people that says what `best` is, and why."""
         best, fixed, fixed_ms = self.best, self.incumbent, 1e3 * self.mean_s(self.incumbent)
         what = f"auto: {search.described(best)}"
-        if not self.num_measured:
+        num_measured = sum(self.count(plan) > 0 for plan in self.plans)
+        if not num_measured:
             return f"{what}, nothing measured"
         if best is fixed:
-            others = f"none of {self.num_measured - 1} others was faster"
+            others = f"none of {num_measured - 1} others was faster"
             return f"{what} of {best.name} stay: {fixed_ms:.4g} ms/step, {others}"
         best_ms = 1e3 * self.mean_s(best)
         return f"{what}, {best_ms:.4g} ms/step against {fixed_ms:.4g} ms of {fixed.name}"

@@ -25,8 +25,7 @@ from lightning.fabric import wrappers
 from lightning.fabric.plugins import Precision
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import data, rank_zero_warn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities import data, exceptions, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
@@ -295,7 +294,7 @@ class StopRequest:
                     ) from error
             if heard:
                 self._hear(heard)
-                raise SIGTERMException
+                raise exceptions.SIGTERMException
 
         # Older versions of Lightning do not broadcast before a batch.
         if _ASKS:
@@ -329,7 +328,7 @@ class StopRequest:
         `SIGTERMException`. Otherwise the exit code of `exception` is set, to 1 after Ctrl-C and to
         None, which means 0, after SIGTERM.
         """
-        if not (self.heard and isinstance(exception, SIGTERMException)):
+        if not (self.heard and isinstance(exception, exceptions.SIGTERMException)):
             return ""
         exception.code = 1 if self.heard > _CTRL_C else None
         return str(self)

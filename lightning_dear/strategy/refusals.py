@@ -13,9 +13,7 @@ from lightning.fabric import plugins as fabric_plugins
 from lightning.pytorch import plugins, strategies
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import device
-from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
+from torch.nn import Module, parallel, parameter
 from torch.optim import SGD, Optimizer
 
 from lightning_dear import private_names
@@ -118,7 +116,7 @@ def _check_value(option: str, value: Any, takes: Sequence[Any]) -> None:
 def _guess(option: str, given: Mapping[str, Any], own: Iterable[str]) -> str:
     if any(
         option in signature(one).parameters
-        for one in (strategies.DDPStrategy, DistributedDataParallel)
+        for one in (strategies.DDPStrategy, parallel.DistributedDataParallel)
     ):
         return "it is of DistributedDataParallel: needs strategy='ddp'"
     value, kind = given["ddp_options"][option], class_of(given["compressor"])
@@ -342,7 +340,7 @@ def check_module_states(module: Module) -> None:
     """
     tensors, ignored = (*module.named_parameters(), *module.named_buffers()), ignored_names(module)
     own = {
-        name: "" if is_lazy(one) else f"'{name}' (shape {tuple(one.shape)}, {one.dtype})"
+        name: "" if parameter.is_lazy(one) else f"'{name}' (shape {tuple(one.shape)}, {one.dtype})"
         for name, one in tensors
         if name not in ignored
     }

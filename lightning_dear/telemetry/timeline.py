@@ -119,10 +119,6 @@ class Timeline:
         """
         return self.clock.observe(lane, arrive, partial(self.record, lane, name))
 
-    def finish(self) -> None:
-        """Blocks until every observed collective has arrived and its span is recorded."""
-        self.clock.finish()
-
     def write_chrome_trace(self, path: Path, rank: int = 0) -> None:
         """Writes the spans in Chrome's trace format, which Perfetto opens.
 
