@@ -259,7 +259,7 @@ class Fragment:
         stepper, before = self.stepper, self.stepper.shards
         stepper.set_gradients(self.round.used)
         # The optimizer steps a copy of its state, so that checkpoints have the last merge's.
-        stepper.shards = replace(before, state=_copy_of(before.state))
+        stepper.shards = replace(before, state=_copied_state(before.state))
         with stepper.on_shards():
             inner_step(stepper.optimizer)
         stepper.clear_gradients()
@@ -356,7 +356,7 @@ class Fragment:
         self.round.release()
 
 
-def _copy_of(state: Mapping[Tensor, Any]) -> defaultdict[Tensor, Any]:
+def _copied_state(state: Mapping[Tensor, Any]) -> defaultdict[Tensor, Any]:
     """Returns a copy of an optimizer's state, with copies of its tensors."""
     copied = {
         parameter: {key: v.clone() if isinstance(v, Tensor) else v for key, v in own.items()}

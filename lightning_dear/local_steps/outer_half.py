@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_dear.checkpoint.files import CHECKPOINT_KEY
 from lightning_dear.collectives.launch_log import hash_of
-from lightning_dear.collectives.work import Collectives, under_way
+from lightning_dear.collectives.work import Collectives, reusable_groups, under_way
 from lightning_dear.engine.module_tree import ModuleTree
 from lightning_dear.engine.notes import Digest, OptionValues, check_options, options_of
 from lightning_dear.engine.pipeline import Pipeline
@@ -76,6 +76,8 @@ class OuterHalf:
                 floating-point buffers (BatchNorm), exchanged once a round. Replicas keep their own.
                 False means that the module keeps this rank's buffers everywhere.
         """
+        # A later training must not use these process groups: messages may still be under way.
+        reusable_groups.clear()
         seed = collectives.all_gather_object(torch.initial_seed())[0]
         waiting = pipeline.training.instruments.waiting
         shared = OuterOptions(collectives, options, fusion, steps.new_outer, waiting, seed)

@@ -28,8 +28,7 @@ from lightning_dear.exchange.options import ExchangeOptions, default_gather
 from lightning_dear.local_steps import LocalSteps, OuterHalf
 from lightning_dear.planning import BucketPlan, resolve_fusion, save_plan
 from lightning_dear.registration import register
-from lightning_dear.strategy import refusals, starting
-from lightning_dear.strategy.connections import unwrapped
+from lightning_dear.strategy import checkpoint_io, connections, refusals, starting
 from lightning_dear.telemetry.statistics import StepStatistics
 from lightning_dear.telemetry.timeline import Timeline
 
@@ -118,12 +117,16 @@ class PipelineStrategy(ABC):
     def _configure_launcher(self) -> None:
         """Checks how ranks were started, and does what Lightning does. Local.
 
+        Unless the user has passed a `CheckpointIO`, checkpoints are written atomically.
+
         Raises:
             ValueError: See `starting.check_start`.
         """
         host: Any = self
         starting.check_start(host.cluster_environment, host.parallel_devices, host.num_nodes)
         super()._configure_launcher()  # type: ignore[misc]
+        if private_names.CHECKPOINT_IO.of(self) is None:
+            private_names.CHECKPOINT_IO.replace_in(self, checkpoint_io.AtomicCheckpointIO())
 
     @contextmanager
     def _meeting(self) -> Generator[None, None, None]:
@@ -394,7 +397,7 @@ class PipelineStrategy(ABC):
     def _part(self, optimizer: Optimizer | None) -> OptimizerPipeline:
         pipeline = self.pipeline_of(optimizer)
         if optimizer is not None:
-            return pipeline.of(unwrapped(optimizer))
+            return pipeline.of(connections.unwrapped(optimizer))
         if len(pipeline.parts) > 1:
             raise ValueError("There are several optimizers. Pass one of them as optimizer=...")
         return pipeline.parts[0]

@@ -30,18 +30,14 @@ from typing_extensions import override
 from lightning_dear import private_names
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule
 from lightning_dear.callbacks.guards import CompletionGuard, gradient_readers
-from lightning_dear.checkpoint import folder
-from lightning_dear.checkpoint.files import stamp
+from lightning_dear.checkpoint import files, folder
 from lightning_dear.compression import Compressor, NoCompression
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.local_steps import LocalSteps, OuterHalf
 from lightning_dear.planning import FusionPlanner
-from lightning_dear.strategy import connections, failure_watch, refusals
+from lightning_dear.strategy import connections, failure_watch, failures, launchers, refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy, meanwhile
-from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked, save_folder
-from lightning_dear.strategy.connections import StopRequest, unwrapped
-from lightning_dear.strategy.failures import FailureBoard, is_consequence
-from lightning_dear.strategy.launchers import JobLauncher, configure_launcher
+from lightning_dear.strategy.checkpoint_io import checked, save_folder
 from lightning_dear.strategy.loaders import Loaders
 
 log = logging.getLogger(__name__)
@@ -139,8 +135,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     ) -> None:
         given = refusals.checked_options(DearStrategy.__init__, locals())
         # Until the first run a watch of one rank, which does nothing.
-        self._failures = failure_watch.FailureWatch(FailureBoard(), timeout or NO_TIMEOUT)
-        self._stop: StopRequest | None = None
+        self._failures = failure_watch.FailureWatch(failures.FailureBoard(), timeout or NO_TIMEOUT)
+        self._stop: connections.StopRequest | None = None
         self._is_sync_blocked = self._is_stepping = False
         # Optimizers of the `last_backward` block, or an empty list for all. None outside of it.
         self._last_of: list[Optimizer] | None = None
@@ -157,9 +153,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        configure_launcher(self)
-        if private_names.CHECKPOINT_IO.of(self) is None:
-            private_names.CHECKPOINT_IO.replace_in(self, AtomicCheckpointIO())
+        launchers.configure_launcher(self)
 
     @override
     def setup_distributed(self) -> None:
@@ -171,14 +165,16 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         """Does what Lightning does, and begins a run's `FailureBoard`. Collective. Blocks."""
         super().setup_environment()
         self._failures.close()
-        board = FailureBoard(self.broadcast(uuid4().hex), self.global_rank, self.world_size)
+        board = failures.FailureBoard(
+            self.broadcast(uuid4().hex), self.global_rank, self.world_size
+        )
         self._failures = failure_watch.FailureWatch(board, self._timeout or NO_TIMEOUT)
         module = self.lightning_module
         if module is not None and private_names.MODULE_TRAINER.of(module) is not None:
             # Added before a checkpoint is loaded, which may have a plan for the `FusionTuner`.
             connections.append_callbacks(module.trainer, self._fusion, *self._own_callbacks)
             if self.world_size > 1:
-                self._stop = StopRequest(module.trainer, board, self._stop)
+                self._stop = connections.StopRequest(module.trainer, board, self._stop)
                 self._failures.on_asked = self._stop.tell
 
     @override
@@ -219,10 +215,9 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     def _connect(self) -> None:
         """Connects the trainer's optimizer wrappers and precision plug-in. Collective. Blocks."""
-        assert self._pipeline is not None
         self._connected = self._lightning_optimizers
-        connections.connect_wrappers(self._connected, self._pipeline)
-        connections.connect_precision(self.precision_plugin, self._pipeline)
+        connections.connect_wrappers(self._connected, self.pipeline_of())
+        connections.connect_precision(self.precision_plugin, self.pipeline_of())
 
     def _check_optimizers(self) -> None:
         """Raises if the trainer has other optimizers than at first. Connects new wrappers."""
@@ -311,7 +306,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._outer.show_replica()
         with meanwhile(self, _is_stepping=True):
             output = super().optimizer_step(optimizer, *args, **kwargs)
-        self._outer.after_step(unwrapped(optimizer))
+        self._outer.after_step(connections.unwrapped(optimizer))
         return output
 
     @override
@@ -367,7 +362,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
                 files, does. With `save_distributed_checkpoint` no rank does, in either case. Ranks
                 that do not get whole tensors get stand-ins without data.
         """
-        optimizer = unwrapped(optimizer)
+        optimizer = connections.unwrapped(optimizer)
         if self._pipeline is None or optimizer not in self._pipeline.optimizers:
             return super().optimizer_state(optimizer)
         if self._failures.board.has_failed:
@@ -387,7 +382,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
         Collective. Blocks. Raises what `save_folder` raises.
         """
-        stamp(checkpoint)
+        files.stamp(checkpoint)
         self._outer.save(checkpoint)
         if self._saves_folders:
             # Rank 0's name is used, as a name may hold a time of day, which differs by rank.
@@ -439,9 +434,9 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
         Blocks for at most a few seconds. Only the first call in a run reports.
         """
-        if isinstance(self.launcher, JobLauncher):
+        if isinstance(self.launcher, launchers.JobLauncher):
             self.launcher.has_heard_signal.set()
-        if is_consequence(exception):
+        if failures.is_consequence(exception):
             self._failures.on_consequence()
         asked = "" if self._stop is None else self._stop.end_by(exception)
         self._failures.handle(exception, asked)
@@ -497,4 +492,4 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         Args:
             *optimizers: Optimizers that step next. None given means all.
         """
-        return meanwhile(self, _last_of=[unwrapped(one) for one in optimizers])
+        return meanwhile(self, _last_of=[connections.unwrapped(one) for one in optimizers])
