@@ -445,29 +445,24 @@ class PairwiseCollectives(Collectives):
         return self._receive(lane, rows, tag) if receives is None else receives
 
     def _sends(self, lane: str, outgoing: RankRows, tag: int) -> Waits:
-        place = self._place(lane, tag)
-        return [
-            (peer, self._post(lane, peer, partial(self.calls.isend, row, dst=peer, **place)))
-            for peer, row in outgoing
-        ]
+        return self._post("dst", lane, outgoing, tag)
 
     def _receive(self, lane: str, rows: RankRows, tag: int) -> Waits:
-        place = self._place(lane, tag)
-        return [
-            (peer, self._post(lane, peer, partial(self.calls.irecv, row, src=peer, **place)))
-            for peer, row in rows
-        ]
+        return self._post("src", lane, rows, tag)
 
-    def _post(self, lane: str, peer: int, post: Callable[[], Any]) -> Any:
-        """Posts a message. If the connection to `peer` is closed already, the error names it."""
-        try:
-            return post()
-        except RuntimeError as error:
-            self.has_given_up = True
-            how = blamed(peer, 0.0, str(error))
-            raise RuntimeError(f"{lane.replace('_', '-')}: {how}") from error
+    def _post(self, end: str, lane: str, rows: RankRows, tag: int) -> Waits:
+        """Posts messages, of which the peers are at the `end` "dst" or "src".
 
-    def _place(self, lane: str, tag: int) -> dict[str, Any]:
-        """Returns the arguments of torch's calls that say in which group and with which tag."""
+        If the connection to a peer is closed already, the error names it.
+        """
+        call = self.calls.isend if end == "dst" else self.calls.irecv
         group = self.reduce_group if lane == "reduce_scatter" else self.gather_group
-        return {"group": group, "tag": tag}
+        posted = list[tuple[int, Any]]()
+        for peer, row in rows:
+            try:
+                posted.append((peer, call(row, **{end: peer}, group=group, tag=tag)))
+            except RuntimeError as error:
+                self.has_given_up = True
+                how = blamed(peer, 0.0, str(error))
+                raise RuntimeError(f"{lane.replace('_', '-')}: {how}") from error
+        return posted

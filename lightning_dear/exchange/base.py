@@ -118,22 +118,15 @@ class Exchange:
         if not bucket.role.is_all_reduced:
             self.collectives.expect_all_gather(self._gathered(bucket), self.tag_of(bucket))
 
-    def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
-        """Does the local part of the gather now. Does not block.
+    def launch_gather(self, bucket: Bucket) -> Work:
+        """Starts to gather the bucket's shards (nothing, if it is all-reduced). Does not block.
 
-        In this class it copies the stepped shard to the buffer that is gathered. It does nothing if
-        gradients are gathered.
-
-        Returns:
-            A function that launches the gather (nothing, if the bucket is all-reduced). After the
-            work's `wait` the bucket's parameters have their new values or, if gradients are
-            gathered, `bucket.gradients` holds the mean.
+        In this class it first copies the stepped shard to the buffer that is gathered, unless
+        gradients are gathered. After the work's `wait` the bucket's parameters have their new
+        values or, if gradients are gathered, `bucket.gradients` holds the mean.
         """
         if not self._is_of_gradients:
             bucket.publish()
-        return partial(self._gather, bucket)
-
-    def _gather(self, bucket: Bucket) -> Work:
         if bucket.role.is_all_reduced:
             return Work.done()
         return self.collectives.launch_all_gather(self._gathered(bucket), self.tag_of(bucket))
@@ -143,10 +136,6 @@ class Exchange:
         # When means are gathered, the local gradients are no longer needed: they have been reduced,
         # so that other ranks' means may overwrite them.
         return bucket.gradients if self._is_of_gradients else bucket.parameters
-
-    def launch_gather(self, bucket: Bucket) -> Work:
-        """Prepares and launches the gather of `bucket`; see `prepare_gather`. Does not block."""
-        return self.prepare_gather(bucket)()
 
     def launch_gather_gradients(self, bucket: Bucket) -> Work:
         """Starts to gather the means of all shards into `bucket.gradients`, uncompressed.
@@ -166,7 +155,7 @@ class Exchange:
         for other buckets.
         """
         if bucket.role.lags:
-            Exchange.prepare_gather(self, bucket)().wait()
+            Exchange.launch_gather(self, bucket).wait()
             bucket.note_published()
 
     # --- hooks between the halves, which only some subclasses need --------------------------------
@@ -308,7 +297,7 @@ class CompressedExchange(Exchange, ABC):
 
         After the work's `wait`, which also decodes, `bucket.mean` holds the mean.
         """
-        return self._encode_now(bucket, partial(self._encode, bucket, self._loss_scale()))()
+        return self._send(bucket, partial(self._encode, bucket, self._loss_scale()))
 
     @abstractmethod
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
@@ -317,17 +306,12 @@ class CompressedExchange(Exchange, ABC):
         A `scale` of None means 1. Also looks for inf, see `_look_for_inf`.
         """
 
-    def _encode_now(
-        self, bucket: Bucket | None, encode: Callable[[], Sending]
-    ) -> Callable[[], Work]:
-        """Calls `encode` now. The returned function launches the message, and returns its work.
+    def _send(self, bucket: Bucket | None, encode: Callable[[], Sending]) -> Work:
+        """Calls `encode`, and launches the message. Returns its work, whose `wait` also decodes.
 
-        The work's `wait` decodes. None instead of a bucket means that all buckets are encoded.
+        Does not block. None instead of a bucket means that all buckets are encoded.
         """
-        return partial(self._launch, bucket, self._as_device_work("encode", bucket, encode))
-
-    def _launch(self, bucket: Bucket | None, sending: Sending) -> Work:
-        """Launches the message. Returns its work, whose `wait` also decodes. Does not block."""
+        sending = self._as_device_work("encode", bucket, encode)
         work = sending.launch()
         if sending.decode is None:
             return work

@@ -307,7 +307,7 @@ FLUSHES = [
     ),
     Mutation(
         "rounding masters into parameters",
-        "exchange:Exchange.prepare_gather",
+        "exchange:Exchange.launch_gather",
         "        bucket.publish()\n",
         "",
         (f"{MASTERS}::test_parameters_are_the_masters_rounded",),
