@@ -33,10 +33,9 @@ ALL_REDUCED = [
     ),
     Mutation(
         "gathering nothing of an all-reduced bucket",
-        "exchange:Exchange._gather",
-        "-> Work:\n        if bucket.role.is_all_reduced:\n            return Work.done()\n"
-        "        return self.collectives.launch_all_gather(self._gathered(bucket)",
-        "-> Work:\n        return self.collectives.launch_all_gather(self._gathered(bucket)",
+        "exchange:Exchange.launch_gather",
+        "        if bucket.role.is_all_reduced:\n            return Work.done()\n",
+        "",
         (f"{ENGINE}::test_nothing_of_them_is_gathered_or_scattered",),
     ),
     Mutation(

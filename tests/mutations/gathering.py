@@ -131,7 +131,7 @@ GATHERING = [
     Mutation(
         "cutting no tensor",
         "PlanLifecycle._activate",
-        "            plan = with_whole_tensors(plan, self.recording.tensors)\n",
+        "            plan = with_whole_tensors(plan, recording.tensors)\n",
         "            pass\n",
         (f"{REPLICATED}::test_another_plan_keeps_state_and_cuts_no_tensor",),
     ),
