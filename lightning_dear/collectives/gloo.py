@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate
 from math import ceil
 from operator import itemgetter
@@ -103,11 +103,8 @@ class PairwiseCollectives(Collectives):
         self._expected: dict[tuple[str, int], tuple[int, Waits]] = {}
         # Tag of flags -> memory of the posted receives, a row for each, and their waits.
         self._heard: dict[int, tuple[Tensor, Waits]] = {}
-
-    @cached_property
-    def _threads(self) -> dict[tuple[str, int], Background]:
-        """(half, number of the optimizer or -1) -> a thread, see `_pass_on`."""
-        return {}
+        # (half, number of the optimizer or -1) -> a thread, see `_pass_on`.
+        self._threads: dict[tuple[str, int], Background] = {}
 
     def _others(self, way: int) -> list[int]:
         """Returns the other ranks, in the order of sends (way 1) or receives (-1).

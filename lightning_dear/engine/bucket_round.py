@@ -85,6 +85,7 @@ class BucketRound:
         waiting: Reason -> context that is entered around the wait for the means.
 
     Attributes:
+        flat: Same as the argument.
         order: Same as the argument.
         exchange: Same as the argument.
         names: Same as the argument.
@@ -112,7 +113,7 @@ class BucketRound:
         notes: Notes | None,
         waiting: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        self.order, self.exchange, self.names = order, exchange, names
+        self.flat, self.order, self.exchange, self.names = flat, order, exchange, names
         self._buckets = {number: flat.buckets[number] for number in order}
         self._placements = flat.placements
         self._collectives = exchange.collectives

@@ -1,7 +1,6 @@
 """The modules of a model, a cheap check whether they hold the same parameters, and aliases."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -22,7 +21,7 @@ def ignored_names(module: Module) -> frozenset[str]:
     return frozenset(getattr(module, private_names.IGNORED_NAMES.name, ()))
 
 
-def aliased_names(module: Module) -> AbstractSet[str]:
+def aliased_names(module: Module) -> Set[str]:
     """Names of parameters whose memory is held by a tensor that is not the module's. Local.
 
     Examples: a `state_dict()` that the user has kept, a NumPy array, a flat vector of which the

@@ -185,8 +185,8 @@ class PlanLifecycle:
         names, order = self.trained.names, plan.reduce_order
         bucket_round = BucketRound(flat, order, exchange, names, self._notes, for_gradients)
         bucket_round.weights = training.weights
-        collector = GradientCollector(flat, recording.expected, bucket_round)
-        whole = WholeGradients(flat, bucket_round)
+        collector = GradientCollector(recording.expected, bucket_round)
+        whole = WholeGradients(bucket_round)
         where = training.module, flat, exchange, recording.ungated
         on_arrival = self._on_arrival if options.is_of_gradients else None
         gatherer = ParameterGatherer(*where, partial(waiting, "all_gather"), on_arrival)

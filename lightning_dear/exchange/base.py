@@ -6,8 +6,7 @@ residuals only if the step is made with those gradients.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Collection, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -180,7 +179,7 @@ class Exchange:
         """
 
     @property
-    def voting(self) -> AbstractSet[int]:
+    def voting(self) -> Set[int]:
         """Numbers of the buckets whose codec votes: each rank's sign counts, and none may abstain.
 
         Empty unless the compressor is such a codec.

@@ -18,8 +18,7 @@ have the same bits. Sums are made in fp32 and in rank order; if NCCL sums (encod
 up, or a host's gradients), in NCCL's order. The gather half may also travel uncompressed.
 """
 
-from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Sequence, Set
 from functools import partial
 
 from torch import Tensor
@@ -126,7 +125,7 @@ class CodedExchange(CompressedExchange):
 
     @property
     @override
-    def voting(self) -> AbstractSet[int]:
+    def voting(self) -> Set[int]:
         return {one.number for one in self.coded if one.compressor.votes}
 
     @override

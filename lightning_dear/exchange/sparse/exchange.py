@@ -87,7 +87,9 @@ class WholeSparseExchange(CompressedExchange):
     def __init__(self, traffic: Traffic, compressor: SparseAllReduce) -> None:
         super().__init__(traffic, compressor)
         check_buckets(compressor, traffic)
-        kind = _kind_of(compressor)
+        owned = StaticBucket if compressor.is_static else RegionBucket
+        whole = TreeBucket if compressor.is_tree else SparseBucket
+        kind: type[SparseBucket] = whole if compressor.all_reduces else owned
         self.coded = [kind(bucket, compressor, traffic) for bucket in traffic.flat.buckets]
 
     @override
@@ -405,10 +407,3 @@ def _keep(chosen: Sequence[tuple[RegionBucket, Entries]], scale: float) -> None:
     """Makes each bucket keep its chosen sums; see `RegionBucket.keep`."""
     for coded, own in chosen:
         coded.keep(own, scale)
-
-
-def _kind_of(compressor: SparseAllReduce) -> type[SparseBucket]:
-    """Returns the class of the buckets that `compressor` compresses."""
-    if compressor.all_reduces:
-        return TreeBucket if compressor.is_tree else SparseBucket
-    return StaticBucket if compressor.is_static else RegionBucket
