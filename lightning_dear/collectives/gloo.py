@@ -133,7 +133,7 @@ class PairwiseCollectives(Collectives):
         self, buffer: Tensor, received: Tensor, out: Tensor, tag: int
     ) -> Work:
         own = shard_of(buffer, self.world.rank, self.world.size)
-        rows = self._reduce_rows(received)
+        rows = self._reduce_rows(received, self._others(-1))
         parts, tag_sent = self._reduced_parts(rows, tag)
         outgoing = [(peer, shard_of(buffer, peer, self.world.size)) for peer in self._others(1)]
         if tag_sent != tag:
@@ -350,8 +350,8 @@ class PairwiseCollectives(Collectives):
 
     @override
     def expect_reduce_scatter(self, received: Tensor, tag: int) -> None:
-        parts = self._reduced_parts(self._reduce_rows(received), tag)
-        self._expect("reduce_scatter", received, *parts)
+        rows = self._reduce_rows(received, self._others(-1))
+        self._expect("reduce_scatter", received, *self._reduced_parts(rows, tag))
 
     @override
     def expect_all_gather(self, buffer: Tensor, tag: int) -> None:
@@ -379,11 +379,11 @@ class PairwiseCollectives(Collectives):
         if any(waits for _, waits in (*self._expected.values(), *self._heard.values())):
             self.discard(has_failed=False)
 
-    def _reduce_rows(self, received: Tensor) -> RankRows:
-        """Cuts the scratch of a reduce-scatter into rows, one shard for each other rank."""
+    def _reduce_rows(self, received: Tensor, sources: Sequence[int]) -> RankRows:
+        """Cuts the scratch of a reduce-scatter into rows, one shard for each of `sources`."""
         return [
             (source, shard_of(received, place, self.world.size - 1))
-            for place, source in enumerate(self._others(-1))
+            for place, source in enumerate(sources)
         ]
 
     def _rows(self, incoming: Tensor | Sequence[Tensor]) -> RankRows:

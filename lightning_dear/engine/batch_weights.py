@@ -201,11 +201,14 @@ class BatchWeights:
             with self._waiting("weights of batches"):
                 collectives.launch_all_reduce(sums, WEIGHTS_TAG).wait()
             # On the stream from which backward begins, and for which its other streams wait.
-            self._scale = self._numerator / sums.sum() if self.own else 0.0
+            self._divide_by(sums.sum())
 
     def _hear(self, sums: Sequence[float]) -> None:
         self._check(dict(enumerate(sums)))
-        self._scale = self._numerator / sum(sums) if self.own else 0.0
+        self._divide_by(sum(sums))
+
+    def _divide_by(self, total: float | Tensor) -> None:
+        self._scale = len(self._counted) * self._first / total if self.own else 0.0
 
     @staticmethod
     def _check(sums: Mapping[int, float]) -> None:
@@ -274,7 +277,3 @@ class BatchWeights:
     @property
     def _first(self) -> float:
         return self._counted[0] or 1.0
-
-    @property
-    def _numerator(self) -> float:
-        return len(self._counted) * self._first

@@ -139,7 +139,7 @@ class PlanLifecycle:
         return self._activate(plan, recording)
 
     def _activate(self, plan: BucketPlan, recording: Recording) -> ActivePlan:
-        plan = self._for_hosts(self._without_refused(plan))
+        plan = self._all_reduced(plan)
         if self._training.options.is_of_gradients:
             plan = with_whole_tensors(plan, recording.tensors)
         self.plan = plan
@@ -223,26 +223,20 @@ class PlanLifecycle:
         self.recording = replace(self.recording, ungated=ungated)
         self.active.gatherer.follow(self._training.module, ungated)
 
-    def _for_hosts(self, plan: BucketPlan) -> BucketPlan:
+    def _all_reduced(self, plan: BucketPlan) -> BucketPlan:
         """Returns `plan`, with all buckets all-reduced if that sends less between hosts.
 
-        It sends less if hosts have several ranks, but not equally many. Otherwise, or if buckets
-        may not be all-reduced (`all_reduce_refusal`), the plan is returned as it is.
+        It sends less if hosts have several ranks, but not equally many. Otherwise the plan is
+        returned as it is. If the training refuses all-reduced buckets (`all_reduce_refusal`), it is
+        returned without: those buckets are then reduce-scattered, and stepped and gathered in the
+        step, and rank 0 warns.
         """
-        training = self._training
-        if not training.collectives.favors_all_reduce or training.all_reduce_refusal is not None:
+        training, refusal = self._training, self._training.all_reduce_refusal
+        if refusal is None and training.collectives.favors_all_reduce:
+            return replace(plan, all_reduced=tuple(range(len(plan.buckets))))
+        if refusal is None or not plan.all_reduced:
             return plan
-        return replace(plan, all_reduced=tuple(range(len(plan.buckets))))
-
-    def _without_refused(self, plan: BucketPlan) -> BucketPlan:
-        """Returns `plan` without all-reduced buckets, if the training refuses them.
-
-        Those buckets are then reduce-scattered, and stepped and gathered in the step. Rank 0 warns.
-        """
-        refusal = self._training.all_reduce_refusal
-        if not plan.all_reduced or refusal is None:
-            return plan
-        if self._training.world.rank == 0:
+        if training.world.rank == 0:
             warnings.warn(
                 f"The plan '{plan.name}' all-reduces {len(plan.all_reduced)} buckets, which this"
                 " training does not do. Use another plan, such as of fusion='threshold', or ignore"

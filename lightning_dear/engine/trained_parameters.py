@@ -21,7 +21,7 @@ from lightning_dear.engine.module_tree import ModuleTree, ignored_names
 from lightning_dear.engine.notes import OptionValues, check_options, options_of
 from lightning_dear.engine.read_order import ForwardRecorder
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers.pieces import parameters_of
+from lightning_dear.optimizers.pieces import group_numbers, parameters_of
 from lightning_dear.optimizers.tensorwise import choose_options
 
 Described = Sequence[tuple[str, str]]
@@ -322,16 +322,12 @@ def _how(options: ExchangeOptions, collectives: Collectives) -> str:
 
 def _describe(module: Module, optimizer: Optimizer) -> Described:
     """Name and layout of each trained parameter, to be compared between ranks."""
-    group_of = {
-        id(parameter): number
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
+    group_of = group_numbers(optimizer)
     return [
         (
             name,
             f"shape {tuple(parameter.shape)}, strides {storage_strides(parameter)},"
-            f" {parameter.dtype}, parameter group {group_of[id(parameter)]}",
+            f" {parameter.dtype}, parameter group {group_of[parameter]}",
         )
         for name, parameter in managed_parameters(module, optimizer)
     ]

@@ -91,9 +91,10 @@ class CodedExchange(CompressedExchange):
         made: list[Sending] = []
         coded.own_gradients(bucket.gradients)
 
-        def encode(sums: Tensor) -> None:
+        def encode(sums: Tensor) -> Tensor:
             sending = self._as_device_work("encode", bucket, self._encode_rows, coded, scale, sums)
             made.append(sending)
+            return coded.outgoing[: len(sums)]
 
         def decode() -> None:
             if made[0].decode is not None:

@@ -47,9 +47,9 @@ ALL_REDUCED = [
     ),
     Mutation(
         "leaving out all-reduces that are refused",
-        "PlanLifecycle._without_refused",
-        "        refusal = self._training.all_reduce_refusal\n",
-        "        refusal = None\n",
+        "PlanLifecycle._all_reduced",
+        "        training, refusal = self._training, self._training.all_reduce_refusal\n",
+        "        training, refusal = self._training, None\n",
         (f"{LIFE}::test_where_they_are_refused_people_are_told",),
     ),
     Mutation(

@@ -99,8 +99,6 @@ class WholeSparseExchange(CompressedExchange):
             coded.expect("reduce_scatter", tag)
         elif coded.sparse.is_scattered:
             self.collectives.expect_reduce_scatter(coded.received, tag)
-        else:
-            super().expect_reduce(bucket)
 
     @override
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
@@ -274,20 +272,16 @@ class SparseExchange(WholeSparseExchange):
             The message by which ranks agree, on sums or (static buckets) on new regions. Its
             `launch` blocks. It launches nothing if there is nothing to agree on.
         """
+        sparse = [coded for coded in self.coded if coded.is_sparse]
+        static = [coded for coded in sparse if isinstance(coded, StaticBucket)]
+        for coded in static:
+            coded.keep_largest()
+        regional = [coded for coded in sparse if isinstance(coded, RegionBucket)]
         # Only `RegionBucket` reads values on the host, and so needs the loss scale as a float.
-        looks = any(isinstance(coded, RegionBucket) and coded.is_sparse for coded in self.coded)
-        scale = self._loss_scale() if looks else None
+        scale = self._loss_scale() if regional else None
         factor = 1.0 if scale is None else float(scale)
-        static, asked = list[StaticBucket](), list[tuple[RegionBucket, Entries]]()
-        for coded in self.coded:
-            if not coded.is_sparse:
-                continue
-            if isinstance(coded, StaticBucket):
-                coded.keep_largest()
-                static.append(coded)
-            elif (own := coded.choose(factor)) is not None:
-                asked.append((coded, own))
-        if asked:
+        chosen = [(coded, coded.choose(factor)) for coded in regional]
+        if asked := [(coded, own) for coded, own in chosen if own is not None]:
             return Sending(partial(self._agree, asked), partial(_keep, asked, factor))
         return Sending(partial(self._add_up_summaries, static))
 
