@@ -35,6 +35,9 @@ _MOST_DIRECT = 8
 RankRows = Sequence[tuple[int, Tensor]]
 """Pairs (rank, row); the row is sent to that rank, or received from it."""
 
+Rounds = Sequence[Callable[[], Waits]]
+"""Functions that launch a round each, and return its waits; see `PairwiseCollectives._pass_on`."""
+
 
 def nbytes_of(rows: RankRows) -> int:
     """Returns the bytes of all rows together."""
@@ -191,7 +194,9 @@ class PairwiseCollectives(Collectives):
             [(rank, part) for rank, part in enumerate(torch.split(flat, sizes)) if len(part)]
             for flat, sizes in (outgoing, incoming)
         )
-        waits = self._exchange("all_gather", incoming[0], rows, sent, tag, has_one_length=False)
+        # The length differs by rank.
+        self.log.add(Logged("all_gather", 1, incoming[0].dtype, None, tag, has_tag=True))
+        waits = self._both_ways("all_gather", incoming[0], rows, sent, tag)
         self.ledger["all_gather"] += nbytes_of(sent)
         return self.new_work("all_gather", f"bucket {tag}", waits)
 
@@ -298,9 +303,7 @@ class PairwiseCollectives(Collectives):
         later = [partial(self._sends, lane, outgoing, tag)] if rank and children else []
         return self._in_rounds(lane, "module buffers", first, later)
 
-    def _in_rounds(
-        self, lane: str, name: str, first: Waits, later: Sequence[Callable[[], Waits]]
-    ) -> Work:
+    def _in_rounds(self, lane: str, name: str, first: Waits, later: Rounds) -> Work:
         """Returns the work of a message that ranks pass on, see `_pass_on`. Does not block.
 
         Without later rounds there is no thread.
@@ -312,12 +315,7 @@ class PairwiseCollectives(Collectives):
         return Work(self.observed("other", name, lambda: sent.result()()))
 
     def _pass_on(
-        self,
-        lane: str,
-        names: Sequence[str],
-        first: Waits,
-        later: Sequence[Callable[[], Waits]],
-        optimizer: int = -1,
+        self, lane: str, names: Sequence[str], first: Waits, later: Rounds, optimizer: int = -1
     ) -> Future[Callable[[], None]]:
         """Has a thread launch each later round once the round before has arrived. Does not block.
 
@@ -325,7 +323,7 @@ class PairwiseCollectives(Collectives):
             lane: "reduce_scatter" or "all_gather", which decides on the process group.
             names: Names of all rounds, for errors.
             first: Waits of the first round, which has been launched.
-            later: Launches a round each, and returns its waits.
+            later: Launch the rounds after it.
             optimizer: Number of the optimizer whose buckets travel. -1 means that none do. Each
                 half of each optimizer has a thread of its own.
 
@@ -396,29 +394,21 @@ class PairwiseCollectives(Collectives):
             self._expected[lane, tag] = buffer.data_ptr(), self._receive(lane, rows, tag)
 
     def _exchange(
-        self,
-        lane: str,
-        buffer: Tensor,
-        rows: RankRows,
-        outgoing: RankRows,
-        tag: int,
-        *,
-        has_one_length: bool = True,
+        self, lane: str, buffer: Tensor, rows: RankRows, outgoing: RankRows, tag: int
     ) -> Waits:
         """Posts the receives of `rows`, unless they are posted, and sends `outgoing`.
 
         Args:
             lane: "reduce_scatter" or "all_gather", which decides on the process group.
             buffer: Tensor whose address tells whether receives that are posted write where this
-                launch wants. It must be the one that the `expect_...` call was given.
+                launch wants. It must be the one that the `expect_...` call was given, and have the
+                same length on all ranks.
             rows: Memory that other ranks' messages are written into.
             outgoing: Messages to other ranks.
             tag: Tag of all these messages.
-            has_one_length: Whether `buffer` has the same length on all ranks.
         """
-        elements = buffer.numel() if has_one_length else None
         group = int(lane == "all_gather")
-        self.log.add(Logged(lane, group, buffer.dtype, elements, tag, has_tag=True))
+        self.log.add(Logged(lane, group, buffer.dtype, buffer.numel(), tag, has_tag=True))
         return self._both_ways(lane, buffer, rows, outgoing, tag)
 
     def _both_ways(

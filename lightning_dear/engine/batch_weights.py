@@ -13,6 +13,9 @@ from lightning_dear.collectives.work import Collectives, Work
 MOST = 2**53
 """Largest weight of a batch. Up to it fp64 has all whole numbers."""
 
+Waiting = Callable[[str], AbstractContextManager[None]]
+"""Reason of a wait -> context that is entered around that wait."""
+
 
 class BatchWeights:
     """Weights of this rank's batches, by which the step's mean gradient counts them.
@@ -50,9 +53,7 @@ class BatchWeights:
         was_given: Whether the user has given any batch a weight other than 0.
     """
 
-    def __init__(
-        self, collectives: Collectives, waiting: Callable[[str], AbstractContextManager[None]]
-    ) -> None:
+    def __init__(self, collectives: Collectives, waiting: Waiting) -> None:
         self._collectives, self._waiting = collectives, waiting
         self.is_on, self.may_accumulate = False, True
         self.is_repeat = self.was_given = False

@@ -8,8 +8,7 @@ world size. A training step runs rounds over all buckets, which `GradientCollect
 a few bytes of each rank that travel with the flags (class `Note`).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.work import Collectives, Work
-from lightning_dear.engine.batch_weights import BatchWeights
+from lightning_dear.engine.batch_weights import BatchWeights, Waiting
 from lightning_dear.engine.notes import Notes
 from lightning_dear.exchange import Exchange
 
@@ -111,7 +110,7 @@ class BucketRound:
         exchange: Exchange,
         names: Sequence[str],
         notes: Notes | None,
-        waiting: Callable[[str], AbstractContextManager[None]],
+        waiting: Waiting,
     ) -> None:
         self.flat, self.order, self.exchange, self.names = flat, order, exchange, names
         self._buckets = {number: flat.buckets[number] for number in order}

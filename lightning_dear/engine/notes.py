@@ -154,6 +154,9 @@ class Notes:
 _LARGEST = (1 << 64) - 1
 """The largest number of a digest."""
 
+Present = Callable[[], Collectives]
+"""Returns the collectives that are used at present."""
+
 
 class Digest(ABC):
     """A `Note` that compares a number of 64 bits between ranks, and raises if ranks differ.
@@ -168,7 +171,7 @@ class Digest(ABC):
 
     NUM_BYTES = 16
 
-    def __init__(self, collectives: Callable[[], Collectives]) -> None:
+    def __init__(self, collectives: Present) -> None:
         self._collectives = collectives
         # What `value` has counted in the present round, and in the round before.
         self._counted: Any = ()
@@ -218,7 +221,7 @@ class LaunchDigest(Digest):
         number: Optimizer number, whose launches are compared where messages are matched by tag.
     """
 
-    def __init__(self, collectives: Callable[[], Collectives], number: int) -> None:
+    def __init__(self, collectives: Present, number: int) -> None:
         super().__init__(collectives)
         self._number = number
 
@@ -272,9 +275,7 @@ class RingTrial:
         number: Optimizer number.
     """
 
-    def __init__(
-        self, instruments: Instruments, collectives: Callable[[], Collectives], number: int
-    ) -> None:
+    def __init__(self, instruments: Instruments, collectives: Present, number: int) -> None:
         self._instruments, self._collectives, self._number = instruments, collectives, number
         self._began_s = time.monotonic()
         # Seconds of each step of this window, and how many of them this rank has waited.
@@ -397,11 +398,7 @@ class SharedOptions(Digest):
     """
 
     def __init__(
-        self,
-        collectives: Callable[[], Collectives],
-        stepper: SteppedPieces,
-        number: int,
-        weights: BatchWeights,
+        self, collectives: Present, stepper: SteppedPieces, number: int, weights: BatchWeights
     ) -> None:
         super().__init__(collectives)
         self._stepper, self._number, self._weights = stepper, number, weights

@@ -73,8 +73,8 @@ GATHERING = [
     Mutation(
         "completing before the state is read",
         "OptimizerPipeline.__init__",
-        "            self._hooks.append(optimizer.register_state_dict_pre_hook(self._complete_state))\n",
-        "",
+        "self._hooks.append(optimizer.register_state_dict_pre_hook(self._complete_state))\n",
+        "pass\n",
         (f"{REPLICATED}::test_state_is_torchs_own_and_is_read_complete",),
     ),
     Mutation(
