@@ -10,7 +10,8 @@ from typing import Any
 
 from lightning_dear.collectives.work import T
 
-_Todo = queue.SimpleQueue[Callable[[], None] | None]
+_Todo = queue.SimpleQueue[Callable[[], bool]]
+"""Calls that return whether the thread goes on."""
 
 
 class Background:
@@ -42,13 +43,14 @@ class Background:
             if self._thread is None:
                 # A daemon thread, because the call may wait for data that never comes, and must not
                 # keep the process alive. The thread refers to the queue and not to `self`, so that
-                # `self` can be deleted. The finalizer then queues None, which ends the thread.
+                # `self` can be deleted. The finalizer then queues `bool`, which returns False, so
+                # that the thread ends.
                 self._todo = queue.SimpleQueue()
                 self._thread = threading.Thread(
                     target=_run, args=(self._todo,), name=self._name, daemon=True
                 )
                 self._thread.start()
-                weakref.finalize(self, self._todo.put, None)
+                weakref.finalize(self, self._todo.put, bool)
             self._todo.put(partial(_run_one, call, future))
         return future
 
@@ -59,8 +61,8 @@ class Background:
         """
         with self._lock:
             thread, self._thread = self._thread, None
-            # Under the lock, because a call queued after this None would never run.
-            self._todo.put(None)
+            # Under the lock, because a call queued after this end would never run.
+            self._todo.put(bool)
         if thread is not None:
             thread.join()
 
@@ -68,21 +70,15 @@ class Background:
 def _run(todo: _Todo) -> None:
     # No local variable holds the last call while the thread waits for the next one: it would keep
     # process groups, and their threads, alive.
-    while _run_next(todo.get()):
+    while todo.get()():
         pass
 
 
-def _run_next(run: Callable[[], None] | None) -> bool:
-    """Calls `run`. Returns False if `run` is None, which means that the thread is to end."""
-    if run is not None:
-        run()
-    return run is not None
-
-
-def _run_one(call: Callable[[], Any], future: Future[Any]) -> None:
+def _run_one(call: Callable[[], Any], future: Future[Any]) -> bool:
     try:
         future.set_result(call())
     # Every exception, so that the future's reader gets it. Raised here, it would end this thread
     # and be lost.
     except BaseException as error:
         future.set_exception(error)
+    return True

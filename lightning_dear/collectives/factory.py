@@ -210,7 +210,7 @@ def _process_groups(
     # Either all ranks make new groups or none does: making one is collective, and a rank that
     # reused its old group would not take part.
     if not all(can_reuse for can_reuse, _ in told):
-        groups = [_new_group(timeout, backend) for _ in range(2)]
+        groups = [dist.new_group(**_arguments_of(timeout, backend)) for _ in range(2)]
         if backend != "gloo":
             groups.append(dist.new_group(timeout=timeout, backend="gloo"))
         reusable_groups.clear()
@@ -236,26 +236,21 @@ def _groups_of_two_hops(timeout: timedelta | None, backend: str, world: World) -
     new_subgroups: Any = dist.new_subgroups_by_enumeration
     made: list[Any] = []
     for layout in layouts * 2 if len(groups) == _NUM_GROUPS else ():
-        how = {"timeout": timeout, "pg_options": _options_of(timeout, backend)}
-        made.append(new_subgroups(layout, **how)[0])
+        made.append(new_subgroups(layout, **_arguments_of(timeout, backend))[0])
     # All at once: if making one fails, the next fit must not find some of them.
     groups += made
     return groups[_NUM_GROUPS:]
 
 
-def _new_group(timeout: timedelta | None, backend: str) -> Any:
-    return dist.new_group(timeout=timeout, pg_options=_options_of(timeout, backend))
-
-
-def _options_of(timeout: timedelta | None, backend: str) -> Any:
-    """Returns options of a group: its NCCL kernels run before compute kernels. None for gloo."""
+def _arguments_of(timeout: timedelta | None, backend: str) -> dict[str, Any]:
+    """Returns arguments for a new group, whose NCCL kernels run before compute kernels."""
     options: Any = None
     if backend == "nccl" and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if timeout is not None:
             # Otherwise torch warns that the options have another timeout than the group.
             setattr(options, private_names.NCCL_TIMEOUT.name, timeout)
-    return options
+    return {"timeout": timeout, "pg_options": options}
 
 
 def forget_process_groups() -> None:

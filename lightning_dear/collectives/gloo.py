@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate
 from math import ceil
 from operator import itemgetter
@@ -34,6 +34,9 @@ _MOST_DIRECT = 8
 
 RankRows = Sequence[tuple[int, Tensor]]
 """Pairs (rank, row); the row is sent to that rank, or received from it."""
+
+Rounds = Sequence[Callable[[], Waits]]
+"""Functions that launch a round each, and return its waits; see `PairwiseCollectives._pass_on`."""
 
 
 def nbytes_of(rows: RankRows) -> int:
@@ -103,11 +106,8 @@ class PairwiseCollectives(Collectives):
         self._expected: dict[tuple[str, int], tuple[int, Waits]] = {}
         # Tag of flags -> memory of the posted receives, a row for each, and their waits.
         self._heard: dict[int, tuple[Tensor, Waits]] = {}
-
-    @cached_property
-    def _threads(self) -> dict[tuple[str, int], Background]:
-        """(half, number of the optimizer or -1) -> a thread, see `_pass_on`."""
-        return {}
+        # (half, number of the optimizer or -1) -> a thread, see `_pass_on`.
+        self._threads: dict[tuple[str, int], Background] = {}
 
     def _others(self, way: int) -> list[int]:
         """Returns the other ranks, in the order of sends (way 1) or receives (-1).
@@ -136,7 +136,7 @@ class PairwiseCollectives(Collectives):
         self, buffer: Tensor, received: Tensor, out: Tensor, tag: int
     ) -> Work:
         own = shard_of(buffer, self.world.rank, self.world.size)
-        rows = self._reduce_rows(received)
+        rows = self._reduce_rows(received, self._others(-1))
         parts, tag_sent = self._reduced_parts(rows, tag)
         outgoing = [(peer, shard_of(buffer, peer, self.world.size)) for peer in self._others(1)]
         if tag_sent != tag:
@@ -194,7 +194,9 @@ class PairwiseCollectives(Collectives):
             [(rank, part) for rank, part in enumerate(torch.split(flat, sizes)) if len(part)]
             for flat, sizes in (outgoing, incoming)
         )
-        waits = self._exchange("all_gather", incoming[0], rows, sent, tag, has_one_length=False)
+        # The length differs by rank.
+        self.log.add(Logged("all_gather", 1, incoming[0].dtype, None, tag, has_tag=True))
+        waits = self._both_ways("all_gather", incoming[0], rows, sent, tag)
         self.ledger["all_gather"] += nbytes_of(sent)
         return self.new_work("all_gather", f"bucket {tag}", waits)
 
@@ -301,9 +303,7 @@ class PairwiseCollectives(Collectives):
         later = [partial(self._sends, lane, outgoing, tag)] if rank and children else []
         return self._in_rounds(lane, "module buffers", first, later)
 
-    def _in_rounds(
-        self, lane: str, name: str, first: Waits, later: Sequence[Callable[[], Waits]]
-    ) -> Work:
+    def _in_rounds(self, lane: str, name: str, first: Waits, later: Rounds) -> Work:
         """Returns the work of a message that ranks pass on, see `_pass_on`. Does not block.
 
         Without later rounds there is no thread.
@@ -315,12 +315,7 @@ class PairwiseCollectives(Collectives):
         return Work(self.observed("other", name, lambda: sent.result()()))
 
     def _pass_on(
-        self,
-        lane: str,
-        names: Sequence[str],
-        first: Waits,
-        later: Sequence[Callable[[], Waits]],
-        optimizer: int = -1,
+        self, lane: str, names: Sequence[str], first: Waits, later: Rounds, optimizer: int = -1
     ) -> Future[Callable[[], None]]:
         """Has a thread launch each later round once the round before has arrived. Does not block.
 
@@ -328,7 +323,7 @@ class PairwiseCollectives(Collectives):
             lane: "reduce_scatter" or "all_gather", which decides on the process group.
             names: Names of all rounds, for errors.
             first: Waits of the first round, which has been launched.
-            later: Launches a round each, and returns its waits.
+            later: Launch the rounds after it.
             optimizer: Number of the optimizer whose buckets travel. -1 means that none do. Each
                 half of each optimizer has a thread of its own.
 
@@ -353,8 +348,8 @@ class PairwiseCollectives(Collectives):
 
     @override
     def expect_reduce_scatter(self, received: Tensor, tag: int) -> None:
-        parts = self._reduced_parts(self._reduce_rows(received), tag)
-        self._expect("reduce_scatter", received, *parts)
+        rows = self._reduce_rows(received, self._others(-1))
+        self._expect("reduce_scatter", received, *self._reduced_parts(rows, tag))
 
     @override
     def expect_all_gather(self, buffer: Tensor, tag: int) -> None:
@@ -382,11 +377,11 @@ class PairwiseCollectives(Collectives):
         if any(waits for _, waits in (*self._expected.values(), *self._heard.values())):
             self.discard(has_failed=False)
 
-    def _reduce_rows(self, received: Tensor) -> RankRows:
-        """Cuts the scratch of a reduce-scatter into rows, one shard for each other rank."""
+    def _reduce_rows(self, received: Tensor, sources: Sequence[int]) -> RankRows:
+        """Cuts the scratch of a reduce-scatter into rows, one shard for each of `sources`."""
         return [
             (source, shard_of(received, place, self.world.size - 1))
-            for place, source in enumerate(self._others(-1))
+            for place, source in enumerate(sources)
         ]
 
     def _rows(self, incoming: Tensor | Sequence[Tensor]) -> RankRows:
@@ -399,29 +394,21 @@ class PairwiseCollectives(Collectives):
             self._expected[lane, tag] = buffer.data_ptr(), self._receive(lane, rows, tag)
 
     def _exchange(
-        self,
-        lane: str,
-        buffer: Tensor,
-        rows: RankRows,
-        outgoing: RankRows,
-        tag: int,
-        *,
-        has_one_length: bool = True,
+        self, lane: str, buffer: Tensor, rows: RankRows, outgoing: RankRows, tag: int
     ) -> Waits:
         """Posts the receives of `rows`, unless they are posted, and sends `outgoing`.
 
         Args:
             lane: "reduce_scatter" or "all_gather", which decides on the process group.
             buffer: Tensor whose address tells whether receives that are posted write where this
-                launch wants. It must be the one that the `expect_...` call was given.
+                launch wants. It must be the one that the `expect_...` call was given, and have the
+                same length on all ranks.
             rows: Memory that other ranks' messages are written into.
             outgoing: Messages to other ranks.
             tag: Tag of all these messages.
-            has_one_length: Whether `buffer` has the same length on all ranks.
         """
-        elements = buffer.numel() if has_one_length else None
         group = int(lane == "all_gather")
-        self.log.add(Logged(lane, group, buffer.dtype, elements, tag, has_tag=True))
+        self.log.add(Logged(lane, group, buffer.dtype, buffer.numel(), tag, has_tag=True))
         return self._both_ways(lane, buffer, rows, outgoing, tag)
 
     def _both_ways(
@@ -445,29 +432,24 @@ class PairwiseCollectives(Collectives):
         return self._receive(lane, rows, tag) if receives is None else receives
 
     def _sends(self, lane: str, outgoing: RankRows, tag: int) -> Waits:
-        place = self._place(lane, tag)
-        return [
-            (peer, self._post(lane, peer, partial(self.calls.isend, row, dst=peer, **place)))
-            for peer, row in outgoing
-        ]
+        return self._post("dst", lane, outgoing, tag)
 
     def _receive(self, lane: str, rows: RankRows, tag: int) -> Waits:
-        place = self._place(lane, tag)
-        return [
-            (peer, self._post(lane, peer, partial(self.calls.irecv, row, src=peer, **place)))
-            for peer, row in rows
-        ]
+        return self._post("src", lane, rows, tag)
 
-    def _post(self, lane: str, peer: int, post: Callable[[], Any]) -> Any:
-        """Posts a message. If the connection to `peer` is closed already, the error names it."""
-        try:
-            return post()
-        except RuntimeError as error:
-            self.has_given_up = True
-            how = blamed(peer, 0.0, str(error))
-            raise RuntimeError(f"{lane.replace('_', '-')}: {how}") from error
+    def _post(self, end: str, lane: str, rows: RankRows, tag: int) -> Waits:
+        """Posts messages, of which the peers are at the `end` "dst" or "src".
 
-    def _place(self, lane: str, tag: int) -> dict[str, Any]:
-        """Returns the arguments of torch's calls that say in which group and with which tag."""
+        If the connection to a peer is closed already, the error names it.
+        """
+        call = self.calls.isend if end == "dst" else self.calls.irecv
         group = self.reduce_group if lane == "reduce_scatter" else self.gather_group
-        return {"group": group, "tag": tag}
+        posted = list[tuple[int, Any]]()
+        for peer, row in rows:
+            try:
+                posted.append((peer, call(row, **{end: peer}, group=group, tag=tag)))
+            except RuntimeError as error:
+                self.has_given_up = True
+                how = blamed(peer, 0.0, str(error))
+                raise RuntimeError(f"{lane.replace('_', '-')}: {how}") from error
+        return posted

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -87,6 +86,7 @@ class CudaStreams(Streams):
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         super().__init__(device)
         self._cuda = cuda
+        # The second stream, once it has been used.
         self._beside: list[Any] = []
 
     @property
@@ -130,17 +130,13 @@ class CudaStreams(Streams):
             if reader != current:
                 reader.wait_stream(current)
 
-    @cached_property
-    def _relay(self) -> Any:
-        # The second stream. Its kernels run before compute kernels, because other hosts wait for
-        # what they make: encoded sums.
-        relay = self._cuda.Stream(self.device, priority=-1)
-        self._beside.append(relay)
-        return relay
-
     @override
     def beside(self) -> AbstractContextManager[Any]:
-        return self._cuda.stream(self._relay)  # type: ignore[no-any-return]
+        if not self._beside:
+            # The second stream. Its kernels run before compute kernels, because other hosts wait
+            # for what they make: encoded sums.
+            self._beside.append(self._cuda.Stream(self.device, priority=-1))
+        return self._cuda.stream(self._beside[0])  # type: ignore[no-any-return]
 
     @override
     def follow_beside(self) -> None:

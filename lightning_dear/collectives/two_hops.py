@@ -176,10 +176,7 @@ class TwoHopCollectives(PairwiseCollectives):
     def _received(self, received: Tensor) -> tuple[RankRows, RankRows]:
         """Cuts `received` into rows: N shards for each rank of this host, one per other host."""
         sources = [source for source in self._within(-1) for _ in self._column(received, 0)]
-        rows = [
-            (source, shard_of(received, place, self.world.size - 1))
-            for place, source in enumerate((*sources, *self._across(-1)))
-        ]
+        rows = self._reduce_rows(received, [*sources, *self._across(-1)])
         return rows[: len(sources)], rows[len(sources) :]
 
     def _incoming(self, incoming: Tensor) -> RankRows:

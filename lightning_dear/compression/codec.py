@@ -304,6 +304,7 @@ class FewOfMany(Compressor):
         ValueError: If `density` is out of its range.
     """
 
+    kind: ClassVar[Kind] = "contractive"
     has_density: ClassVar[bool] = True
 
     density: float = 0.01

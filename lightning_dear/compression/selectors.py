@@ -325,8 +325,7 @@ class LocalThreshold:
     """
 
     def __init__(self, value: float = 0.0) -> None:
-        self.value = value
-        self._next = value
+        self.value = self._next = value
 
     def find(self, values: Tensor, k: int, *, is_exact: bool) -> tuple[Tensor, Tensor]:
         """Returns the places of large values, ascending, and these values.

@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_dear.compression.codec import Codec, FewOfMany, Kind, Randomness, field
+from lightning_dear.compression.codec import Codec, FewOfMany, Randomness, field
 from lightning_dear.compression.error_feedback import Encoded, Memory, Residual
 from lightning_dear.compression.selectors import SELECTORS, select
 
@@ -40,7 +40,6 @@ class TopK(FewOfMany, Codec):
     """
 
     name: ClassVar[str] = "topk"
-    kind: ClassVar[Kind] = "contractive"
 
     selector: str = "exact"
 
@@ -219,7 +218,6 @@ class RandomK(FewOfMany, Codec):
     """
 
     name: ClassVar[str] = "randomk"
-    kind: ClassVar[Kind] = "contractive"
     randomness: ClassVar[Randomness] = "turns"
     is_summable: ClassVar[bool] = True
 

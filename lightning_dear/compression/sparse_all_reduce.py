@@ -23,7 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.compression import selectors
-from lightning_dear.compression.codec import FewOfMany, Kind, Setting
+from lightning_dear.compression.codec import FewOfMany, Setting
 from lightning_dear.compression.selectors import LocalThreshold
 
 FEWEST_PER_RANK = 4
@@ -51,7 +51,6 @@ class SparseAllReduce(FewOfMany):
         error_feedback: See `Compressor`.
     """
 
-    kind: ClassVar[Kind] = "contractive"
     is_tree: ClassVar[bool] = False
     """Whether sums go from rank to rank up a tree of ranks, and the result goes back down."""
 

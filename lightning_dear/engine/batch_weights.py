@@ -13,6 +13,9 @@ from lightning_dear.collectives.work import Collectives, Work
 MOST = 2**53
 """Largest weight of a batch. Up to it fp64 has all whole numbers."""
 
+Waiting = Callable[[str], AbstractContextManager[None]]
+"""Reason of a wait -> context that is entered around that wait."""
+
 
 class BatchWeights:
     """Weights of this rank's batches, by which the step's mean gradient counts them.
@@ -50,9 +53,7 @@ class BatchWeights:
         was_given: Whether the user has given any batch a weight other than 0.
     """
 
-    def __init__(
-        self, collectives: Collectives, waiting: Callable[[str], AbstractContextManager[None]]
-    ) -> None:
+    def __init__(self, collectives: Collectives, waiting: Waiting) -> None:
         self._collectives, self._waiting = collectives, waiting
         self.is_on, self.may_accumulate = False, True
         self.is_repeat = self.was_given = False
@@ -201,11 +202,14 @@ class BatchWeights:
             with self._waiting("weights of batches"):
                 collectives.launch_all_reduce(sums, WEIGHTS_TAG).wait()
             # On the stream from which backward begins, and for which its other streams wait.
-            self._scale = self._numerator / sums.sum() if self.own else 0.0
+            self._divide_by(sums.sum())
 
     def _hear(self, sums: Sequence[float]) -> None:
         self._check(dict(enumerate(sums)))
-        self._scale = self._numerator / sum(sums) if self.own else 0.0
+        self._divide_by(sum(sums))
+
+    def _divide_by(self, total: float | Tensor) -> None:
+        self._scale = len(self._counted) * self._first / total if self.own else 0.0
 
     @staticmethod
     def _check(sums: Mapping[int, float]) -> None:
@@ -274,7 +278,3 @@ class BatchWeights:
     @property
     def _first(self) -> float:
         return self._counted[0] or 1.0
-
-    @property
-    def _numerator(self) -> float:
-        return len(self._counted) * self._first

@@ -8,8 +8,7 @@ world size. A training step runs rounds over all buckets, which `GradientCollect
 a few bytes of each rank that travel with the flags (class `Note`).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.work import Collectives, Work
-from lightning_dear.engine.batch_weights import BatchWeights
+from lightning_dear.engine.batch_weights import BatchWeights, Waiting
 from lightning_dear.engine.notes import Notes
 from lightning_dear.exchange import Exchange
 
@@ -85,6 +84,7 @@ class BucketRound:
         waiting: Reason -> context that is entered around the wait for the means.
 
     Attributes:
+        flat: Same as the argument.
         order: Same as the argument.
         exchange: Same as the argument.
         names: Same as the argument.
@@ -110,9 +110,9 @@ class BucketRound:
         exchange: Exchange,
         names: Sequence[str],
         notes: Notes | None,
-        waiting: Callable[[str], AbstractContextManager[None]],
+        waiting: Waiting,
     ) -> None:
-        self.order, self.exchange, self.names = order, exchange, names
+        self.flat, self.order, self.exchange, self.names = flat, order, exchange, names
         self._buckets = {number: flat.buckets[number] for number in order}
         self._placements = flat.placements
         self._collectives = exchange.collectives

@@ -6,7 +6,7 @@ from sys import getrefcount
 import torch
 from torch import Tensor
 
-from lightning_dear.bucket import Bucket, FlatBuffers
+from lightning_dear.bucket import Bucket
 from lightning_dear.engine.bucket_round import LATE, UNUSED, USED, BucketRound
 from lightning_dear.torch_modes import saves_calls
 
@@ -58,14 +58,12 @@ class GradientCollector:
     another round. On NCCL it is refused.
 
     Args:
-        flat: The buckets, and where each gradient lies in them.
         expected: For each parameter how often its hook is called in one backward, as recorded.
         bucket_round: The round that launches buckets and knows which were launched.
     """
 
-    def __init__(
-        self, flat: FlatBuffers, expected: Sequence[int], bucket_round: BucketRound
-    ) -> None:
+    def __init__(self, expected: Sequence[int], bucket_round: BucketRound) -> None:
+        flat = bucket_round.flat
         self._placements, self._buckets = flat.placements, flat.buckets
         self._names, self._expected = bucket_round.names, expected
         self._round, self._collectives = bucket_round, bucket_round.exchange.collectives

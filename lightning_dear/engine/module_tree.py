@@ -1,7 +1,6 @@
 """The modules of a model, a cheap check whether they hold the same parameters, and aliases."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -22,7 +21,7 @@ def ignored_names(module: Module) -> frozenset[str]:
     return frozenset(getattr(module, private_names.IGNORED_NAMES.name, ()))
 
 
-def aliased_names(module: Module) -> AbstractSet[str]:
+def aliased_names(module: Module) -> Set[str]:
     """Names of parameters whose memory is held by a tensor that is not the module's. Local.
 
     Examples: a `state_dict()` that the user has kept, a NumPy array, a flat vector of which the
@@ -70,12 +69,13 @@ class ModuleTree:
         module: The root.
 
     Attributes:
+        module: Same as the argument.
         version: Number of looks that have found other modules, parameters or forwards than the look
             before, the first look included.
     """
 
     def __init__(self, module: Module) -> None:
-        self._root = module
+        self.module = module
         self.version = 0
         self._seen: Sequence[Any] = ()
         self._seen_buffers: Sequence[Any] = ()
@@ -91,7 +91,7 @@ class ModuleTree:
         if self._seen and _are_same(self._seen, [*self._held()]):
             return
         self.version += 1
-        modules = [*self._root.modules()]
+        modules = [*self.module.modules()]
         dicts = [vars(module) for module in modules]
         # TorchScript's modules have other objects in the place of these dicts.
         name = private_names.PARAMETERS.name
@@ -130,7 +130,7 @@ class ModuleTree:
         scripted = chain.from_iterable(part.buffers(recurse=False) for part in self._scripted)
         buffers = [buffer for buffer in chain(own, scripted) if buffer is not None]
         seen = [*buffers, *map(attrgetter("dtype"), buffers)]
-        ignored = ignored_names(self._root)
+        ignored = ignored_names(self.module)
         if ignored != self._ignored or not _are_same(self._seen_buffers, seen):
             self._seen_buffers, self._ignored = seen, ignored
             by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -141,8 +141,8 @@ class ModuleTree:
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(name, buffer) of the module's buffers, without `ignored_names`. Local, slow."""
-        ignored = ignored_names(self._root)
-        return (one for one in self._root.named_buffers() if one[0] not in ignored)
+        ignored = ignored_names(self.module)
+        return (one for one in self.module.named_buffers() if one[0] not in ignored)
 
 
 def _are_same(before: Sequence[Any], now: Sequence[Any]) -> bool:

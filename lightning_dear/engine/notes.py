@@ -156,6 +156,9 @@ class Notes:
 _LARGEST = (1 << 64) - 1
 """The largest number of a digest."""
 
+Present = Callable[[], Collectives]
+"""Returns the collectives that are used at present."""
+
 
 class Digest(ABC):
     """A `Note` that compares a number of 64 bits between ranks, and raises if ranks differ.
@@ -170,20 +173,25 @@ class Digest(ABC):
 
     NUM_BYTES = 16
 
-    def __init__(self, collectives: Callable[[], Collectives]) -> None:
+    def __init__(self, collectives: Present) -> None:
         self._collectives = collectives
+        # What `value` has counted in the present round, and in the round before.
+        self._counted: Any = ()
+        self._before: Any = ()
 
     @abstractmethod
     def value(self) -> int:
-        """Returns this rank's number, from 0 to 2^64 - 1. Called once in each round."""
+        """Returns this rank's number, from 0 to 2^64 - 1. Called once in each round.
+
+        May store what the number stands for in `_counted`.
+        """
 
     @abstractmethod
-    def explain(self, *, is_of_round_before: bool) -> None:
+    def explain(self, counted: Any) -> None:
         """Finds out in what ranks differ, and raises. Collective, blocks.
 
         Args:
-            is_of_round_before: Whether the numbers that differ are those of the round before
-                (NCCL).
+            counted: `_counted` of the round whose numbers differ: on NCCL the round before.
         """
 
     @property
@@ -193,14 +201,14 @@ class Digest(ABC):
 
     def say(self) -> bytes:
         """Returns the number and its complement; see `Note`."""
-        value = self.value()
+        self._before, value = self._counted, self.value()
         return pack("QQ", value, _LARGEST - value)
 
     def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
         """Calls `explain` if ranks have sent different numbers; see `Note`."""
         # On NCCL all maxima are 0 in the first round. At world size 1 there are none.
         if any(maxima) and sum(maxima) != 255 * len(maxima) // 2:
-            self.explain(is_of_round_before=is_of_round_before)
+            self.explain(self._before if is_of_round_before else self._counted)
 
 
 class LaunchDigest(Digest):
@@ -215,29 +223,24 @@ class LaunchDigest(Digest):
         number: Optimizer number, whose launches are compared where messages are matched by tag.
     """
 
-    def __init__(self, collectives: Callable[[], Collectives], number: int) -> None:
+    def __init__(self, collectives: Present, number: int) -> None:
         super().__init__(collectives)
         self._number = number
-        # Last launches up to the present round, and up to the round before. Where messages are
-        # matched by tag, both stay empty: `explain` asks the log, when it needs them.
-        self._report: Report = ()
-        self._before: Report = ()
 
     @override
     def value(self) -> int:
         collectives = self._collectives()
+        # The last launches. Where messages are matched by tag, `explain` asks the log for them.
         if not collectives.matches_by_tag:
-            self._before, self._report = self._report, collectives.log.report(self._number)
+            self._counted = collectives.log.report(self._number)
         return collectives.log.total(self._number)
 
     @override
-    def explain(self, *, is_of_round_before: bool) -> None:
+    def explain(self, counted: Report) -> None:
         collectives = self._collectives()
-        own = self._before if is_of_round_before else self._report
-        if collectives.matches_by_tag:
-            own = collectives.log.report(self._number)
-        reports = collectives.all_gather_object(own)
-        first = difference(reports, matches_by_tag=collectives.matches_by_tag)
+        by_tag = collectives.matches_by_tag
+        own = collectives.log.report(self._number) if by_tag else counted
+        first = difference(collectives.all_gather_object(own), matches_by_tag=by_tag)
         told = f"The first difference: {first}." if first else "The last 64 do not show which ones."
         raise RuntimeError(
             "Ranks have launched different messages. Call backward, step, and what exchanges"
@@ -274,9 +277,7 @@ class RingTrial:
         number: Optimizer number.
     """
 
-    def __init__(
-        self, instruments: Instruments, collectives: Callable[[], Collectives], number: int
-    ) -> None:
+    def __init__(self, instruments: Instruments, collectives: Present, number: int) -> None:
         self._instruments, self._collectives, self._number = instruments, collectives, number
         self._began_s = time.monotonic()
         # Seconds of each step of this window, and how many of them this rank has waited.
@@ -399,28 +400,20 @@ class SharedOptions(Digest):
     """
 
     def __init__(
-        self,
-        collectives: Callable[[], Collectives],
-        stepper: SteppedPieces,
-        number: int,
-        weights: BatchWeights,
+        self, collectives: Present, stepper: SteppedPieces, number: int, weights: BatchWeights
     ) -> None:
         super().__init__(collectives)
         self._stepper, self._number, self._weights = stepper, number, weights
-        # Options that `value` has hashed in the present round, and in the round before.
-        self._options: OptionValues = {}
-        self._before: OptionValues = {}
         # Names and values of all options at the last call of `_have_changed`.
         self._seen: Sequence[Any] = ()
         self._hash = 0
 
     @override
     def value(self) -> int:
-        self._before = self._options
         if self._have_changed():
-            self._options = self._values()
+            self._counted = self._values()
             # True equals 1, and so must have its hash.
-            text = repr(sorted(self._options.items()))
+            text = repr(sorted(self._counted.items()))
             self._hash = hash_of(text.replace("True", "1").replace("False", "0"))
         return self._hash
 
@@ -443,13 +436,12 @@ class SharedOptions(Digest):
         is_same = len(before) == len(self._seen) and all(map(is_, before, self._seen))
         if is_same and not any(isinstance(one, Tensor | tuple) for one in self._seen):
             return False
-        return self._values() != self._options
+        return bool(self._values() != self._counted)
 
     @override
-    def explain(self, *, is_of_round_before: bool) -> None:
+    def explain(self, counted: OptionValues) -> None:
         name = f"{type(self._stepper.optimizer).__name__} {self._number}"
-        options = self._before if is_of_round_before else self._options
-        reports = self._collectives().all_gather_object(options)
+        reports = self._collectives().all_gather_object(counted)
         if len({report[_STATE] for report in reports}) > 1:
             raise ValueError(
                 f"Ranks have written to other entries of optimizer.state: {name}. Write, reset and"

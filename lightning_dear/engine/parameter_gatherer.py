@@ -6,7 +6,6 @@ A bucket is *pending* from the launch of its all-gather until a thread has waite
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -18,6 +17,7 @@ from torch.nn import Module
 from lightning_dear import private_names
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.work import Work
+from lightning_dear.engine.batch_weights import Waiting
 from lightning_dear.engine.gate import ModuleGate, has_gate, owners
 from lightning_dear.exchange import Exchange
 
@@ -30,9 +30,6 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 the stepping thread is still alive."""
 
 _PRE_HOOKS = private_names.FORWARD_PRE_HOOKS.name
-
-Waiting = Callable[[str], AbstractContextManager[None]]
-"""Reason of a wait for parameters -> context that is entered around that wait."""
 
 
 class ParameterGatherer:

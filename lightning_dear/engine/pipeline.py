@@ -47,8 +47,7 @@ from lightning_dear.engine.training import Training
 from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.telemetry.clock import Clock, clock_of
-from lightning_dear.telemetry.statistics import Instruments, StepStatistics
-from lightning_dear.telemetry.timeline import Timeline
+from lightning_dear.telemetry.statistics import Instruments
 
 
 class Pipeline:
@@ -409,21 +408,3 @@ class Pipeline:
         self.collectives.discard()
         for part in self.parts:
             part.abandon()
-
-    @property
-    def statistics(self) -> StepStatistics | None:
-        """Figures of the last finished step of any optimizer.
-
-        On a GPU it is None until a step has begun and ended after the first read of this property:
-        waits are timed only from then on.
-        """
-        return self.training.instruments.statistics
-
-    @property
-    def timeline(self) -> Timeline | None:
-        """Timeline that spans are recorded in. None means that nothing is recorded."""
-        return self.training.instruments.timeline
-
-    @timeline.setter
-    def timeline(self, timeline: Timeline | None) -> None:
-        self.training.instruments.record_in(timeline)

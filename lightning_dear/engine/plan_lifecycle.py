@@ -122,29 +122,28 @@ class PlanLifecycle:
     def _start_recording(self) -> None:
         self.looks_again = False
         training = self._training
-        tree, streams = training.tree, training.collectives.streams
-        self.trained = TrainedParameters(training.module, self._stepper.optimizer, tree, streams)
+        streams = training.collectives.streams
+        self.trained = TrainedParameters(training.tree, self._stepper.optimizer, streams)
         if training.uses_buckets:
             self.trained.watch(self._on_gradient)
 
     def start(self) -> ActivePlan:
         """Makes a plan from the recorded step (or finds one), and builds it. Collective, blocks."""
         training, collectives = self._training, self._training.collectives
-        self.recording = Recording.agreed(self.trained, collectives, training.options)
-        tensors = self.recording.tensors
+        recording = Recording.agreed(self.trained, collectives, training.options)
+        self.recording, tensors = recording, recording.tensors
         training.warn_of_aliases(self.trained.names)
         found = None if self.find_plan is None else self.find_plan(tensors)
         plan = training.fusion.plan(tensors, training.world.size) if found is None else found
-        self.recording.check(plan, collectives)
-        return self._activate(plan)
+        recording.check(plan, collectives)
+        return self._activate(plan, recording)
 
-    def _activate(self, plan: BucketPlan) -> ActivePlan:
-        assert self.recording is not None
-        plan = self._for_hosts(self._without_refused(plan))
+    def _activate(self, plan: BucketPlan, recording: Recording) -> ActivePlan:
+        plan = self._all_reduced(plan)
         if self._training.options.is_of_gradients:
-            plan = with_whole_tensors(plan, self.recording.tensors)
+            plan = with_whole_tensors(plan, recording.tensors)
         self.plan = plan
-        self.active = self._build(plan, self.recording)
+        self.active = self._build(plan, recording)
         if self.compressor is not None:
             self.active.exchange.use(self.compressor)
         left = self._stepper.left
@@ -153,8 +152,8 @@ class PlanLifecycle:
         # plan. Such weights are not their rounded masters any more, and replace them.
         if left is not None and self._hand_on(left):
             self.active.flat.adopt_writes()
-        coded, seed = self.active.exchange.coded, self.recording.seed
-        self.residuals.attach(coded, self.trained.parameters, seed)
+        coded = self.active.exchange.coded
+        self.residuals.attach(coded, self.trained.parameters, recording.seed)
         return self.active
 
     @torch.no_grad()
@@ -186,8 +185,8 @@ class PlanLifecycle:
         names, order = self.trained.names, plan.reduce_order
         bucket_round = BucketRound(flat, order, exchange, names, self._notes, for_gradients)
         bucket_round.weights = training.weights
-        collector = GradientCollector(flat, recording.expected, bucket_round)
-        whole = WholeGradients(flat, bucket_round)
+        collector = GradientCollector(recording.expected, bucket_round)
+        whole = WholeGradients(bucket_round)
         where = training.module, flat, exchange, recording.ungated
         on_arrival = self._on_arrival if options.is_of_gradients else None
         gatherer = ParameterGatherer(*where, partial(waiting, "all_gather"), on_arrival)
@@ -196,18 +195,12 @@ class PlanLifecycle:
     def follow_parameters(self) -> None:
         """Looks for parameters and modules that were replaced in the trained module. Local.
 
-        Replaced parameters are put back, with the new values (`restore_replaced`). New modules have
-        no gates yet. If modules that own parameters were replaced, it blocks until all parameters
-        are complete, and lets the next forward be recorded (`looks_again`). It does neither while
-        there is no plan, or if gradients pass through no buckets.
+        Replaced parameters are put back, with the new values (`TrainedParameters.have_moved`). New
+        modules have no gates yet. If modules that own parameters were replaced, it blocks until all
+        parameters are complete, and lets the next forward be recorded (`looks_again`). It does
+        neither while there is no plan, or if gradients pass through no buckets.
         """
-        if not self.trained.may_have_moved:
-            return
         has_moved = self.trained.have_moved()
-        if has_moved:
-            self.trained.restore_replaced()
-            has_moved = self.trained.have_moved()
-        self.trained.note_homes()
         if has_moved and self._training.uses_buckets and self.active is not None:
             self.complete_parameters("exchanged modules")
             self.trained.recorder = self.trained.new_recorder()
@@ -230,26 +223,20 @@ class PlanLifecycle:
         self.recording = replace(self.recording, ungated=ungated)
         self.active.gatherer.follow(self._training.module, ungated)
 
-    def _for_hosts(self, plan: BucketPlan) -> BucketPlan:
+    def _all_reduced(self, plan: BucketPlan) -> BucketPlan:
         """Returns `plan`, with all buckets all-reduced if that sends less between hosts.
 
-        It sends less if hosts have several ranks, but not equally many. Otherwise, or if buckets
-        may not be all-reduced (`all_reduce_refusal`), the plan is returned as it is.
+        It sends less if hosts have several ranks, but not equally many. Otherwise the plan is
+        returned as it is. If the training refuses all-reduced buckets (`all_reduce_refusal`), it is
+        returned without: those buckets are then reduce-scattered, and stepped and gathered in the
+        step, and rank 0 warns.
         """
-        training = self._training
-        if not training.collectives.favors_all_reduce or training.all_reduce_refusal is not None:
+        training, refusal = self._training, self._training.all_reduce_refusal
+        if refusal is None and training.collectives.favors_all_reduce:
+            return replace(plan, all_reduced=tuple(range(len(plan.buckets))))
+        if refusal is None or not plan.all_reduced:
             return plan
-        return replace(plan, all_reduced=tuple(range(len(plan.buckets))))
-
-    def _without_refused(self, plan: BucketPlan) -> BucketPlan:
-        """Returns `plan` without all-reduced buckets, if the training refuses them.
-
-        Those buckets are then reduce-scattered, and stepped and gathered in the step. Rank 0 warns.
-        """
-        refusal = self._training.all_reduce_refusal
-        if not plan.all_reduced or refusal is None:
-            return plan
-        if self._training.world.rank == 0:
+        if training.world.rank == 0:
             warnings.warn(
                 f"The plan '{plan.name}' all-reduces {len(plan.all_reduced)} buckets, which this"
                 " training does not do. Use another plan, such as of fusion='threshold', or ignore"
@@ -322,7 +309,7 @@ class PlanLifecycle:
         self.recording.check(plan, self._training.collectives)
         self._leave_plan()
         self._release_active()
-        self._activate(plan)
+        self._activate(plan, self.recording)
 
     def dissolve(self) -> None:
         """Ends the present plan, if there is one: the next step is recorded, and makes another.

@@ -64,7 +64,13 @@ class OptimizerPipeline:
         self.num_steps = 0
         self.progress = StepProgress(partial(getattr, training, "uses_buckets"))
         self._backward = Backward.NONE
-        self._hooks = self._hook_into(optimizer)
+        calls = self._before_hooks, self._begin_step, self._on_inner_step
+        self._step_hooks = StepHooks(optimizer, *calls)
+        self._hooks: list[Any] = [self._step_hooks]
+        if training.options.is_of_gradients:
+            # State must not be saved or loaded while buckets are still to be stepped at a read.
+            self._hooks.append(optimizer.register_state_dict_pre_hook(self._complete_state))
+            self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._complete_state))
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._on_zero_grad  # type: ignore[method-assign]
         self.stepper: ShardedOptimizer | ReplicatedOptimizer = (
@@ -81,16 +87,6 @@ class OptimizerPipeline:
         self._tried = TriedOptions(optimizer, training.options)
         self.plans.hooks_signal.ask = lambda: int(self._step_hooks.are_in_front)
         self.mean = MeanGradient(training, self.progress, self.plans, self.stepper)
-
-    def _hook_into(self, optimizer: Optimizer) -> list[Any]:
-        calls = self._before_hooks, self._begin_step, self._on_inner_step
-        self._step_hooks = StepHooks(optimizer, *calls)
-        hooks: list[Any] = [self._step_hooks]
-        if self._training.options.is_of_gradients:
-            # State must not be saved or loaded while buckets are still to be stepped at a read.
-            hooks.append(optimizer.register_state_dict_pre_hook(self._complete_state))
-            hooks.append(optimizer.register_load_state_dict_pre_hook(self._complete_state))
-        return hooks
 
     def _complete_state(self, *_: Any) -> None:
         self.plans.complete_parameters("optimizer state")

@@ -74,7 +74,7 @@ class StepTimer:
             return
         with ExitStack() as stack:
             for part, indices in self._readers().items():
-                stack.enter_context(self._watched(part, indices))
+                self._watch(stack, part, indices)
             start = self._clock.mark()
             yield
             self._spans["forward"] = start, self._clock.mark()
@@ -148,8 +148,9 @@ class StepTimer:
                 readers.setdefault(user, set()).add(index)
         return readers
 
-    @contextmanager
-    def _watched(self, part: Module, indices: set[int]) -> Iterator[None]:
+    def _watch(self, stack: ExitStack, part: Module, indices: set[int]) -> None:
+        """Notes the first read of `part`'s parameters `indices`, until `stack` ends."""
+
         def on_read(*_: Any) -> None:
             gate.open()
             mark = self._clock.mark()
@@ -157,13 +158,9 @@ class StepTimer:
                 self._first_uses.setdefault(index, mark)
 
         gate = ModuleGate(part)
-        hook = part.register_forward_pre_hook(on_read, prepend=True)
         gate.close(on_read)
-        try:
-            yield
-        finally:
-            gate.open()
-            hook.remove()
+        stack.callback(gate.open)
+        stack.callback(part.register_forward_pre_hook(on_read, prepend=True).remove)
 
     def _measured(self) -> ModelTimes | None:
         """Returns the times of the step. None means that its forward or backward is missing.

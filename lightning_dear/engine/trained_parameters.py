@@ -21,7 +21,7 @@ from lightning_dear.engine.module_tree import ModuleTree, ignored_names
 from lightning_dear.engine.notes import OptionValues, check_options, options_of
 from lightning_dear.engine.read_order import ForwardRecorder
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers.pieces import parameters_of
+from lightning_dear.optimizers.pieces import group_numbers, parameters_of
 from lightning_dear.optimizers.tensorwise import choose_options
 
 Described = Sequence[tuple[str, str]]
@@ -52,9 +52,8 @@ class TrainedParameters:
     It also checks whether the optimizer still holds them, and whether the module still owns them.
 
     Args:
-        module: Module of the parameters.
+        tree: Tree of the parameters' module. `Pipeline.forward` calls its `look`.
         optimizer: The optimizer, whose parameter groups are not mutated.
-        tree: Tree of the module. `Pipeline.forward` calls its `look`.
         streams: Streams of the parameters' device.
 
     Attributes:
@@ -64,10 +63,8 @@ class TrainedParameters:
         hooks: Gradient hooks that `watch` has registered. No hooks before the first `watch`.
     """
 
-    def __init__(
-        self, module: Module, optimizer: Optimizer, tree: ModuleTree, streams: Streams
-    ) -> None:
-        named = managed_parameters(module, optimizer)
+    def __init__(self, tree: ModuleTree, optimizer: Optimizer, streams: Streams) -> None:
+        named = managed_parameters(tree.module, optimizer)
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self._optimizer = optimizer
@@ -76,8 +73,7 @@ class TrainedParameters:
         self._held, self._lengths = [*chain(*held)], [*map(len, held)]
         known = {id(parameter) for parameter in self.parameters}
         self._untrained = [one for one in self._held if id(one) not in known]
-        self._module = module
-        self._homes = owners(module, self.parameters)
+        self._homes = owners(tree.module, self.parameters)
         self._tree, self._version = tree, tree.version
         self._streams = streams
         self.recorder = self.new_recorder()
@@ -85,7 +81,7 @@ class TrainedParameters:
 
     def new_recorder(self) -> ForwardRecorder:
         """Returns a recorder that has recorded nothing yet."""
-        return ForwardRecorder(self._module, self.parameters, self._streams)
+        return ForwardRecorder(self._tree.module, self.parameters, self._streams)
 
     def watch(self, on_gradient: OnGradient) -> None:
         """Lets `on_gradient` be called whenever a gradient was accumulated, until `hooks.remove()`.
@@ -128,30 +124,25 @@ class TrainedParameters:
                 " since the forward of this step. Make such changes before the forward."
             )
 
-    @property
-    def may_have_moved(self) -> bool:
-        """Whether `have_moved` may be True: the module's tree has changed since `note_homes`.
-
-        A cheap question, which compares version numbers. Changes are seen once `tree.look` has run.
-        """
-        return self._version != self._tree.version
-
     def have_moved(self) -> bool:
-        """Whether other modules own the parameters than at the last `note_homes`. Local.
+        """Puts replaced parameters back; tells whether other modules own parameters now. Local.
 
-        The user may replace a module by another one with the same parameters, such as a fused or a
-        scripted one. A parameter that no module owns any more counts, too.
+        Other modules than at the last call. The user may replace a module by another one with the
+        same parameters, such as a fused or a scripted one. A parameter that no module owns any more
+        counts, too. If `tree.look` has found no change since the last call, only version numbers
+        are compared.
+
+        Raises:
+            ValueError: What `_restore_replaced` raises.
         """
-        return owners(self._module, self.parameters) != self._homes
+        if self._version == self._tree.version:
+            return False
+        self._restore_replaced()
+        before, self._version = self._homes, self._tree.version
+        self._homes = owners(self._tree.module, self.parameters)
+        return before != self._homes
 
-    def note_homes(self) -> None:
-        """Stores which modules own the parameters now, under which names.
-
-        `have_moved` and `restore_replaced` compare with that.
-        """
-        self._homes, self._version = owners(self._module, self.parameters), self._tree.version
-
-    def restore_replaced(self) -> None:
+    def _restore_replaced(self) -> None:
         """Puts the optimizer's parameters back into the module, with values of their replacements.
 
         `load_state_dict(assign=True)` puts new parameters into the module, which no optimizer
@@ -331,16 +322,12 @@ def _how(options: ExchangeOptions, collectives: Collectives) -> str:
 
 def _describe(module: Module, optimizer: Optimizer) -> Described:
     """Name and layout of each trained parameter, to be compared between ranks."""
-    group_of = {
-        id(parameter): number
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
+    group_of = group_numbers(optimizer)
     return [
         (
             name,
             f"shape {tuple(parameter.shape)}, strides {storage_strides(parameter)},"
-            f" {parameter.dtype}, parameter group {group_of[id(parameter)]}",
+            f" {parameter.dtype}, parameter group {group_of[parameter]}",
         )
         for name, parameter in managed_parameters(module, optimizer)
     ]

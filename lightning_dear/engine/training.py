@@ -2,8 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -77,8 +76,8 @@ class Training:
     has_compiled_region: bool = False
     is_in_forward: bool = False
     optimizers: Sequence[Optimizer] = ()
-    parameters: AbstractSet[Parameter] = frozenset()
-    aliased: AbstractSet[str] | None = None
+    parameters: Set[Parameter] = frozenset()
+    aliased: Set[str] | None = None
     signal: Signal = field(default_factory=Signal)
     end: SharedEnd = field(default_factory=SharedEnd)
 
@@ -370,7 +369,7 @@ class UnheldGradients:
             self.patience = 1
             self.average()
 
-    def check(self, stepped: AbstractSet[Parameter]) -> None:
+    def check(self, stepped: Set[Parameter]) -> None:
         """Raises if one of `stepped` has a gradient that was not averaged."""
         for name, one in () if self.patience else self._named:
             if one.grad is not None and one in stepped:

@@ -2,7 +2,6 @@
 
 import torch
 
-from lightning_dear.bucket import FlatBuffers
 from lightning_dear.engine.bucket_round import BucketRound, of_any_rank
 
 
@@ -12,13 +11,12 @@ class WholeGradients:
     `MeanGradient` calls it, between a finished round and the step.
 
     Args:
-        flat: The buckets, and where each parameter lies in them. Their gradients and means are
-            mutated.
-        bucket_round: The round that has reduced the means; its `used` and `has_means` are mutated.
+        bucket_round: The round that has reduced the means. Mutated: gradients and means of its
+            buckets, `used` and `has_means`.
     """
 
-    def __init__(self, flat: FlatBuffers, bucket_round: BucketRound) -> None:
-        self._flat, self._round = flat, bucket_round
+    def __init__(self, bucket_round: BucketRound) -> None:
+        self._flat, self._round = bucket_round.flat, bucket_round
         self._exchange, self._waiting = bucket_round.exchange, bucket_round.waiting
 
     def expose(self) -> None:

@@ -6,8 +6,7 @@ residuals only if the step is made with those gradients.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Collection, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -121,30 +120,23 @@ class Exchange:
         if not bucket.role.is_all_reduced:
             self.collectives.expect_all_gather(self._gathered(bucket), self.tag_of(bucket))
 
-    def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
-        """Does the local part of the gather now. Does not block.
+    def launch_gather(self, bucket: Bucket) -> Work:
+        """Starts to gather the bucket's shards (nothing, if it is all-reduced). Does not block.
 
-        In this class it copies the stepped shard to the buffer that is gathered. It does nothing if
-        gradients are gathered.
-
-        Returns:
-            A function that launches the gather (nothing, if the bucket is all-reduced). After the
-            work's `wait` the bucket's parameters have their new values or, if gradients are
-            gathered, `bucket.gradients` holds the mean.
+        In this class it first copies the stepped shard to the buffer that is gathered, unless
+        gradients are gathered. After the work's `wait` the bucket's parameters have their new
+        values or, if gradients are gathered, `bucket.gradients` holds the mean.
         """
         if self._is_staged:
-            bucket.gradients[bucket.own].copy_(bucket.shard)
-        elif not self._is_of_gradients:
+            gathered, tag = self._gathered(bucket), self.tag_of(bucket)
+            gathered[bucket.own].copy_(bucket.shard)
+            work = self.collectives.launch_all_gather(gathered, tag)
+            return work.then(partial(bucket.parameters.copy_, gathered))
+        if not self._is_of_gradients:
             bucket.publish()
-        return partial(self._gather, bucket)
-
-    def _gather(self, bucket: Bucket) -> Work:
         if bucket.role.is_all_reduced:
             return Work.done()
-        work = self.collectives.launch_all_gather(self._gathered(bucket), self.tag_of(bucket))
-        if self._is_staged:
-            work.then(partial(bucket.parameters.copy_, bucket.gradients))
-        return work
+        return self.collectives.launch_all_gather(self._gathered(bucket), self.tag_of(bucket))
 
     def _gathered(self, bucket: Bucket) -> Tensor:
         """Returns the buffer of the all-gather: every rank's shard is written into it, in place."""
@@ -152,10 +144,6 @@ class Exchange:
         # so that other ranks' means may overwrite them.
         is_in_gradients = self._is_of_gradients or self._is_staged
         return bucket.gradients if is_in_gradients else bucket.parameters
-
-    def launch_gather(self, bucket: Bucket) -> Work:
-        """Prepares and launches the gather of `bucket`; see `prepare_gather`. Does not block."""
-        return self.prepare_gather(bucket)()
 
     def launch_gather_gradients(self, bucket: Bucket) -> Work:
         """Starts to gather the means of all shards into `bucket.gradients`, uncompressed.
@@ -175,7 +163,7 @@ class Exchange:
         for other buckets.
         """
         if bucket.role.lags:
-            Exchange.prepare_gather(self, bucket)().wait()
+            Exchange.launch_gather(self, bucket).wait()
             bucket.note_published()
 
     # --- hooks between the halves, which only some subclasses need --------------------------------
@@ -200,7 +188,7 @@ class Exchange:
         """
 
     @property
-    def voting(self) -> AbstractSet[int]:
+    def voting(self) -> Set[int]:
         """Numbers of the buckets whose codec votes: each rank's sign counts, and none may abstain.
 
         Empty unless the compressor is such a codec.
@@ -317,7 +305,7 @@ class CompressedExchange(Exchange, ABC):
 
         After the work's `wait`, which also decodes, `bucket.mean` holds the mean.
         """
-        return self._encode_now(bucket, partial(self._encode, bucket, self._loss_scale()))()
+        return self._send(bucket, partial(self._encode, bucket, self._loss_scale()))
 
     @abstractmethod
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
@@ -326,17 +314,12 @@ class CompressedExchange(Exchange, ABC):
         A `scale` of None means 1. Also looks for inf, see `_look_for_inf`.
         """
 
-    def _encode_now(
-        self, bucket: Bucket | None, encode: Callable[[], Sending]
-    ) -> Callable[[], Work]:
-        """Calls `encode` now. The returned function launches the message, and returns its work.
+    def _send(self, bucket: Bucket | None, encode: Callable[[], Sending]) -> Work:
+        """Calls `encode`, and launches the message. Returns its work, whose `wait` also decodes.
 
-        The work's `wait` decodes. None instead of a bucket means that all buckets are encoded.
+        Does not block. None instead of a bucket means that all buckets are encoded.
         """
-        return partial(self._launch, bucket, self._as_device_work("encode", bucket, encode))
-
-    def _launch(self, bucket: Bucket | None, sending: Sending) -> Work:
-        """Launches the message. Returns its work, whose `wait` also decodes. Does not block."""
+        sending = self._as_device_work("encode", bucket, encode)
         work = sending.launch()
         if sending.decode is None:
             return work

@@ -18,8 +18,7 @@ have the same bits. Sums are made in fp32 and in rank order; if NCCL sums (encod
 up, or a host's gradients), in NCCL's order. The gather half may also travel uncompressed.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Sequence, Set
 from functools import partial
 
 from torch import Tensor
@@ -92,9 +91,10 @@ class CodedExchange(CompressedExchange):
         made: list[Sending] = []
         coded.own_gradients(bucket.gradients)
 
-        def encode(sums: Tensor) -> None:
+        def encode(sums: Tensor) -> Tensor:
             sending = self._as_device_work("encode", bucket, self._encode_rows, coded, scale, sums)
             made.append(sending)
+            return coded.outgoing[: len(sums)]
 
         def decode() -> None:
             if made[0].decode is not None:
@@ -126,7 +126,7 @@ class CodedExchange(CompressedExchange):
 
     @property
     @override
-    def voting(self) -> AbstractSet[int]:
+    def voting(self) -> Set[int]:
         return {one.number for one in self.coded if one.compressor.votes}
 
     @override
@@ -155,20 +155,18 @@ class CodedExchange(CompressedExchange):
             super().expect_gather(bucket)
 
     @override
-    def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
-        """Encodes this rank's shard of the mean, or the lag of its parameters.
+    def launch_gather(self, bucket: Bucket) -> Work:
+        """Encodes this rank's shard of the mean, or the lag of its parameters, and sends it.
 
-        If the bucket's gather half is not encoded, prepares an uncompressed gather instead, after
-        `CodedBucket.flush`. Its `wait` also calls `Bucket.note_published`. The returned function
-        sends the shard to all ranks.
+        If the bucket's gather half is not encoded, starts an uncompressed gather instead, after
+        `CodedBucket.flush`. Its `wait` also calls `Bucket.note_published`.
         """
         coded = self.coded[bucket.number]
         if coded.is_sent_back:
             encode = partial(coded.encode_gather, self._is_nan, self._look_for_inf)
-            return self._encode_now(bucket, encode)
+            return self._send(bucket, encode)
         coded.flush()
-        launch = super().prepare_gather(bucket)
-        return lambda: launch().then(bucket.note_published)
+        return super().launch_gather(bucket).then(bucket.note_published)
 
     @property
     @override

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
 from lightning_dear.collectives.shards import shard_of, sum_in_source_order
-from lightning_dear.collectives.work import Collectives, Work
+from lightning_dear.collectives.work import Begun, Collectives, Encode, Work
 from lightning_dear.compression import Codec, Fp32
 from lightning_dear.compression.codec import field
 from lightning_dear.compression.error_feedback import Encoded, Memory
@@ -93,7 +93,7 @@ class HostsReduction(Reduction):
     """
 
     def __init__(self, collectives: Collectives, outgoing: Tensor, bucket: Bucket) -> None:
-        self._collectives, self._outgoing, self._bucket = collectives, outgoing, bucket
+        self._collectives, self._bucket = collectives, bucket
         self.wires = torch.empty_like(outgoing)
         self.rows = slice(0, len(outgoing))
 
@@ -101,26 +101,20 @@ class HostsReduction(Reduction):
     def expect(self, tag: int) -> None:
         self._collectives.expect_sums_of_host(self._bucket.received, self.wires, tag)
 
-    def launch_sums(
-        self, tag: int, encode: Callable[[Tensor], object]
-    ) -> tuple[Work, Callable[[], object]]:
+    def launch_sums(self, tag: int, encode: Encode) -> Begun:
         """Starts to sum within the host. Does not block. See `Collectives.launch_sums_of_host`.
 
         Args:
             tag: Tag of the messages, equal on all ranks.
-            encode: Called with the sums, [hosts, elements of a shard] fp32. Must fill `outgoing`.
+            encode: Called with the sums, [hosts, elements of a shard] fp32. Returns `outgoing`,
+                which it has filled.
 
         Returns:
             The work of both hops, and a function that blocks (the host, or on NCCL the stream)
             until `encode` has run.
         """
-
-        def encoded(sums: Tensor) -> Tensor:
-            encode(sums)
-            return self._outgoing
-
         place = self._bucket.gradients, self._bucket.received
-        return self._collectives.launch_sums_of_host(*place, encoded, self.wires, tag)
+        return self._collectives.launch_sums_of_host(*place, encode, self.wires, tag)
 
 
 class CodedBucket(CompressedBucket):

@@ -255,10 +255,6 @@ class LowRankExchange(CompressedExchange):
         self._seconds: dict[int, Work] = {}
 
     @override
-    def expect_reduce(self, bucket: Bucket) -> None:
-        """Does nothing, since an all-reduce posts its own receives."""
-
-    @override
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
         """Encodes the bucket's first message.
 

@@ -390,16 +390,16 @@ class RoundDigest(Digest):
     def __init__(self, collectives: Collectives, rounds: OptimizerRounds, outer: Optimizer) -> None:
         super().__init__(lambda: collectives)
         self._rounds, self._outer = rounds, outer
-        self._said: tuple[int, OptionValues, OptionValues] = (0, {}, {})
 
     @override
     def value(self) -> int:
-        self._said = self._rounds.count, options_of(self._rounds.optimizer), options_of(self._outer)
-        return hash_of(repr((self._said[0], *(sorted(one.items()) for one in self._said[1:]))))
+        options = options_of(self._rounds.optimizer), options_of(self._outer)
+        self._counted = self._rounds.count, *options
+        return hash_of(repr((self._rounds.count, *(sorted(one.items()) for one in options))))
 
     @override
-    def explain(self, *, is_of_round_before: bool) -> None:
-        reports = self._collectives().all_gather_object(self._said)
+    def explain(self, counted: tuple[int, OptionValues, OptionValues]) -> None:
+        reports = self._collectives().all_gather_object(counted)
         counts = [count for count, *_ in reports]
         if len({*counts}) > 1:
             raise RuntimeError(

@@ -34,6 +34,12 @@ def parameters_of(*optimizers: Optimizer) -> list[Parameter]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
+def group_numbers(optimizer: Optimizer) -> dict[Tensor, int]:
+    """Returns: parameter -> index of its group, for all of an optimizer's, frozen ones too."""
+    groups = enumerate(optimizer.param_groups)
+    return {one: number for number, group in groups for one in group["params"]}
+
+
 def names_of(optimizer: Optimizer) -> dict[int, str]:
     """Returns the names of an optimizer's parameters, by the `id` of each. Empty without names."""
     named = (zip(one["params"], one.get(NAMES, ()), strict=False) for one in optimizer.param_groups)
@@ -275,9 +281,7 @@ class SteppedPieces(ABC):
         self.left = None
         in_bucket = {bucket.number: shard_pieces(bucket) for bucket in buffers.buckets}
         self.pieces = list(chain(*in_bucket.values()))
-        groups = enumerate(self.optimizer.param_groups)
-        numbers = {id(one): number for number, group in groups for one in group["params"]}
-        group_of = [numbers[id(parameter)] for parameter in parameters]
+        group_of = [*map(group_numbers(self.optimizer).__getitem__, parameters)]
         for piece in self.pieces:
             parameter = parameters[piece.tensor_index]
             piece.is_plain = parameter.is_contiguous() and piece.numel == parameter.numel()

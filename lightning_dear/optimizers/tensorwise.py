@@ -474,8 +474,7 @@ def _new_twin(optimizer: Optimizer, places: Sequence[int], in_place_of_others: T
         in_place_of_others: Small tensor that replaces each parameter in the optimizer's attributes,
             so that no large tensor is copied.
     """
-    groups = optimizer.param_groups
-    memo = {id(one): in_place_of_others for group in groups for one in group["params"]}
+    memo = {id(one): in_place_of_others for one in parameters_of(optimizer)}
     # The constructor is not called, because its arguments are not known.
     twin: Any = object.__new__(type(optimizer))
     kept = optimizer.state.items()

@@ -316,22 +316,22 @@ class PipelineStrategy(ABC):
 
     @property
     def statistics(self) -> StepStatistics | None:
-        """Times and bytes of the last step, see `Pipeline.statistics`. None before the first step.
+        """Times and bytes of any optimizer's last step. None before the first step.
 
         On a GPU waits are timed only after the first read, so that it is None for two more steps.
         """
-        return None if self._present is None else self._present.statistics
+        return None if self._present is None else self._present.training.instruments.statistics
 
     @property
     def timeline(self) -> Timeline | None:
         """The `Timeline` that is being recorded. Assign one to record into it, or None to stop."""
-        return None if self._present is None else self._present.timeline
+        return None if self._present is None else self._present.training.instruments.timeline
 
     @timeline.setter
     def timeline(self, timeline: Timeline | None) -> None:
         if self._present is None:
             raise RuntimeError("Nothing is being trained. Assign timeline once a fit has begun.")
-        self._present.timeline = timeline
+        self._present.training.instruments.record_in(timeline)
 
     # --- for users: each rank has its shard of the mean gradient ----------------------------------
 

@@ -182,8 +182,7 @@ class _Probe:
         # Stands in for the optimizer step. Without it, differences of parameters, if these are
         # sent, would be 0.
         bucket.shard.add_(bucket.mean, alpha=1e-3)
-        launch = timed(partial(exchange.prepare_gather, bucket))
-        work = launch()
+        work = timed(partial(exchange.launch_gather, bucket))
         self._silent.deliver()
         timed(work.wait)
         exchange.commit()

@@ -194,7 +194,7 @@ class Number(Digest):
         return self.number
 
     @override
-    def explain(self, *, is_of_round_before: bool) -> None:
+    def explain(self, counted: Any) -> None:
         raise Differ
 
 

@@ -188,7 +188,7 @@ def test_kernels_of_nccl_go_before_others(
     made = {"ProcessGroupNCCL": nccl, "is_nccl_available": lambda: True}
     made["new_group"] = strict("new_group", new_group)
     monkeypatch.setattr(factory, "dist", SimpleNamespace(**made))
-    options: Any = factory._new_group(timeout, "nccl")
+    options: Any = factory.dist.new_group(**factory._arguments_of(timeout, "nccl"))
     assert options.is_high_priority_stream
     assert options._timeout == (timeout or usual)
-    assert factory._new_group(timeout, "gloo") is None
+    assert factory.dist.new_group(**factory._arguments_of(timeout, "gloo")) is None

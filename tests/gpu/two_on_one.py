@@ -118,7 +118,7 @@ def train(
     for step in range(NUM_STEPS):
         x, y = (one.to(device) for one in batch(name, step, dist.get_rank(), dtype))
         if pipeline is not None and has_timeline and step == NUM_STEPS // 2:
-            pipeline.timeline = Timeline()
+            pipeline.training.instruments.record_in(Timeline())
         torch.cuda.synchronize()
         torch.cuda._sleep(SLEEP_CYCLES)
         with watched(is_on=pipeline is not None and step > 1 and not may_wait):

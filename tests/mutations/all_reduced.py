@@ -33,10 +33,9 @@ ALL_REDUCED = [
     ),
     Mutation(
         "gathering nothing of an all-reduced bucket",
-        "exchange:Exchange._gather",
-        "-> Work:\n        if bucket.role.is_all_reduced:\n            return Work.done()\n"
-        "        work = self.collectives.launch_all_gather(self._gathered(bucket)",
-        "-> Work:\n        work = self.collectives.launch_all_gather(self._gathered(bucket)",
+        "exchange:Exchange.launch_gather",
+        "        if bucket.role.is_all_reduced:\n            return Work.done()\n",
+        "",
         (f"{ENGINE}::test_nothing_of_them_is_gathered_or_scattered",),
     ),
     Mutation(
@@ -48,9 +47,9 @@ ALL_REDUCED = [
     ),
     Mutation(
         "leaving out all-reduces that are refused",
-        "PlanLifecycle._without_refused",
-        "        refusal = self._training.all_reduce_refusal\n",
-        "        refusal = None\n",
+        "PlanLifecycle._all_reduced",
+        "        training, refusal = self._training, self._training.all_reduce_refusal\n",
+        "        training, refusal = self._training, None\n",
         (f"{LIFE}::test_where_they_are_refused_people_are_told",),
     ),
     Mutation(

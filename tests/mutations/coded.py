@@ -257,7 +257,7 @@ CODED = [
     ),
     Mutation(
         "sending what is left with a dense step",
-        "CodedExchange.prepare_gather",
+        "CodedExchange.launch_gather",
         "        coded.flush()\n",
         "",
         (f"{CHANGES}::test_a_dense_step_sends_all_that_was_left",),

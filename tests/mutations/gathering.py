@@ -72,14 +72,14 @@ GATHERING = [
     ),
     Mutation(
         "completing before the state is read",
-        "OptimizerPipeline._hook_into",
-        "            hooks.append(optimizer.register_state_dict_pre_hook(self._complete_state))\n",
-        "",
+        "OptimizerPipeline.__init__",
+        "self._hooks.append(optimizer.register_state_dict_pre_hook(self._complete_state))\n",
+        "pass\n",
         (f"{REPLICATED}::test_state_is_torchs_own_and_is_read_complete",),
     ),
     Mutation(
         "completing before state is loaded",
-        "OptimizerPipeline._hook_into",
+        "OptimizerPipeline.__init__",
         "optimizer.register_load_state_dict_pre_hook(self._complete_state)",
         "optimizer.register_state_dict_pre_hook(self._complete_state)",
         (f"{REPLICATED}::test_loaded_state_comes_behind_what_is_pending",),
@@ -131,7 +131,7 @@ GATHERING = [
     Mutation(
         "cutting no tensor",
         "PlanLifecycle._activate",
-        "            plan = with_whole_tensors(plan, self.recording.tensors)\n",
+        "            plan = with_whole_tensors(plan, recording.tensors)\n",
         "            pass\n",
         (f"{REPLICATED}::test_another_plan_keeps_state_and_cuts_no_tensor",),
     ),

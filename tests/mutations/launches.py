@@ -41,8 +41,8 @@ LAUNCHES = [
     Mutation(
         "the rank to which no message can be posted",
         "PairwiseCollectives._post",
-        "            how = blamed(peer, 0.0, str(error))\n",
-        "            how = str(error)\n",
+        "                how = blamed(peer, 0.0, str(error))\n",
+        "                how = str(error)\n",
         (f"{MANY}::test_posting_to_a_rank_that_is_gone_names_it",),
     ),
     Mutation(

@@ -25,7 +25,7 @@ SPEED = [
     Mutation(
         "checking the first plan",
         "PlanLifecycle.start",
-        "else found\n        self.recording.check(plan, collectives)\n",
+        "else found\n        recording.check(plan, collectives)\n",
         "else found\n",
         (f"{REPLAN}::test_a_first_plan_is_checked_too",),
     ),

@@ -307,9 +307,9 @@ FLUSHES = [
     ),
     Mutation(
         "rounding masters into parameters",
-        "exchange:Exchange.prepare_gather",
-        "        bucket.publish()\n",
-        "",
+        "exchange:Exchange.launch_gather",
+        "            bucket.publish()\n",
+        "            pass\n",
         (f"{MASTERS}::test_parameters_are_the_masters_rounded",),
     ),
     Mutation(
@@ -400,8 +400,8 @@ FLUSHES = [
     ),
     Mutation(
         "putting assigned parameters back",
-        "PlanLifecycle.follow_parameters",
-        "        self.trained.restore_replaced()\n",
+        "TrainedParameters.have_moved",
+        "        self._restore_replaced()\n",
         "",
         (f"{READING}::test_writes_between_steps_are_kept",),
     ),

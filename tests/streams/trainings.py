@@ -206,7 +206,7 @@ class OnDevice:
             self._scaler.step(optimizer)
         self._scaler.update()
         if step == 0 and training.has_timeline:
-            pipeline.timeline = Timeline()
+            pipeline.training.instruments.record_in(Timeline())
 
     def zero_grad(self) -> None:
         """Of all optimizers."""
@@ -239,7 +239,7 @@ class OnDevice:
 
     def end(self) -> list[Tensor]:
         """Weights, and behind them the model's buffers."""
-        self.pipeline.timeline = None
+        self.pipeline.training.instruments.record_in(None)
         self.pipeline.detach()
         return [*weights(self.model), *(buffer.clone() for buffer in self.model.buffers())]
 

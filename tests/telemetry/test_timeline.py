@@ -117,7 +117,7 @@ def test_nothing_overlaps_within_a_thread_of_the_trace(tmp_path: Path) -> None:
 def _recorded(options: ExchangeOptions) -> list[Span]:
     run, timeline = Run(options), Timeline()
     run.step()
-    run.pipeline.timeline = timeline
+    run.pipeline.training.instruments.record_in(timeline)
     for _ in range(2):
         run.step()
     run.pipeline.complete_parameters()

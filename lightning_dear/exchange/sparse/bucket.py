@@ -43,27 +43,6 @@ class Selection(NamedTuple):
     most_owned: int = 0
 
 
-def selection_of(
-    compressor: SparseAllReduce, numel: int, padded_numel: int, world_size: int
-) -> Selection:
-    """Returns the sizes of a bucket's sparse steps.
-
-    Args:
-        compressor: The compressor.
-        numel: Number of elements that belong to parameters.
-        padded_numel: Length of the bucket, padding included.
-        world_size: Number of ranks.
-    """
-    # Also for a bucket that is not sparse, because checkpoints save k: shares of k that owners got
-    # under another k are not used again.
-    is_sparse, k = compressor.saves(numel, world_size), compressor.entries(numel)
-    most_selected, most_sent, most_owned = compressor.caps(k, world_size)
-    if most_owned is None:
-        # Without a cap an owner may keep its whole region, which is 1/world_size of the bucket.
-        most_owned = padded_numel // world_size if compressor.is_scattered else 0
-    return Selection(is_sparse, k, most_selected, most_sent, most_owned)
-
-
 class SparseBucket(CompressedBucket):
     """One bucket of a sparse exchange, with what it keeps between steps.
 
@@ -130,12 +109,24 @@ class SparseBucket(CompressedBucket):
         padded_numel, self.selection = self.spec.padded_numel, Selection()
         if isinstance(self.compressor, SparseAllReduce):
             self.sparse = self.compressor
-            self.selection = selection_of(self.sparse, self.numel, padded_numel, self._world_size)
+            self.selection = self._selection_of(self.sparse)
         self.is_sparse = self.selection.is_sparse
         scratch = 0 if self.is_sparse else self._collectives.scratch_numel(padded_numel)
         self.received = self.bucket.gradients.new_empty(scratch)
         self.incoming = self._rows(self.selection.most_sent)
         self.gathered = self._rows(self.selection.most_owned)
+
+    def _selection_of(self, compressor: SparseAllReduce) -> Selection:
+        """Returns the sizes of the bucket's sparse steps."""
+        # Also for a bucket that is not sparse, because checkpoints save k: shares of k that owners
+        # got under another k are not used again.
+        k, world_size = compressor.entries(self.numel), self._world_size
+        most_selected, most_sent, most_owned = compressor.caps(k, world_size)
+        if most_owned is None:
+            # Without a cap an owner may keep its whole region, 1/world_size of the bucket.
+            most_owned = self.spec.padded_numel // world_size if compressor.is_scattered else 0
+        is_sparse = compressor.saves(self.numel, world_size)
+        return Selection(is_sparse, k, most_selected, most_sent, most_owned)
 
     def _rows(self, most: int) -> Tensor:
         """Returns a buffer with a row for each rank, long enough for a message of `most` entries.

@@ -30,18 +30,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.collectives.work import GRADIENT_TAGS, Work
+from lightning_dear.collectives.work import GRADIENT_TAGS, SELECTION_TAGS, Work, as_metadata
 from lightning_dear.compression import SparseAllReduce
 from lightning_dear.compression.sparse_all_reduce import FEWEST_PER_RANK
 from lightning_dear.exchange.base import CompressedExchange, Exchange, Sending, Traffic
 from lightning_dear.exchange.sparse.bucket import LaunchWithTag, SparseBucket
 from lightning_dear.exchange.sparse.entries import Entries, added, unpacked
-from lightning_dear.exchange.sparse.owned_bucket import (
-    OwnedBucket,
-    RegionBucket,
-    StaticBucket,
-    add_up_summaries,
-)
+from lightning_dear.exchange.sparse.owned_bucket import OwnedBucket, RegionBucket, StaticBucket
 from lightning_dear.exchange.sparse.regions import are_filled, largest_of_all
 from lightning_dear.telemetry.device_work import as_device_work
 
@@ -92,7 +87,9 @@ class WholeSparseExchange(CompressedExchange):
     def __init__(self, traffic: Traffic, compressor: SparseAllReduce) -> None:
         super().__init__(traffic, compressor)
         check_buckets(compressor, traffic)
-        kind = _kind_of(compressor)
+        owned = StaticBucket if compressor.is_static else RegionBucket
+        whole = TreeBucket if compressor.is_tree else SparseBucket
+        kind: type[SparseBucket] = whole if compressor.all_reduces else owned
         self.coded = [kind(bucket, compressor, traffic) for bucket in traffic.flat.buckets]
 
     @override
@@ -102,8 +99,6 @@ class WholeSparseExchange(CompressedExchange):
             coded.expect("reduce_scatter", tag)
         elif coded.sparse.is_scattered:
             self.collectives.expect_reduce_scatter(coded.received, tag)
-        else:
-            super().expect_reduce(bucket)
 
     @override
     def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
@@ -266,7 +261,7 @@ class SparseExchange(WholeSparseExchange):
         # Once in each reduction. A refusal is equal on all ranks, so that all skip the collectives
         # of `_choose`.
         if keeps and self._refusal is None:
-            self._encode_now(None, self._choose)().wait()
+            self._send(None, self._choose).wait()
 
     def _choose(self) -> Sending:
         """Lets this rank, as an owner, choose the sums that it keeps in all sparse buckets.
@@ -277,23 +272,18 @@ class SparseExchange(WholeSparseExchange):
             The message by which ranks agree, on sums or (static buckets) on new regions. Its
             `launch` blocks. It launches nothing if there is nothing to agree on.
         """
+        sparse = [coded for coded in self.coded if coded.is_sparse]
+        static = [coded for coded in sparse if isinstance(coded, StaticBucket)]
+        for coded in static:
+            coded.keep_largest()
+        regional = [coded for coded in sparse if isinstance(coded, RegionBucket)]
         # Only `RegionBucket` reads values on the host, and so needs the loss scale as a float.
-        looks = any(isinstance(coded, RegionBucket) and coded.is_sparse for coded in self.coded)
-        scale = self._loss_scale() if looks else None
+        scale = self._loss_scale() if regional else None
         factor = 1.0 if scale is None else float(scale)
-        static, asked = list[StaticBucket](), list[tuple[RegionBucket, Entries]]()
-        for coded in self.coded:
-            if not coded.is_sparse:
-                continue
-            if isinstance(coded, StaticBucket):
-                coded.keep_largest()
-                static.append(coded)
-            elif (own := coded.choose(factor)) is not None:
-                asked.append((coded, own))
-        if asked:
+        chosen = [(coded, coded.choose(factor)) for coded in regional]
+        if asked := [(coded, own) for coded, own in chosen if own is not None]:
             return Sending(partial(self._agree, asked), partial(_keep, asked, factor))
-        place = self.collectives, self.first_tag
-        return Sending(partial(add_up_summaries, static, *place) if static else Work.done)
+        return Sending(partial(self._add_up_summaries, static))
 
     def _agree(self, asked: list[tuple[RegionBucket, Entries]]) -> Work:
         """Agrees with all ranks on what owners keep. Collective, blocks.
@@ -316,6 +306,21 @@ class SparseExchange(WholeSparseExchange):
                 coded.is_filled = is_filled
         return Work.done()
 
+    def _add_up_summaries(self, buckets: Sequence[StaticBucket]) -> Work:
+        """Sums summaries over ranks, for buckets with new regions due; does nothing without any.
+
+        Collective, blocks (the host, or on NCCL the stream).
+        """
+        due = [bucket for bucket in buckets if bucket.are_regions_due]
+        if due:
+            total = torch.stack([bucket.summary for bucket in due]).to(torch.int32)
+            with as_metadata(self.collectives):
+                tag = SELECTION_TAGS + self.first_tag
+                self.collectives.launch_all_reduce(total.view(-1), tag).wait()
+            for bucket, part in zip(due, total, strict=True):
+                bucket.follow(part)
+        return Work.done()
+
     # --- the gather half --------------------------------------------------------------------------
 
     @override
@@ -327,23 +332,22 @@ class SparseExchange(WholeSparseExchange):
             self.collectives.expect_all_gather(bucket.gradients, tag)
 
     @override
-    def prepare_gather(self, bucket: Bucket) -> Callable[[], Work]:
-        """Packs the sums that this rank has kept, with their places.
+    def launch_gather(self, bucket: Bucket) -> Work:
+        """Sends the sums that this rank has kept, with their places, to all ranks.
 
-        The returned function sends them to all ranks. If the bucket travels dense, or is filled,
-        nothing is packed, and the function gathers all elements of equal shards uncompressed.
+        If the bucket travels dense, or is filled, gathers all elements of equal shards instead,
+        uncompressed.
         """
         coded = self.coded[bucket.number]
         if coded.is_sparse and not coded.is_filled:
-            return self._encode_now(bucket, partial(self._pack, coded))
+            return self._send(bucket, partial(self._pack, coded))
         if coded.is_sparse:
             # All elements are gathered, so that every entry that was sent has had its effect.
             coded.take_sent().clear()
             coded.count_words(coded.spec.padded_numel // self.collectives.world.size)
-        launch = partial(self.collectives.launch_all_gather, bucket.gradients, self.tag_of(bucket))
         # `then` makes the work not done, even with one rank: a bucket is stepped by the thread that
         # waits for it.
-        return lambda: launch().then()
+        return self.collectives.launch_all_gather(bucket.gradients, self.tag_of(bucket)).then()
 
     def _pack(self, coded: OwnedBucket) -> Sending:
         """Makes the message with this rank's kept sums, and what handles arrived messages."""
@@ -397,10 +401,3 @@ def _keep(chosen: Sequence[tuple[RegionBucket, Entries]], scale: float) -> None:
     """Makes each bucket keep its chosen sums; see `RegionBucket.keep`."""
     for coded, own in chosen:
         coded.keep(own, scale)
-
-
-def _kind_of(compressor: SparseAllReduce) -> type[SparseBucket]:
-    """Returns the class of the buckets that `compressor` compresses."""
-    if compressor.all_reduces:
-        return TreeBucket if compressor.is_tree else SparseBucket
-    return StaticBucket if compressor.is_static else RegionBucket

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.collectives.work import SELECTION_TAGS, Collectives, Work, as_metadata
+from lightning_dear.collectives.work import Work
 from lightning_dear.compression.selectors import all_reaching
 from lightning_dear.exchange.sparse.bucket import LaunchWithTag, Selection, SparseBucket
 from lightning_dear.exchange.sparse.entries import Entries, joined, unpacked
@@ -460,24 +460,6 @@ class StaticBucket(SparseBucket):
 
 OwnedBucket = RegionBucket | StaticBucket
 """A bucket in which each rank owns a region. `StaticBucket` works with every backend."""
-
-
-def add_up_summaries(
-    buckets: Sequence[StaticBucket], collectives: Collectives, first_tag: int
-) -> Work:
-    """Sums summaries over ranks, for buckets with new regions due; does nothing without any.
-
-    Collective, blocks (the host, or on NCCL the stream).
-    """
-    due = [bucket for bucket in buckets if bucket.are_regions_due]
-    if not due:
-        return Work.done()
-    total = torch.stack([bucket.summary for bucket in due]).to(torch.int32)
-    with as_metadata(collectives):
-        collectives.launch_all_reduce(total.view(-1), SELECTION_TAGS + first_tag).wait()
-    for bucket, part in zip(due, total, strict=True):
-        bucket.follow(part)
-    return Work.done()
 
 
 def _order_within(groups: Tensor, num_groups: int) -> Tensor:

@@ -171,14 +171,11 @@ def divided(total: int, weights: Sequence[int], cap: int) -> list[int]:
     while unfilled:
         own = [weights[index] for index in unfilled]
         own = own if any(own) else [1] * len(unfilled)
-        wanted = [total * weight // sum(own) for weight in own]
-        full = [index for index, part in zip(unfilled, wanted, strict=True) if part >= cap]
+        for index, weight in zip(unfilled, own, strict=True):
+            parts[index] = min(total * weight // sum(own), cap)
+        full = [index for index in unfilled if parts[index] == cap]
         if not full:
-            for index, part in zip(unfilled, wanted, strict=True):
-                parts[index] = part
             break
-        for index in full:
-            parts[index] = cap
         total -= cap * len(full)
         unfilled = [index for index in unfilled if index not in full]
     return parts
