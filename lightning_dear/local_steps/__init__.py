@@ -8,7 +8,8 @@ at different steps, so that the link is busy all the time.
 
     schedule.py     the option `LocalSteps`, and which fragment is sent and merged after which step
     fragment.py     one fragment: its parameters, its anchor, its messages, its outer optimizer
-    outer_half.py   counts steps, sends and merges fragments; puts the anchor into the module
+    rounds.py       counts an optimizer's steps, and sends and merges its fragments
+    outer_half.py   all optimizers of a module; puts the anchor into the module
 
 Published: DiLoCo (arXiv 2311.08105) and Streaming DiLoCo (arXiv 2501.18512).
 """

@@ -294,15 +294,16 @@ class Fragment:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state(self, *, on_all_ranks: bool = False) -> dict[str, Any]:
         """Returns the outer optimizer's state of the last merge, by name. Collective. Blocks.
 
-        Rank 0 gets whole tensors on the CPU. Other ranks get stand-ins without data.
+        Rank 0, or all ranks, get whole tensors on the CPU. Other ranks get stand-ins without data.
         """
         collectives, stepper = self._options.collectives, self.stepper
         with uncounted(collectives):
             state = sharded_state(stepper, collectives)
-            whole = gathered(state, collectives, stepper.device, on_rank_0=True)["state"]
+            how = collectives, stepper.device
+            whole = gathered(state, *how, on_rank_0=not on_all_ranks)["state"]
         return {
             self.names[index]: {key: value for key, value in own.items() if key != MASTER_KEY}
             for index, own in whole.items()
@@ -393,10 +394,10 @@ def cut(
         ValueError: If a name is unknown, if a parameter is in no fragment or in two, or if there
             are fewer modules than fragments.
     """
-    held = set(parameters)
-    named = {name: one for name, one in module.named_parameters() if one in held}
+    held, every = set(parameters), dict(module.named_parameters())
+    named = {name: one for name, one in every.items() if one in held}
     if not isinstance(fragments, int):
-        return _by_names(named, fragments)
+        return _by_names(named, [*every], fragments)
     runs: dict[str, dict[str, Parameter]] = {}
     for name, parameter in named.items():
         runs.setdefault(name.rpartition(".")[0], {})[name] = parameter
@@ -424,17 +425,17 @@ def num_modules(module: Module, parameters: Iterable[Parameter]) -> int:
 
 
 def _by_names(
-    named: Mapping[str, Parameter], fragments: Sequence[Sequence[str]]
+    named: Mapping[str, Parameter], known: Sequence[str], fragments: Sequence[Sequence[str]]
 ) -> list[dict[str, Parameter]]:
     def is_in(name: str, owner: str) -> bool:
         return name == owner or name.startswith(f"{owner}.")
 
     for owner in (owner for owners in fragments for owner in owners):
-        if not any(is_in(name, owner) for name in named):
-            valid = ", ".join(dict.fromkeys(name.partition(".")[0] for name in named))
+        if not any(is_in(name, owner) for name in known):
+            valid = ", ".join(dict.fromkeys(name.partition(".")[0] for name in known))
             raise ValueError(
-                f"LocalSteps(fragments=...) names {owner!r}, and no trained parameter is there."
-                f" Write names of modules or parameters, such as {valid}."
+                f"LocalSteps(fragments=...) names {owner!r}, and no parameter is there. Write names"
+                f" of modules or parameters, such as {valid}."
             )
     made: list[dict[str, Parameter]] = [{} for _ in fragments]
     for name, parameter in named.items():

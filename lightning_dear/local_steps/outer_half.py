@@ -1,4 +1,4 @@
-"""`OuterHalf`: counts the steps of each optimizer, and sends and merges its fragments."""
+"""`OuterHalf`: exchanges what replicas have learned, and puts the anchor into the module."""
 
 import logging
 import warnings
@@ -10,22 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
-from typing_extensions import override
 
 from lightning_dear.checkpoint.files import CHECKPOINT_KEY
-from lightning_dear.collectives.launch_log import hash_of
-from lightning_dear.collectives.work import Collectives, reusable_groups, under_way
+from lightning_dear.collectives.work import Collectives, reusable_groups
 from lightning_dear.engine.module_tree import ModuleTree
-from lightning_dear.engine.notes import Digest, OptionValues, check_options, options_of
 from lightning_dear.engine.pipeline import Pipeline
-from lightning_dear.engine.step import OptimizerPipeline
-from lightning_dear.engine.training import Training
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value, cut, num_modules
-from lightning_dear.local_steps.schedule import LocalSteps, Schedule
-from lightning_dear.optimizers.pieces import parameters_of
+from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value
+from lightning_dear.local_steps.rounds import OptimizerRounds
+from lightning_dear.local_steps.schedule import LocalSteps
 from lightning_dear.planning import FusionPlanner
 
 log = logging.getLogger(__name__)
@@ -78,7 +72,7 @@ class OuterHalf:
         """
         # A later training must not use these process groups: messages may still be under way.
         reusable_groups.clear()
-        seed = collectives.all_gather_object(torch.initial_seed())[0]
+        seed = _agreed_seed(steps, collectives)
         waiting = pipeline.training.instruments.waiting
         shared = OuterOptions(collectives, options, fusion, steps.new_outer, waiting, seed)
         parts, number = list[OptimizerRounds](), first_number
@@ -92,6 +86,20 @@ class OuterHalf:
             buffers = Fragment(replica, _buffers_of(tree), plain, number, keeps_own=True)
             parts[0].groups[-1].append(buffers)
         return cls(parts)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are local steps at present."""
+        return bool(self._parts)
+
+    def remarks(self, num_steps: float) -> Iterator[tuple[str, str]]:
+        """Sentences for the user when a fit begins: for each optimizer one, and a warning or "".
+
+        Args:
+            num_steps: Number of steps of the fit. `inf` or -1 means that it is not known.
+        """
+        for part in self._parts:
+            yield part.remark, part.warning(num_steps)
 
     @property
     def fragments(self) -> Iterator[Fragment]:
@@ -221,191 +229,23 @@ class OuterHalf:
         self._parts = ()
 
 
+def _agreed_seed(steps: LocalSteps, collectives: Collectives) -> int:
+    """Compares the options between ranks, and returns rank 0's seed. Collective. Blocks.
+
+    Raises:
+        ValueError: If ranks have different options of local steps.
+    """
+    # Options of the outer optimizer are compared in each exchange.
+    said = collectives.all_gather_object((repr(replace(steps, outer=None)), torch.initial_seed()))
+    for rank, (options, _) in enumerate(said):
+        if options != said[0][0]:
+            raise ValueError(
+                f"Ranks have different local steps: {said[0][0]} on rank 0 and {options} on rank"
+                f" {rank}. Set the same on all ranks: they exchange after the same steps."
+            )
+    return said[0][1]
+
+
 def _buffers_of(tree: ModuleTree) -> dict[str, Tensor]:
     """Returns the module's floating-point buffers, by name."""
     return {name: one for name, one in tree.named_buffers() if one.is_floating_point()}
-
-
-class OptimizerRounds:
-    """Counts the steps of one optimizer, and sends and merges its fragments.
-
-    Args:
-        training: What all optimizers of the inner half share. Its signal hears of wishes to stop.
-        part: The optimizer's part of the inner half.
-        steps: Options of local steps.
-        shared: What all fragments share.
-        number: Number of the first fragment.
-
-    Attributes:
-        part: Same as the argument.
-        optimizer: The user's optimizer.
-        schedule: Which fragment is sent and merged after which step.
-        groups: Fragments, by the number that the schedule gives them. Those of one number are sent
-            and merged together. Empty where the optimizer has no parameter in a fragment.
-        collectives: Collectives over all ranks.
-        count: Steps since replicas were equal.
-        finished_at: `count` when `OuterHalf.finish` was called last; to be assigned to.
-    """
-
-    def __init__(
-        self,
-        training: Training,
-        part: OptimizerPipeline,
-        steps: LocalSteps,
-        shared: OuterOptions,
-        number: int,
-    ) -> None:
-        self.part, self.optimizer, self.count, self.finished_at = part, part.optimizer, 0, 0
-        self.collectives, self._signal = shared.collectives, training.signal
-        module, held = training.module, parameters_of(part.optimizer)
-        self.schedule: Schedule = steps.schedule(num_modules(module, held))
-        fragments = steps.fragments if isinstance(steps.fragments, Sequence) else None
-        self._seen: object = None
-        self._values: Mapping[Parameter, Sequence[Value]] = {}
-        notes = lambda outer: [RoundDigest(shared.collectives, self, outer)]  # noqa: E731
-        self.groups: list[list[Fragment]] = [
-            [Fragment(partial(self._replica, named), named, shared, number + turn, notes)]
-            if named
-            else []
-            for turn, named in enumerate(cut(module, held, fragments or self.schedule.fragments))
-        ]
-
-    def _replica(self, named: Mapping[str, Parameter]) -> Mapping[str, Sequence[Value]]:
-        """Returns the replica's values of the parameters `named`, by name; see `Replica`.
-
-        Trained parameters lie in the buckets of the inner half. 16-bit ones have masters there.
-        """
-        active, stepper = self.part.plans.active, self.part.stepper
-        if active is not self._seen:
-            self._seen = active
-            values: dict[Parameter, list[Value]] = {}
-            for piece in () if active is None else stepper.pieces:
-                parameter = stepper.shards.parameters[piece.tensor_index]
-                values.setdefault(parameter, []).append(Value(piece.parameter, piece.start))
-            self._values = values
-        return {name: self._values.get(one) or [Value(one.data)] for name, one in named.items()}
-
-    def publish(self) -> None:
-        """Rounds masters to 16-bit parameters, and tells autograd that parameters changed."""
-        active = self.part.plans.active
-        for bucket in () if active is None else active.flat.buckets:
-            bucket.publish()
-        torch.autograd.graph.increment_version(parameters_of(self.optimizer))
-
-    @property
-    def fragments(self) -> Sequence[Fragment]:
-        """All fragments of the optimizer."""
-        return [*chain.from_iterable(self.groups)]
-
-    @property
-    def _under_way(self) -> list[Fragment]:
-        """Fragments that were sent and are not merged, in the order of their sends."""
-        sent = [(one.sent_at, one) for one in self.fragments if one.sent_at is not None]
-        return [one for _, one in sorted(sent, key=lambda pair: pair[0])]
-
-    def after_step(self) -> bool:
-        """See `OuterHalf.after_step`. Returns whether this rank's values are finite, if sent."""
-        self.count += 1
-        is_finite, sent = True, self.schedule.sent_after(self.count)
-        if sent is not None:
-            for one in self.groups[sent]:
-                one.stop.ask = self._signal.ask
-                is_finite &= one.send(self.count)
-        for one in self._under_way:
-            self._advance(one)
-        merged = self.schedule.merged_after(self.count)
-        if merged is not None:
-            for one in self.groups[merged]:
-                self._merge(one, self.schedule.mix)
-            self.publish()
-        return is_finite
-
-    def _advance(self, fragment: Fragment) -> None:
-        """Lets the outer optimizer step, if that is due. On NCCL it is at fixed steps.
-
-        NCCL matches messages by their order, which must be the same on all ranks.
-        """
-        assert fragment.sent_at is not None
-        if self.collectives.matches_by_tag:
-            fragment.advance()
-        elif self.count - fragment.sent_at >= (self.schedule.delay + 1) // 2:
-            fragment.step()
-
-    def _merge(self, fragment: Fragment, mix: float) -> None:
-        rank = fragment.merge(mix)
-        if fragment.stop.heard:
-            self._signal.hear([fragment.stop.heard])
-        if rank is not None:
-            log.warning(
-                "An exchange is left out, since weights of rank %d were not finite: of '%s' and"
-                " %d more parameters, step %d.",
-                rank,
-                fragment.names[0],
-                len(fragment.names) - 1,
-                self.count,
-            )
-
-    def detach(self) -> None:
-        """Ends the threads of all fragments that are not under way."""
-        if under_way_now := self._under_way:
-            # gloo could receive no later message if the memory of these were freed.
-            under_way.append((self.collectives, under_way_now))
-        for fragment in self.fragments:
-            if fragment.sent_at is None:
-                fragment.release()
-
-    def recover(self) -> None:
-        """Overwrites the replica with the anchor, and forgets the inner optimizer's state."""
-        for fragment in self.fragments:
-            fragment.restore()
-        self.publish()
-        self.part.stepper.shards.state.clear()
-
-    def settle(self) -> None:
-        """Merges what is under way, in the order in which it was sent. Blocks."""
-        for fragment in self._under_way:
-            self._merge(fragment, self.schedule.mix)
-
-    def flush(self) -> None:
-        """Merges what is under way, then exchanges the other fragments once more. Blocks."""
-        merged = self.schedule.merged_after(self.count) if self.schedule.delay == 0 else None
-        self.settle()
-        groups = (group for number, group in enumerate(self.groups) if number != merged)
-        rest = [*chain.from_iterable(groups)]
-        for fragment in rest:
-            fragment.send(self.count)
-        for fragment in rest:
-            self._merge(fragment, 0.0)
-
-
-class RoundDigest(Digest):
-    """Compares between ranks how many steps they have made, and the options of both optimizers.
-
-    Args:
-        collectives: Collectives over all ranks.
-        rounds: Counts the steps.
-        outer: The outer optimizer.
-    """
-
-    def __init__(self, collectives: Collectives, rounds: OptimizerRounds, outer: Optimizer) -> None:
-        super().__init__(lambda: collectives)
-        self._rounds, self._outer = rounds, outer
-
-    @override
-    def value(self) -> int:
-        options = options_of(self._rounds.optimizer), options_of(self._outer)
-        self._counted = self._rounds.count, *options
-        return hash_of(repr((self._rounds.count, *(sorted(one.items()) for one in options))))
-
-    @override
-    def explain(self, counted: tuple[int, OptionValues, OptionValues]) -> None:
-        reports = self._collectives().all_gather_object(counted)
-        counts = [count for count, *_ in reports]
-        if len({*counts}) > 1:
-            raise RuntimeError(
-                f"Ranks have made different numbers of local steps: {counts}, by rank. Give all"
-                " ranks equally many batches, and call each optimizer's step equally often."
-            )
-        name = type(self._rounds.optimizer).__name__
-        check_options(f"step with different options: {name}", [inner for _, inner, _ in reports])
-        check_options("have different outer optimizers", [outer for *_, outer in reports])

@@ -161,23 +161,57 @@ class PipelineStrategy(ABC):
         )
 
     def _new_halves(
-        self, module: Module, optimizers: Sequence[Optimizer], collectives: Collectives, **own: Any
+        self,
+        module: Module,
+        optimizers: Sequence[Optimizer],
+        collectives: Collectives,
+        num_steps: int = 0,
+        **own: Any,
     ) -> tuple[Pipeline, OuterHalf]:
         """Returns a pipeline with this strategy's options, and its outer half. Collective. Blocks.
 
-        With local steps the pipeline has this rank alone. Otherwise the outer half does nothing.
-        The arguments are those of `_new_pipeline`.
+        With local steps the pipeline has this rank alone, once `dense_steps` steps were made.
+        Otherwise the outer half does nothing. The arguments are those of `_new_pipeline`.
         """
-        steps = self._local_steps
-        if steps is None or collectives.world.size == 1:
-            if steps is not None:
-                rank_zero_info("local_steps has no effect with one rank. It trains as plain torch.")
+        steps, is_one = self._local_steps, collectives.world.size == 1
+        if steps is not None and is_one:
+            rank_zero_info("local_steps has no effect with one rank. It trains as plain torch.")
+        if steps is None or is_one or num_steps < steps.dense_steps:
             return self._new_pipeline(module, optimizers, collectives, **own), OuterHalf()
         with meanwhile(self, _options=ExchangeOptions(), _or_else=ExchangeOptions("gradients")):
             pipeline = self._new_pipeline(module, optimizers, alone(collectives), **own)
         first, averages = own.get("first_number", 0), self._of_engine["broadcast_buffers"]
         how = steps, collectives, self._options, self._fusion
         return pipeline, OuterHalf.of(pipeline, *how, first_number=first, averages_buffers=averages)
+
+    def _end_of_dense_steps(
+        self, dense: Pipeline, num_steps: int
+    ) -> tuple[Pipeline, OuterHalf] | None:
+        """Goes over to local steps once `dense_steps` steps were made. Then collective, and blocks.
+
+        Optimizer state becomes whole on every rank. To be called between two steps.
+
+        Args:
+            dense: Pipeline over all ranks, which is detached.
+            num_steps: Number of steps so far.
+
+        Returns:
+            The new halves. None means that nothing is to be done.
+        """
+        steps, world = self._local_steps, dense.collectives.world
+        if steps is None or world.size == 1 or num_steps < steps.dense_steps:
+            return None
+        for part in dense.parts:
+            part.sync_replicas()
+        states = [part.optimizer_state_dict() for part in dense.parts]
+        first, timeline = dense.parts[0].plans.number, dense.training.instruments.timeline
+        dense.detach()
+        how = dense.training.module, dense.optimizers, dense.collectives, num_steps
+        pipeline, outer = self._new_halves(*how, first_number=first)
+        for optimizer, state in zip(dense.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+        pipeline.training.instruments.record_in(timeline)
+        return pipeline, outer
 
     def _new_pipeline(
         self, module: Module, optimizers: Sequence[Optimizer], collectives: Collectives, **own: Any

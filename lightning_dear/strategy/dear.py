@@ -143,6 +143,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._take_options(given)
         self._saves_folders, self._loaders = save_distributed_checkpoint, Loaders(self)
         self._pipeline: Pipeline | None = None
+        # What this package has put into the checkpoint that the fit goes on from.
+        self._resumed: Mapping[str, Any] = {}
         self._connected: Sequence[LightningOptimizer] = ()
         host = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         start = {name: given[name] for name in ("process_group_backend", "start_method")}
@@ -193,37 +195,46 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         refusals.check_module_states(self.model)
         private_names.SYNC_MODULE_STATES.of(overrides)(self.model)
 
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
     def _start_pipeline(self, trainer: pl.Trainer) -> None:
         assert self.model is not None
         refusals.check_optimizers(self.optimizers, self.precision_plugin)
         before = self._pipeline.parts if self._pipeline is not None else ()
+        refusals.check_averaging(self._local_steps, trainer)
         collectives = self._new_collectives()
         pipeline, outer = self._new_halves(self.model, self.optimizers, collectives)
         for part in pipeline.parts:
             part.inherit(before)
-        # Assigned only now: if a line above raises, the next fit inherits the old pipeline's state.
-        self._pipeline, self._outer = pipeline, outer
         self._failures.follow(collectives)
-        if is_alone := collectives is not pipeline.collectives:
-            refusals.check_averaging(trainer)
-        else:
-            pipeline.before_change = self._failures.agree_on_change
+        # Only now: if a line above raises, the next fit inherits the old pipeline's state.
+        self._take(pipeline, outer)
         self._insert_guard(trainer)
+
+    def _take(self, pipeline: Pipeline, outer: OuterHalf) -> None:
+        """Trains with these halves from now on. Collective. Blocks."""
+        self._pipeline, self._outer, self._connected = pipeline, outer, ()
+        outer.load(self._resumed)
+        if not outer.is_on:
+            pipeline.before_change = self._failures.agree_on_change
         self._connect()
         if self._stop is not None:
-            self._stop.ask_through(pipeline.training, asks=not is_alone)
+            self._stop.ask_through(pipeline.training, asks=not outer.is_on)
 
     def _connect(self) -> None:
-        """Connects the trainer's optimizer wrappers and precision plug-in. Collective. Blocks."""
-        self._connected = self._lightning_optimizers
-        connections.connect_wrappers(self._connected, self.pipeline_of())
-        connections.connect_precision(self.precision_plugin, self.pipeline_of())
+        """Connects the trainer's precision plug-in and optimizer wrappers, if they are new. Local.
 
-    def _check_optimizers(self) -> None:
-        """Raises if the trainer has other optimizers than at first. Connects new wrappers."""
+        Raises if the trainer has other optimizers than at first.
+        """
         # Assigning `trainer.optimizers` makes new wrappers, as the learning rate finder does.
-        if self._pipeline is not None and self._lightning_optimizers is not self._connected:
-            self._connect()
+        if self._lightning_optimizers is not self._connected:
+            pipeline, wrappers = self.pipeline_of(), self._lightning_optimizers
+            connections.connect_wrappers(wrappers, pipeline)
+            connections.connect_precision(self.precision_plugin, pipeline)
+            self._connected = wrappers
 
     def _insert_guard(self, trainer: pl.Trainer) -> None:
         """Puts a new `CompletionGuard` before all other callbacks, in place of an earlier one."""
@@ -240,6 +251,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             self._outer.show_anchor()
         elif hook == "on_train_end":
             self.finish_local_steps()
+        elif hook != "on_save_checkpoint":
+            self._outer.show_replica()
 
     @property
     def _shows_gradients(self) -> bool:
@@ -263,6 +276,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        refusals.say_how_local(self._outer, self._trainer)
         if self._stop is not None:
             self._stop.take_ctrl_c()
 
@@ -274,7 +288,9 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._check_optimizers()
+        if halves := self._end_of_dense_steps(self.pipeline_of(), self._trainer.global_step):
+            self._take(*halves)
+        self._connect()
         self._outer.show_replica()
         with self.pipeline_of().forward(synchronize=not self._is_sync_blocked):
             output = super().training_step(*args, **kwargs)
@@ -302,7 +318,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        self._check_optimizers()
+        self._connect()
         self._outer.show_replica()
         with meanwhile(self, _is_stepping=True):
             output = super().optimizer_step(optimizer, *args, **kwargs)
@@ -318,10 +334,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def on_validation_start(self) -> None:
         for pipeline in self._pipelines:
             pipeline.training.buffers.prepare(synchronize=False, asks=True)
-
-    @override
-    def on_validation_end(self) -> None:
-        self._outer.show_replica()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -348,7 +360,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self._outer.load(checkpoint)
+        self._resumed = {files.CHECKPOINT_KEY: checkpoint.get(files.CHECKPOINT_KEY, {})}
+        self._outer.load(self._resumed)
 
     @override
     def optimizer_state(
@@ -358,9 +371,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
         Args:
             optimizer: One of the trainer's optimizers.
-            on_all_ranks: Whether every rank gets whole tensors. Otherwise only rank 0, which writes
-                files, does. With `save_distributed_checkpoint` no rank does, in either case. Ranks
-                that do not get whole tensors get stand-ins without data.
+            on_all_ranks: Whether every rank gets whole tensors, and not only rank 0, which writes
+                files. With `save_distributed_checkpoint` no rank does. Others get stand-ins.
         """
         optimizer = connections.unwrapped(optimizer)
         if self._pipeline is None or optimizer not in self._pipeline.optimizers:
@@ -368,8 +380,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         if self._failures.board.has_failed:
             self._pipeline.collectives.check()
             # After a failure some ranks may not come. Then this raises instead of waiting.
-            step = 0 if self.lightning_module is None else self.lightning_module.global_step
-            self._failures.board.agree("collect the whole optimizer state", f"step {step}")
+            step = f"step {self._trainer.global_step}"
+            self._failures.board.agree("collect the whole optimizer state", step)
         if self._saves_folders:
             return self._pipeline.of(optimizer).sharded_state_dict()
         return self._pipeline.of(optimizer).optimizer_state_dict(on_rank_0=not on_all_ranks)
@@ -391,19 +403,16 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             if folder.is_folder(filepath):
                 self.remove_checkpoint(filepath)
             super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self.lightning_module is not None and self.lightning_module.trainer.training:
+        if self._trainer.training:
             self._outer.show_replica()
 
     @override
     def load_checkpoint(
         self, checkpoint_path: str | Path, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Returns the checkpoint dict of a file or a folder, whole on every rank.
+        """Returns the dict of a file or a folder, whole on every rank. Collective. Blocks.
 
-        Collective. Blocks. If one rank cannot read it, all ranks raise.
-
-        Raises:
-            ValueError: If it is damaged, has an unknown format, or no Trainer has written it.
+        Raises a ValueError on all ranks if it is damaged, of an unknown format, or no Trainer's.
         """
         read = partial(super().load_checkpoint, checkpoint_path, *args, **kwargs)
         # Lightning 2.5 does not pass `weights_only`.
@@ -430,10 +439,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             self._outer.abandon()
 
     def report_failure(self, exception: BaseException) -> None:
-        """Reports `exception` to the other ranks, or logs which rank has caused it.
-
-        Blocks for at most a few seconds. Only the first call in a run reports.
-        """
+        """Reports `exception` to other ranks, or logs its cause. Once a run. Blocks a little."""
         if isinstance(self.launcher, launchers.JobLauncher):
             self.launcher.has_heard_signal.set()
         if failures.is_consequence(exception):
@@ -487,9 +493,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def last_backward(self, *optimizers: Optimizer) -> AbstractContextManager[None]:
         """A context for the last backward before `step()`. For manual optimization only.
 
-        Its gradients are sent while it runs, and otherwise in `step()`: more might follow.
-
-        Args:
-            *optimizers: Optimizers that step next. None given means all.
+        Its gradients are sent while it runs, and otherwise in `step()`: more might follow. It is
+        the last one of `optimizers`, which step next. None given means all.
         """
         return meanwhile(self, _last_of=[connections.unwrapped(one) for one in optimizers])

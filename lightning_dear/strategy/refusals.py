@@ -25,6 +25,7 @@ from lightning_dear.compression.groups import Groups
 from lightning_dear.engine.module_tree import ignored_names
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.local_steps import LocalSteps, OuterHalf
 from lightning_dear.names import is_meant
 from lightning_dear.planning import FusionPlanner, search
 
@@ -367,14 +368,29 @@ def check_local_steps(
             raise ValueError(f"local_steps does not work with {option}: {reason}.")
 
 
-def check_averaging(trainer: Any) -> None:
+def say_how_local(outer: OuterHalf, trainer: Any) -> None:
+    """Tells the user on rank 0 what local steps do, and warns of too few rounds in a fit.
+
+    Args:
+        outer: Outer half. Without local steps nothing is said.
+        trainer: The trainer, when a fit begins.
+    """
+    if not outer.is_on:
+        return
+    for remark, warning in outer.remarks(trainer.estimated_stepping_batches):
+        rank_zero_info(remark)
+        if warning:
+            rank_zero_warn(warning)
+
+
+def check_averaging(steps: LocalSteps | None, trainer: Any) -> None:
     """Refuses callbacks that average weights, which differ between ranks with local steps.
 
     Raises:
-        ValueError: If the trainer has one.
+        ValueError: If the trainer has one, and there are local steps.
     """
     kinds = ("StochasticWeightAveraging", "WeightAveraging")
-    for callback in trainer.callbacks:
+    for callback in () if steps is None else trainer.callbacks:
         if any(kind.__name__ in kinds for kind in type(callback).__mro__):
             raise ValueError(
                 f"local_steps does not work with {type(callback).__name__}: it would average each"

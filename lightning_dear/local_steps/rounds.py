@@ -1,0 +1,272 @@
+"""`OptimizerRounds`: counts the steps of one optimizer, and sends and merges its fragments."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dear.collectives.launch_log import hash_of
+from lightning_dear.collectives.work import Collectives, under_way
+from lightning_dear.engine.notes import Digest, OptionValues, check_options, options_of
+from lightning_dear.engine.step import OptimizerPipeline
+from lightning_dear.engine.training import Training
+from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value, cut, num_modules
+from lightning_dear.local_steps.schedule import LocalSteps, Schedule
+from lightning_dear.optimizers.pieces import parameters_of
+
+log = logging.getLogger(__name__)
+
+
+class OptimizerRounds:
+    """Counts the steps of one optimizer, and sends and merges its fragments.
+
+    Args:
+        training: What all optimizers of the inner half share. Its signal hears of wishes to stop.
+        part: The optimizer's part of the inner half.
+        steps: Options of local steps.
+        shared: What all fragments share.
+        number: Number of the first fragment.
+
+    Attributes:
+        part: Same as the argument.
+        optimizer: The user's optimizer.
+        schedule: Which fragment is sent and merged after which step.
+        groups: Fragments, by the number that the schedule gives them. Those of one number are sent
+            and merged together. Empty where the optimizer has no parameter in a fragment.
+        collectives: Collectives over all ranks.
+        count: Steps since replicas were equal.
+        finished_at: `count` when `OuterHalf.finish` was called last; to be assigned to.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        part: OptimizerPipeline,
+        steps: LocalSteps,
+        shared: OuterOptions,
+        number: int,
+    ) -> None:
+        self.part, self.optimizer, self.count, self.finished_at = part, part.optimizer, 0, 0
+        self.collectives, self._signal = shared.collectives, training.signal
+        self._training, self._steps, self._shared, self._number = training, steps, shared, number
+        held = parameters_of(part.optimizer)
+        self.schedule: Schedule = steps.schedule(num_modules(training.module, held))
+        self._seen: object = None
+        self._values: Mapping[Parameter, Sequence[Value]] = {}
+        self.groups: list[list[Fragment]] = [[] for _ in range(self.schedule.fragments)]
+        self._cut({})
+
+    def _cut(self, anchor: Mapping[str, Tensor]) -> None:
+        """Makes the fragments of the optimizer's present parameters.
+
+        Args:
+            anchor: Name -> value of the anchor, where it is not the parameter's own value.
+        """
+        self._held = parameters_of(self.optimizer)
+        fragments, module = self._steps.fragments, self._training.module
+        names = fragments if isinstance(fragments, Sequence) else self.schedule.fragments
+        notes = lambda outer: [RoundDigest(self.collectives, self, outer)]  # noqa: E731
+        for turn, named in enumerate(cut(module, self._held, names)):
+            tensors, replica = {**named, **anchor}, partial(self._replica, named)
+            first = {name: tensors[name] for name in named}
+            made = Fragment(replica, first, self._shared, self._number + turn, notes)
+            kept = [one for one in self.groups[turn] if one.keeps_own]
+            self.groups[turn] = [made, *kept] if named else kept
+
+    def _follow(self) -> None:
+        """Makes new fragments if the optimizer has other parameters than before. Blocks.
+
+        What is under way is merged first. The anchor begins with rank 0's values of parameters that
+        are new. Parameters that are gone keep the anchor's values.
+        """
+        if [*map(id, self._held)] == [*map(id, parameters_of(self.optimizer))]:
+            return
+        self.settle()
+        own = [one for one in self.fragments if not one.keeps_own]
+        anchor = {name: value.clone() for one in own for name, value in one.anchor.items()}
+        state = {name: its for one in own for name, its in one.state(on_all_ranks=True).items()}
+        held = {*parameters_of(self.optimizer)}
+        for name, parameter in self._training.module.named_parameters():
+            if name in anchor and parameter not in held:
+                parameter.data.copy_(anchor[name])
+            elif name not in anchor and parameter in held:
+                anchor[name] = parameter.detach().clone()
+                self.collectives.launch_broadcast(anchor[name].view(-1), 0).wait()
+        for fragment in own:
+            fragment.release()
+        self._cut(anchor)
+        for fragment in self.fragments:
+            fragment.load(state)
+
+    @property
+    def remark(self) -> str:
+        """Sentence for the user that says what is exchanged when."""
+        every, number, delay, mix = self.schedule
+        return (
+            f"Local steps: each of {number} fragments is exchanged every {every} steps, and merged"
+            f" {delay} steps after it was sent (mix {mix:g})."
+        )
+
+    def warning(self, num_steps: float) -> str:
+        """Sentence for the user if the fit has too few rounds for the outer momentum, or ""."""
+        own = (one for one in self.fragments if not one.keeps_own)
+        momentum = next(own).stepper.optimizer.param_groups[0].get("momentum", 0.0)
+        num_rounds = num_steps / self.schedule.every
+        if not (0 < num_rounds < math.inf and 0 < momentum < 1):
+            return ""
+        least = 5 / (1 - momentum)
+        if num_rounds >= least:
+            return ""
+        return (
+            f"This fit has {num_rounds:.3g} rounds of {self.schedule.every} local steps, and the"
+            f" outer optimizer's momentum={momentum:g} needs {least:.0f} to build up. Lower it,"
+            " such as LocalSteps(outer=partial(torch.optim.SGD, lr=1.0)), or exchange more often."
+        )
+
+    def _replica(self, named: Mapping[str, Parameter]) -> Mapping[str, Sequence[Value]]:
+        """Returns the replica's values of the parameters `named`, by name; see `Replica`.
+
+        Trained parameters lie in the buckets of the inner half. 16-bit ones have masters there.
+        """
+        active, stepper = self.part.plans.active, self.part.stepper
+        if active is not self._seen:
+            self._seen = active
+            values: dict[Parameter, list[Value]] = {}
+            for piece in () if active is None else stepper.pieces:
+                parameter = stepper.shards.parameters[piece.tensor_index]
+                values.setdefault(parameter, []).append(Value(piece.parameter, piece.start))
+            self._values = values
+        return {name: self._values.get(one) or [Value(one.data)] for name, one in named.items()}
+
+    def publish(self) -> None:
+        """Rounds masters to 16-bit parameters, and tells autograd that parameters changed."""
+        active = self.part.plans.active
+        for bucket in () if active is None else active.flat.buckets:
+            bucket.publish()
+        torch.autograd.graph.increment_version(parameters_of(self.optimizer))
+
+    @property
+    def fragments(self) -> Sequence[Fragment]:
+        """All fragments of the optimizer."""
+        return [*chain.from_iterable(self.groups)]
+
+    @property
+    def _under_way(self) -> list[Fragment]:
+        """Fragments that were sent and are not merged, in the order of their sends."""
+        sent = [(one.sent_at, one) for one in self.fragments if one.sent_at is not None]
+        return [one for _, one in sorted(sent, key=lambda pair: pair[0])]
+
+    def after_step(self) -> bool:
+        """See `OuterHalf.after_step`. Returns whether this rank's values are finite, if sent."""
+        self.count += 1
+        is_finite, sent = True, self.schedule.sent_after(self.count)
+        if sent is not None:
+            for one in self.groups[sent]:
+                one.stop.ask = self._signal.ask
+                is_finite &= one.send(self.count)
+        for one in self._under_way:
+            self._advance(one)
+        merged = self.schedule.merged_after(self.count)
+        if merged is not None:
+            for one in self.groups[merged]:
+                self._merge(one, self.schedule.mix)
+            self._follow()
+            self.publish()
+        return is_finite
+
+    def _advance(self, fragment: Fragment) -> None:
+        """Lets the outer optimizer step, if that is due. On NCCL it is at fixed steps.
+
+        NCCL matches messages by their order, which must be the same on all ranks.
+        """
+        assert fragment.sent_at is not None
+        if self.collectives.matches_by_tag:
+            fragment.advance()
+        elif self.count - fragment.sent_at >= (self.schedule.delay + 1) // 2:
+            fragment.step()
+
+    def _merge(self, fragment: Fragment, mix: float) -> None:
+        rank = fragment.merge(mix)
+        if fragment.stop.heard:
+            self._signal.hear([fragment.stop.heard])
+        if rank is not None:
+            log.warning(
+                "An exchange is left out, since weights of rank %d were not finite: of '%s' and"
+                " %d more parameters, step %d.",
+                rank,
+                fragment.names[0],
+                len(fragment.names) - 1,
+                self.count,
+            )
+
+    def detach(self) -> None:
+        """Ends the threads of all fragments that are not under way."""
+        if under_way_now := self._under_way:
+            # gloo could receive no later message if the memory of these were freed.
+            under_way.append((self.collectives, under_way_now))
+        for fragment in self.fragments:
+            if fragment.sent_at is None:
+                fragment.release()
+
+    def recover(self) -> None:
+        """Overwrites the replica with the anchor, and forgets the inner optimizer's state."""
+        for fragment in self.fragments:
+            fragment.restore()
+        self.publish()
+        self.part.stepper.shards.state.clear()
+
+    def settle(self) -> None:
+        """Merges what is under way, in the order in which it was sent. Blocks."""
+        for fragment in self._under_way:
+            self._merge(fragment, self.schedule.mix)
+
+    def flush(self) -> None:
+        """Merges what is under way, then exchanges the other fragments once more. Blocks."""
+        merged = self.schedule.merged_after(self.count) if self.schedule.delay == 0 else None
+        self.settle()
+        groups = (group for number, group in enumerate(self.groups) if number != merged)
+        rest = [*chain.from_iterable(groups)]
+        for fragment in rest:
+            fragment.send(self.count)
+        for fragment in rest:
+            self._merge(fragment, 0.0)
+
+
+class RoundDigest(Digest):
+    """Compares between ranks how many steps they have made, and the options of both optimizers.
+
+    Args:
+        collectives: Collectives over all ranks.
+        rounds: Counts the steps.
+        outer: The outer optimizer.
+    """
+
+    def __init__(self, collectives: Collectives, rounds: OptimizerRounds, outer: Optimizer) -> None:
+        super().__init__(lambda: collectives)
+        self._rounds, self._outer = rounds, outer
+
+    @override
+    def value(self) -> int:
+        options = options_of(self._rounds.optimizer), options_of(self._outer)
+        self._counted = self._rounds.count, *options
+        return hash_of(repr((self._rounds.count, *(sorted(one.items()) for one in options))))
+
+    @override
+    def explain(self, counted: tuple[int, OptionValues, OptionValues]) -> None:
+        reports = self._collectives().all_gather_object(counted)
+        counts = [count for count, *_ in reports]
+        if len({*counts}) > 1:
+            raise RuntimeError(
+                f"Ranks have made different numbers of local steps: {counts}, by rank. Give all"
+                " ranks equally many batches, and call each optimizer's step equally often."
+            )
+        name = type(self._rounds.optimizer).__name__
+        check_options(f"step with different options: {name}", [inner for _, inner, _ in reports])
+        check_options("have different outer optimizers", [outer for *_, outer in reports])
