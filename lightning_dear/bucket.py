@@ -215,9 +215,7 @@ def storage_shape(tensor: Tensor) -> torch.Size:
 def as_flat(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     """Returns `tensor` as 1-D in the order of `strides`: a view if these are its own, or a copy."""
     if tensor.stride() != strides:
-        tensor = torch.empty_strided(
-            tensor.size(), strides, dtype=tensor.dtype, device=tensor.device
-        ).copy_(tensor)
+        tensor = tensor.new_empty_strided(tensor.size(), strides).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
 
 

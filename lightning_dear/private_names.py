@@ -106,9 +106,8 @@ STEP_POST_HOOKS = PrivateName(_OPTIMIZER, "_optimizer_step_post_hooks")
 IS_PROFILING = PrivateName("torch.autograd.profiler", "_is_profiler_enabled")
 # Entered, to update parameters while user code is inside contexts such as `torch.func` transforms,
 # which would change the result of the update.
-CLEARED_TRANSFORMS = PrivateName(
-    "torch._functorch.pyfunctorch", "temporarily_clear_interpreter_stack"
-)
+_FUNCTORCH = "torch._functorch.pyfunctorch"
+CLEARED_TRANSFORMS = PrivateName(_FUNCTORCH, "temporarily_clear_interpreter_stack")
 WITHOUT_MODES = PrivateName("torch.utils._python_dispatch", "_disable_current_modes")
 WITHOUT_TORCH_FUNCTION = PrivateName("torch._C", "DisableTorchFunction")
 # Read, to find tensors outside of the model that hold a parameter's memory.
@@ -149,7 +148,6 @@ FABRIC_LAUNCHER = PrivateName(_FABRIC_DDP, "_launcher")
 # Replaced, so that checkpoints are written atomically, and that gradients are sent only after the
 # last micro-batch of gradient accumulation.
 CHECKPOINT_IO = PrivateName(_DDP, "_checkpoint_io")
-FABRIC_CHECKPOINT_IO = PrivateName(_FABRIC_DDP, "_checkpoint_io")
 FABRIC_BACKWARD_SYNC = PrivateName(_FABRIC_DDP, "_backward_sync_control")
 # Read, to find out whether the training loop takes the batches of a loader.
 COMBINED_LOADER = PrivateName("lightning.pytorch.loops:_FitLoop", "_combined_loader")
@@ -158,9 +156,8 @@ COMBINED_ITERATOR = PrivateName("lightning.pytorch.utilities:CombinedLoader", "_
 EPOCH_RESULTS = PrivateName("lightning.pytorch.loops:_TrainingEpochLoop", "_results")
 LOGGED_SIZE = PrivateName(f"{_EPOCH_LOOP}:_ResultCollection", "_extract_batch_size")
 # Read, to refuse samplers whose order may differ between ranks.
-WRAPPED_SAMPLER = PrivateName(
-    "lightning.fabric.utilities.distributed:_DatasetSamplerWrapper", "_sampler"
-)
+_DISTRIBUTED = "lightning.fabric.utilities.distributed"
+WRAPPED_SAMPLER = PrivateName(f"{_DISTRIBUTED}:_DatasetSamplerWrapper", "_sampler")
 # Called, to find a batch's number of samples, and whether its tensors have different lengths.
 BATCH_SIZES = PrivateName("lightning.pytorch.utilities.data", "_extract_batch_size")
 # Read, to find out whether a Trainer runs.
@@ -170,6 +167,7 @@ MODULE_TRAINER = PrivateName("lightning.pytorch:LightningModule", "_trainer")
 INHERITED = (
     *(PrivateName(strategy, "_timeout") for strategy in (_DDP, _FABRIC_DDP)),
     *(PrivateName(strategy, "_get_process_group_backend") for strategy in (_DDP, _FABRIC_DDP)),
+    PrivateName(_FABRIC_DDP, "_checkpoint_io"),
     PrivateName(_DDP, "_lightning_optimizers"),
     PrivateName(_FABRIC_DDP, "_start_method"),
     PrivateName(f"{_LAUNCHERS}:_SubprocessScriptLauncher", "_check_can_spawn_children"),
@@ -181,18 +179,14 @@ FABRIC_CONFIGURE_LAUNCHER = PrivateName(_FABRIC_DDP, "_configure_launcher")
 FABRIC_SETUP_DISTRIBUTED = PrivateName(_FABRIC_DDP, "_setup_distributed")
 # Called, in this order: to give all ranks rank 0's weights, to let restarted ranks join, and to
 # divide the cores of a host among its ranks.
-_DISTRIBUTED = "lightning.fabric.utilities.distributed"
 SYNC_MODULE_STATES = PrivateName("lightning.pytorch.overrides.distributed", "_sync_module_states")
 INIT_DIST_CONNECTION = PrivateName(_DISTRIBUTED, "_init_dist_connection")
 SET_NUM_THREADS = PrivateName(_DISTRIBUTED, "_set_num_threads_if_needed")
 # Classes that are base classes of this package's classes, or that it recognises by isinstance.
 TRAINER_LAUNCHER = PrivateName(_LAUNCHERS, "_MultiProcessingLauncher")
 SCRIPT_LAUNCHER = PrivateName(_LAUNCHERS, "_SubprocessScriptLauncher")
-FABRIC_PROCESS_LAUNCHER = PrivateName(
-    f"{_FABRIC}.launchers.multiprocessing", "_MultiProcessingLauncher"
-)
+FABRIC_PROCESS_LAUNCHER = PrivateName(f"{_FABRIC}.launchers", "_MultiProcessingLauncher")
 BACKWARD_SYNC_CONTROL = PrivateName(f"{_FABRIC}.strategy", "_BackwardSyncControl")
-WRAPPING_IO = PrivateName("lightning.pytorch.plugins.io.wrapper", "_WrappingCheckpointIO")
 FABRIC_OPTIMIZER = PrivateName("lightning.fabric.wrappers", "_FabricOptimizer")
 MOCK_OPTIMIZER = PrivateName("lightning.pytorch.core.optimizer", "_MockOptimizer")
 TUNER_EXIT = PrivateName("lightning.pytorch.utilities.exceptions", "_TunerExitException")

@@ -24,7 +24,6 @@ import ast
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pkgutil import resolve_name
@@ -75,25 +74,16 @@ def register(registry: Any, create: Callable[..., Any]) -> None:
             the strategy.
     """
     for name, start_method in START_METHODS.items():
-        registry.register(
-            name,
-            create,
-            description=f"DeAR data parallel with `start_method` '{start_method}'",
-            override=True,
-            start_method=start_method,
-        )
+        description = f"DeAR data parallel with `start_method` '{start_method}'"
+        registry.register(name, create, description, override=True, start_method=start_method)
 
 
 def _register_in(module: ModuleType) -> None:
     """Registers the strategies in a Lightning module whose name is a key of `REGISTRIES`."""
     names = ("StrategyRegistry", "STRATEGY_REGISTRY")  # In modules of a Trainer, of Fabric.
     registry = next(getattr(module, name) for name in names if hasattr(module, name))
-    register(registry, partial(_create, REGISTRIES[module.__name__]))
-
-
-def _create(strategy: str, **options: Any) -> Any:
-    """Imports the class `strategy`, "module:class", and makes a strategy with `options`."""
-    return resolve_name(strategy)(**options)
+    # The class is imported once a strategy is made.
+    register(registry, lambda **options: resolve_name(REGISTRIES[module.__name__])(**options))
 
 
 def _register_after(loader: Loader) -> None:

@@ -36,7 +36,6 @@ def warn_outside_tested_range(ranges: Ranges = TESTED_RANGES) -> None:
         warnings.warn(
             f"lightning-dear was not tested with {' and '.join(outside)}. Install a tested version,"
             " or run the test suite of lightning-dear on yours (make test).",
-            UserWarning,
             stacklevel=3,
         )
 

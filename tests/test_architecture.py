@@ -50,7 +50,7 @@ _CHECKPOINT = ("optimizers", *_OPTIMIZERS)
 _ENGINE = ("checkpoint", *_CHECKPOINT)
 _TUNING = ("engine", *_ENGINE)
 _CALLBACKS = ("tuning", *_TUNING)
-_STRATEGY = ("callbacks", "registration", "versions", "paths", *_CALLBACKS)
+_STRATEGY = ("callbacks", "local_steps", "registration", "versions", "paths", *_CALLBACKS)
 _STUDIES = ("strategy", "workloads", "emulation", "simulator", *_STRATEGY)
 
 ROOMS = {
@@ -58,6 +58,7 @@ ROOMS = {
     "fabric": Room(("strategy", *_STRATEGY), lightning=True),
     "strategy": Room(_STRATEGY, lightning=True, hydra=("launchers.py",)),
     "callbacks": Room(_CALLBACKS, lightning=True),
+    "local_steps": Room(("engine", *_ENGINE)),
     "tuning": Room(_TUNING),
     "engine": Room(_ENGINE),
     "checkpoint": Room(_CHECKPOINT),

@@ -2,14 +2,7 @@
 
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule
 from lightning_dear.callbacks.fusion_tuner import FusionTuner
-from lightning_dear.callbacks.guards import CompletionGuard
 from lightning_dear.callbacks.monitor import DearMonitor
 from lightning_dear.callbacks.timeline import TimelineCallback
 
-__all__ = [
-    "CompletionGuard",
-    "CompressionSchedule",
-    "DearMonitor",
-    "FusionTuner",
-    "TimelineCallback",
-]
+__all__ = ["CompressionSchedule", "DearMonitor", "FusionTuner", "TimelineCallback"]

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_dear.compression import Compressor, Fp32, resolve_compressor

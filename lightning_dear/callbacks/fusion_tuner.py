@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
@@ -58,7 +57,6 @@ class FusionTuner(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._tuning = None
-        self._num_steps = trainer.global_step
         strategy: Any = trainer.strategy
         pipeline: Pipeline = strategy.pipeline_of()
         if len(pipeline.parts) > 1:
@@ -85,11 +83,10 @@ class FusionTuner(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if self._tuning is None or trainer.global_step == self._num_steps:
-            return
         self._num_steps = trainer.global_step
-        self._tuning.before_forward()
-        self._found = self._tuning.found
+        if self._tuning is not None:
+            self._tuning.before_forward()
+            self._found = self._tuning.found
 
     @override
     def on_train_end(self, *_: Any) -> None:

@@ -1,11 +1,10 @@
 """Waits for parameters, and gathers gradients, before hooks of the user that may read them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -22,13 +21,13 @@ _NON_READERS: set[type[Callback]] = {
     monitor.DearMonitor,
     fusion_tuner.FusionTuner,
     timeline.TimelineCallback,
-    lightning_callbacks.DeviceStatsMonitor,
-    lightning_callbacks.LearningRateMonitor,
-    lightning_callbacks.ModelCheckpoint,
-    lightning_callbacks.RichProgressBar,
-    lightning_callbacks.TQDMProgressBar,
-    lightning_callbacks.ThroughputMonitor,
-    lightning_callbacks.Timer,
+    callbacks.DeviceStatsMonitor,
+    callbacks.LearningRateMonitor,
+    callbacks.ModelCheckpoint,
+    callbacks.RichProgressBar,
+    callbacks.TQDMProgressBar,
+    callbacks.ThroughputMonitor,
+    callbacks.Timer,
 }
 """Callbacks before whose batch hooks `CompletionGuard` does not wait. The hooks read no weights, or
 read them only through `state_dict()`, which waits by itself. Most trainers have such a callback,
@@ -47,12 +46,13 @@ def _completing(hook: str, *, for_readers: bool = False) -> Callable[..., None]:
     def complete(guard: "CompletionGuard", trainer: Any, module: LightningModule, *_: Any) -> None:
         if not for_readers:
             guard.complete(hook)
-        elif reader := guard.reader_of(hook, trainer.callbacks, module):
+        elif reader := guard.reader_of(hook, (*trainer.callbacks, module)):
             guard.complete(f"{reader}.{hook}")
 
     return complete
 
 
+@dataclass(eq=False)
 class CompletionGuard(Callback):
     """Completes parameters and gradients before hooks that may read them, and reports failures.
 
@@ -67,12 +67,12 @@ class CompletionGuard(Callback):
     `.grad` holds all of it. If `gradient_hooks` names a hook that runs there, the mean gradient is
     gathered into `.grad` before that hook runs. The step uses `.grad` as the hook leaves it.
 
-    Args:
+    Attributes:
         complete: Function that blocks until parameters are complete. Its argument is the name of
             the wait in timelines.
         on_failure: Function that reports an exception to the other ranks. It is called before other
             callbacks see the exception, because some of them write checkpoints and so wait for the
-            other ranks. None means that nothing is reported.
+            other ranks.
         gradient_hooks: Names of overridden hooks that may read `.grad`, see `gradient_readers`.
             Empty means that no gradient is gathered into `.grad`.
         expose: Function that gathers the mean gradient into `.grad` of an optimizer's parameters.
@@ -80,33 +80,29 @@ class CompletionGuard(Callback):
         end_backward: Function that is called after each backward, before all other hooks.
     """
 
-    def __init__(
-        self,
-        complete: Callable[[str], None],
-        on_failure: Callable[[BaseException], None] | None = None,
-        gradient_hooks: Iterable[str] = (),
-        expose: Callable[[Optimizer | None], None] = lambda _: None,
-        end_backward: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.complete, self._on_failure = complete, on_failure
-        self._gradient_hooks, self._expose = frozenset(gradient_hooks), expose
-        self._end_backward = end_backward
-        self._readers: dict[tuple[str, tuple[int, ...]], str | None] = {}
+    complete: Callable[[str], None]
+    on_failure: Callable[[BaseException], None] = lambda _: None
+    gradient_hooks: Collection[str] = ()
+    expose: Callable[[Optimizer | None], None] = lambda _: None
+    end_backward: Callable[[], None] = lambda: None
+    _readers: dict[tuple[str, tuple[int, ...]], str | None] = field(default_factory=dict)
 
-    def reader_of(
-        self, hook: str, callbacks: list[Callback], module: LightningModule
-    ) -> str | None:
+    def insert_into(self, callbacks: list[Callback]) -> None:
+        """Puts this guard before all other callbacks, in place of an earlier guard."""
+        callbacks[:] = [self, *(one for one in callbacks if not isinstance(one, CompletionGuard))]
+
+    def reader_of(self, hook: str, owners: Sequence[Callback | LightningModule]) -> str | None:
         """Returns the class name of the first callback or module that may read weights in `hook`.
 
         That is the first that has overridden `hook` and whose class is not in `_NON_READERS`. None
         means that there is none.
         """
         # Cached by the list of callbacks, because callbacks may be added during a fit.
-        key = hook, tuple(id(callback) for callback in callbacks)
+        key = hook, tuple(map(id, owners))
         if key not in self._readers:
             # Compared by exact class, because a subclass of a known callback may read weights.
             known = {CompletionGuard, *_NON_READERS}
-            unknown = (one for one in (*callbacks, module) if type(one) not in known)
+            unknown = (one for one in owners if type(one) not in known)
             readers = (type(one).__name__ for one in unknown if is_overridden(hook, one))
             self._readers[key] = next(readers, None)
         return self._readers[key]
@@ -121,19 +117,18 @@ class CompletionGuard(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, _: Any, exception: BaseException) -> None:
-        if self._on_failure is not None:
-            self._on_failure(exception)
+        self.on_failure(exception)
 
     @override
     def on_after_backward(self, *_: Any) -> None:
-        self._end_backward()
-        if self._gradient_hooks.intersection(_AFTER_BACKWARD):
-            self._expose(None)
+        self.end_backward()
+        if any(hook in self.gradient_hooks for hook in _AFTER_BACKWARD):
+            self.expose(None)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, _: Any, optimizer: Optimizer) -> None:
-        if self._gradient_hooks.intersection(_BEFORE_STEP):
-            self._expose(optimizer)
+        if any(hook in self.gradient_hooks for hook in _BEFORE_STEP):
+            self.expose(optimizer)
 
 
 def gradient_readers(owners: Iterable[Callback | LightningModule]) -> dict[str, list[str]]:

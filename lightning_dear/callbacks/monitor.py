@@ -8,8 +8,7 @@ import time
 from statistics import median
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_dear.collectives.store import from_all_ranks
@@ -57,9 +56,10 @@ class DearMonitor(Callback):
     is_on_all_ranks = False
 
     def __init__(self) -> None:
-        self._reset()
+        self.on_fit_start()
 
-    def _reset(self) -> None:
+    @override
+    def on_fit_start(self, *_: Any) -> None:
         self._encoding: dict[str, Any] = {}
         self._steps: dict[str, list[float]] = {}
         self._plan_name: str | None = None
@@ -76,10 +76,6 @@ class DearMonitor(Callback):
         is_logged = interval > 0 and (trainer.global_step + 1) % interval == 0
         figures = getattr(trainer.strategy, "encoding_figures", None)
         self._encoding = figures() if is_logged and figures is not None else {}
-
-    @override
-    def on_fit_start(self, *_: Any) -> None:
-        self._reset()
 
     @override
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
@@ -85,7 +84,7 @@ class TimelineCallback(Callback):
         timeline, self._timeline = self._timeline, None
         assert timeline is not None
         trainer.strategy.timeline = None  # type: ignore[attr-defined]
-        timeline.finish()
+        timeline.clock.finish()
         late = str(latest_rank(from_all_ranks(timeline.waited))) if self.is_on_all_ranks else ""
         if trainer.is_global_zero:
             directory = Path(self.dirpath or trainer.default_root_dir)

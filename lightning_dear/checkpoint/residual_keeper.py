@@ -277,10 +277,10 @@ class ResidualKeeper:
     # --- into and out of state dicts ------------------------------------------------------------
 
     def add_to_sharded(self, state: ShardedState) -> ShardedState:
-        """Returns `state` with stand-ins of all residuals, and this rank's chunks of them. Local.
+        """Adds stand-ins of all residuals, and this rank's chunks of them, to `state`. Local.
 
-        Mutates `state`: the name of the optimizer's class is added. If there are no compressed
-        buckets and no residuals, `state` itself is returned, without an entry for residuals.
+        Also adds the name of the optimizer's class. If there are no compressed buckets and no
+        residuals, there is no entry for residuals. Returns `state`.
         """
         state[CLASS] = type(self._optimizer).__name__
         if not self._coded and self._held is None:
@@ -290,10 +290,9 @@ class ResidualKeeper:
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
         held = self._held or Residuals()
         whole = self._common().joined(held.of(lambda one: one in numbers))
-        own, chunks = residuals.sharded(self._chunks(), whole, numbers, self._rows)
-        return ShardedState(
-            {**state, RESIDUALS_KEY: own}, (*state.chunks, *chunks), state.parameters
-        )
+        state[RESIDUALS_KEY], chunks = residuals.sharded(self._chunks(), whole, numbers, self._rows)
+        state.chunks += tuple(chunks)
+        return state
 
     def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Pre-hook of `load_state_dict`: replaces all residuals by those in `state_dict`. Local.

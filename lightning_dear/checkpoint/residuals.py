@@ -154,9 +154,8 @@ def sharded(
         all_own = chunks.setdefault(kind, {}).setdefault(parameter, [])
         all_own.append(Chunk(before + chunk.start, chunk.values))
     state: dict[str, Any] = {"worker": {}, "owner": {}, "factors": {}}
-    state["counts"], state["seed"] = dict(whole.counts), whole.seed
-    state["rates"] = {numbers[one]: rate for one, rate in whole.rates.items()}
-    state["steering"] = {}
+    rates = {numbers[one]: rate for one, rate in whole.rates.items()}
+    state |= {"counts": dict(whole.counts), "seed": whole.seed, "rates": rates, "steering": {}}
     stand_ins: list[tuple[Tensor, list[Chunk]]] = []
     for kind, of_kind in chunks.items():
         of, name = kind

@@ -176,9 +176,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 # --- named tensors, to and from a folder ----------------------------------------------------------
 
 
-def write_tensors(
-    folder: Path, tensors: Mapping[str, Stored], finish: _Finish, target: Path
-) -> None:
+def write_tensors(folder: Path, tensors: dict[str, Stored], finish: _Finish, target: Path) -> None:
     """Writes every rank's chunks of `tensors` into `folder`. Collective. Blocks.
 
     Runs on the default process group. If writing or `finish` raises on any rank, all ranks raise

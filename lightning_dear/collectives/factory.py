@@ -96,6 +96,11 @@ def new_collectives(
     return collectives
 
 
+def alone(others: Collectives) -> Collectives:
+    """Makes collectives of this rank alone, on the device of `others`. Local."""
+    return PairwiseCollectives(None, None, None, streams=others.streams)
+
+
 _TRUE = ("1", "y", "yes", "t", "true")
 """What torch takes as true in the environment."""
 

@@ -21,6 +21,7 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.step_state import StepState
 from lightning_dear.engine.training import REFUSALS
+from lightning_dear.local_steps import OuterHalf
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
 from lightning_dear.strategy.base import meanwhile
 
@@ -45,21 +46,26 @@ class DearModule(Module):
         module: The user's module.
         pipeline: Pipeline of the module. None means that it was set up without an optimizer, so
             that forwards are the module's own.
+        outer: Outer half of the pipeline. None means that there are no local steps.
 
     Attributes:
+        outer: Same as the argument. Without local steps it does nothing.
         has_run: Whether a training forward has run since the last step of any of its optimizers.
         is_sync_blocked: Whether a `no_sync` block is entered, so that backwards send nothing.
     """
 
-    def __init__(self, module: Module, pipeline: Pipeline | None = None) -> None:
+    def __init__(
+        self, module: Module, pipeline: Pipeline | None = None, outer: OuterHalf | None = None
+    ) -> None:
         super().__init__()
+        self.outer = outer or OuterHalf()
         self.module = module
         self.pipeline = pipeline
         self.has_run = False
         self.is_sync_blocked = False
         self._was_called = False
         if pipeline is not None:
-            self._ending = weakref.finalize(self, _end_deleted, pipeline)
+            self._ending = weakref.finalize(self, _end_deleted, pipeline, self.outer)
             self._ending.atexit = False
             _training.add(self)
             for part in pipeline.parts:
@@ -73,7 +79,8 @@ class DearModule(Module):
 
         With gradients, each read of a parameter waits for that parameter. Without gradients (under
         `torch.no_grad`, or if all trained parameters are frozen) it first blocks until all
-        parameters are complete. Without a pipeline it waits for nothing.
+        parameters are complete. Without a pipeline it waits for nothing. With local steps the
+        module reads the anchor in evaluation mode (`eval()`) without gradients, else the replica.
 
         Raises:
             RuntimeError: In the first call, if Fabric has compiled this object instead of the
@@ -87,7 +94,10 @@ class DearModule(Module):
         trained = (p for part in self.pipeline.parts for p in part.parameters)
         if not (torch.is_grad_enabled() and any(p.requires_grad for p in trained)):
             self.pipeline.complete_parameters("evaluation")
+            if not self.module.training:
+                self.outer.show_anchor()
             return self.module(*args, **kwargs)
+        self.outer.show_replica()
         with self.pipeline.forward(synchronize=not self.is_sync_blocked):
             output = self.module(*args, **kwargs)
         self.has_run = True
@@ -119,12 +129,12 @@ class DearModule(Module):
         training.
         """
         if self.pipeline is not None and self._ending.detach():
-            _end_of(self.pipeline)
+            _end_of(self.pipeline, self.outer)
             self.pipeline = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the pipeline, so that copies and unpickled objects are for inference only."""
-        return {**self.__dict__, "pipeline": None, "_ending": None}
+        return {**self.__dict__, "pipeline": None, "outer": OuterHalf(), "_ending": None}
 
 
 def part_of(optimizer: Optimizer) -> OptimizerPipeline | None:
@@ -167,7 +177,7 @@ def finishing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _end_deleted(pipeline: Pipeline) -> None:
+def _end_deleted(pipeline: Pipeline, outer: OuterHalf) -> None:
     """Ends the training of a `DearModule` that was deleted, perhaps by the garbage collector.
 
     It runs at another time on each rank. So it launches nothing, and waits only for gathers, which
@@ -184,10 +194,11 @@ def _end_deleted(pipeline: Pipeline) -> None:
         # gloo could receive no later message if the memory of this one were freed.
         under_way.append((pipeline.collectives, [one.round.launched for one in active]))
         pipeline.abandon()
-    _end_of(pipeline)
+    _end_of(pipeline, outer)
 
 
-def _end_of(pipeline: Pipeline) -> None:
+def _end_of(pipeline: Pipeline, outer: OuterHalf) -> None:
+    outer.detach()
     try:
         pipeline.detach()
     except RuntimeError:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import atexit
-import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
+from inspect import signature
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
-from lightning.fabric.strategies import strategy as fabric_strategy
+from lightning.fabric.strategies import launchers, strategy
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.strategies.launchers import multiprocessing
 from lightning.pytorch.overrides import distributed as overrides
-from lightning.pytorch.plugins.io import wrapper
 from torch import Tensor, device
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -33,20 +32,17 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.fabric import module as modules
 from lightning_dear.fabric.module import DearModule
+from lightning_dear.local_steps import LocalSteps, OuterHalf
 from lightning_dear.planning import FusionPlanner, resolve_fusion
-from lightning_dear.strategy import refusals
+from lightning_dear.strategy import connections, refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy, meanwhile
-from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
-from lightning_dear.strategy.connections import connect_scaler, unwrapped
+from lightning_dear.strategy.checkpoint_io import checked
 
-_MultiProcessingLauncher: Any = private_names.FABRIC_PROCESS_LAUNCHER.of(multiprocessing)
-_BackwardSyncControl: Any = private_names.BACKWARD_SYNC_CONTROL.of(fabric_strategy)
-_WrappingCheckpointIO: Any = private_names.WRAPPING_IO.of(wrapper)
+_MultiProcessingLauncher: Any = private_names.FABRIC_PROCESS_LAUNCHER.of(launchers)
+_BackwardSyncControl: Any = private_names.BACKWARD_SYNC_CONTROL.of(strategy)
 
 # Since Lightning 2.6 `setup_module_and_optimizers` also takes and returns a scheduler.
-_SETS_UP_SCHEDULERS = (
-    "scheduler" in inspect.signature(DDPStrategy.setup_module_and_optimizers).parameters
-)
+_SETS_UP_SCHEDULERS = "scheduler" in signature(DDPStrategy.setup_module_and_optimizers).parameters
 
 _MAX_OPTIMIZERS = 128
 """Number of optimizers that can have message tags of their own."""
@@ -86,6 +82,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         gather: Literal["parameters", "gradients"] | None = None,
         hops: int | None = None,
         weights: Literal["samples"] | None = None,
+        local_steps: int | LocalSteps | None = None,
         reduce_dtype: Literal["fp32"] | None = None,
         broadcast_buffers: bool = True,
         gradients_in_hooks: bool = True,
@@ -118,8 +115,6 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
             private_names.FABRIC_LAUNCHER.replace_in(self, launcher)
         elif self.num_processes * self.num_nodes == 1:
             private_names.FABRIC_LAUNCHER.replace_in(self, None)
-        if private_names.FABRIC_CHECKPOINT_IO.of(self) is None:
-            private_names.FABRIC_CHECKPOINT_IO.replace_in(self, AtomicCheckpointIO())
 
     @override
     def setup_environment(self) -> None:
@@ -188,14 +183,14 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         before = self._end_training_of(module)
         modules.check_apart(module, self._trained)
         own = {"first_number": number, "shares_groups": bool(taken)}
-        pipeline = self._new_pipeline(module, optimizers, collectives, **own)
+        pipeline, outer = self._new_halves(module, optimizers, collectives, **own)
         for one in [*others, pipeline] if taken else []:
             one.hold_back()
         _sync(module, self.world_size)
-        wrapped = self._remember(DearModule(module, pipeline))
+        wrapped = self._remember(DearModule(module, pipeline, outer))
         for part in pipeline.parts:
             part.inherit(before)
-        connect_scaler(self.precision, pipeline, modules.part_of)
+        connections.connect_scaler(self.precision, pipeline, modules.part_of)
         return (wrapped, optimizers, scheduler) if _SETS_UP_SCHEDULERS else (wrapped, optimizers)
 
     def _next_number(self, count: int, taken: Set[int]) -> int:
@@ -258,6 +253,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         trained, factor = self._trained, 1.0
         with ExitStack() as stack:
             for one in trained:
+                one.outer.show_replica()
                 takes_part = one is module if isinstance(module, DearModule) else one.has_run
                 if takes_part:
                     # With several models it is 1 for each, since none may accumulate.
@@ -272,10 +268,13 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        stepped = [one for one in self._trained if one.trains(optimizer)]
+        for one in stepped:
+            one.outer.show_replica()
         output = super().optimizer_step(optimizer, **kwargs)
-        for one in self._trained:
-            if one.trains(optimizer):
-                one.has_run = False
+        for one in stepped:
+            one.has_run = False
+            one.outer.after_step(optimizer)
         return output
 
     @override
@@ -320,6 +319,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
     @override
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
         self.complete_parameters("state_dict")
+        _outer_of(module).show_anchor()
         return super().get_module_state_dict(_plain(module))
 
     @override
@@ -327,7 +327,9 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         self, module: Module, state_dict: Mapping[str, Any], strict: bool = True
     ) -> None:
         self.complete_parameters("load_state_dict")
+        _outer_of(module).settle()
         super().load_module_state_dict(_plain(module), dict(state_dict), strict=strict)
+        _outer_of(module).restart()
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -337,7 +339,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         file. Other ranks get stand-ins without data. The state of an optimizer that was never set
         up with a model is returned as plain Fabric returns it.
         """
-        part = modules.part_of(unwrapped(optimizer))
+        part = modules.part_of(connections.unwrapped(optimizer))
         if part is None:
             return super().get_optimizer_state(optimizer)
         return part.optimizer_state_dict(on_rank_0=self._is_saving)
@@ -353,6 +355,9 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         if any(isinstance(one, (DearModule, Optimizer)) for one in state.values()):
             state = dict(state)
             stamp(state)
+        for name, one in state.items():
+            _outer_of(one).show_anchor()
+            _outer_of(one).save(state, name)
         with meanwhile(self, _is_saving=True):
             super().save_checkpoint(path, state, *args, **kwargs)
 
@@ -371,19 +376,22 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
                 then. Also if an optimizer's state belongs to another optimizer class. Other entries
                 may have been loaded by then.
         """
-        checking = _CheckingIO(self.checkpoint_io)
-        checking.checks_digests = self._checks_digests
-        with meanwhile(self, checkpoint_io=checking):
+        load = self.checkpoint_io.load_checkpoint
+
+        def load_checked(path: str | Path, **given: Any) -> dict[str, Any]:
+            read, weights = partial(load, path, **given), given.get("weights_only")
+            return checked(read, path, check_digests=self._checks_digests, weights_only=weights)
+
+        with meanwhile(self, checkpoint_io=SimpleNamespace(load_checkpoint=load_checked)):
             rest = super().load_checkpoint(path, state, *args, **kwargs)
         if state:
+            for name, one in state.items() if isinstance(state, dict) else ():
+                _outer_of(one).load(rest, name)
             rest.pop(CHECKPOINT_KEY, None)
         return rest
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out modules that were set up, since launchers pickle the strategy.
-
-        Their process groups cannot be pickled.
-        """
+        """Leaves out modules that were set up, since their process groups cannot be pickled."""
         return {**self.__dict__, "_setups": []}
 
     # --- for users, besides the methods of `PipelineStrategy` -----------------------------------
@@ -394,7 +402,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         if not trained:
             raise RuntimeError("Nothing is being trained. Call fabric.setup(model, optimizer).")
         if optimizer is not None:
-            own = unwrapped(optimizer)
+            own = connections.unwrapped(optimizer)
             trained = [one for one in trained if one.trains(own)]
             if not trained:
                 raise ValueError(
@@ -425,6 +433,11 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         return [one.pipeline for one in self._trained]
 
     @property
+    @override
+    def _outer_halves(self) -> Sequence[OuterHalf]:
+        return [one.outer for one in self._trained]
+
+    @property
     def _trained(self) -> list[Any]:
         return [module for module in self._all if module.pipeline is not None]
 
@@ -453,20 +466,8 @@ class _FinishingLauncher(_MultiProcessingLauncher):  # type: ignore[misc]
         return super().launch(partial(modules.finishing, function), *args, **kwargs)
 
 
-class _CheckingIO(_WrappingCheckpointIO):  # type: ignore[misc]
-    """Wraps a `CheckpointIO`, and reads checkpoints through `checked`, which refuses damaged ones.
-
-    Attributes:
-        checks_digests: Whether to compare local files with the digests in them.
-    """
-
-    checks_digests = True
-
-    @override
-    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        read = partial(super().load_checkpoint, path, *args, **kwargs)
-        weights = kwargs.get("weights_only")
-        return checked(read, path, check_digests=self.checks_digests, weights_only=weights)
+def _outer_of(module: object) -> OuterHalf:
+    return module.outer if isinstance(module, DearModule) else OuterHalf()
 
 
 def _plain(module: Module) -> Module:

@@ -1,5 +1,6 @@
 """A fragment: some of the parameters, their anchor, and the exchange that moves the anchor."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -13,13 +14,16 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import Role, allocate, storage_strides
+from lightning_dear.checkpoint.optimizer_state import gathered, sharded_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
-from lightning_dear.collectives.work import Collectives, Work
+from lightning_dear.collectives.work import Collectives, Work, uncounted
 from lightning_dear.engine.bucket_round import USED, BucketRound
 from lightning_dear.engine.notes import LaunchDigest, Note, Notes, Signal
 from lightning_dear.exchange import Traffic, new_exchange
 from lightning_dear.exchange.base import largest_of
 from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.optimizers.masters import MASTER_KEY
+from lightning_dear.optimizers.pieces import Shards
 from lightning_dear.optimizers.sharded import ShardedOptimizer, inner_step
 from lightning_dear.planning import FusionPlanner, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS
@@ -93,6 +97,7 @@ class Fragment:
 
     Attributes:
         names: Names of the tensors.
+        keeps_own: Same as the argument.
         anchor: Name -> the anchor's values, in the shape of the tensor. All ranks have the same.
         stepper: This rank's shard of the anchor, and the outer optimizer with its state.
         round: Reduces the pseudo-gradients.
@@ -112,7 +117,7 @@ class Fragment:
         keeps_own: bool = False,
     ) -> None:
         self.names, self._replica, self._options = [*tensors], replica, options
-        self._keeps_own = keeps_own
+        self.keeps_own = keeps_own
         self.sent_at: int | None = None
         self.stop, self._bad = Signal(), Signal()
         shadows = [_anchor_of(one) for one in tensors.values()]
@@ -123,6 +128,8 @@ class Fragment:
         self._build(shadows, number, Notes(own, blocks=True))
         self.anchor = dict(zip(self.names, (one.data for one in shadows), strict=True))
         self._flat = [one.data.as_strided((one.numel(),), (1,)) for one in shadows]
+        # After the outer optimizer has stepped: its pieces and state, until the merge.
+        self._stepped: Shards = self.stepper.shards
         self._gathers: Sequence[Work] = ()
         self._is_stepped = False
         self._free()
@@ -173,12 +180,15 @@ class Fragment:
         """Frees the memory of messages, which is needed only while the fragment is under way."""
         self._sizes = [storage.nbytes() for storage in self._messages()]
         for storage in self._messages():
-            storage.resize_(0)
+            # False once NumPy has seen the memory, as in codecs that select.
+            if storage.resizable():
+                storage.resize_(0)
 
     def _take(self) -> None:
         """Allocates the memory of messages again. What lies between tensors is 0."""
         for storage, size in zip(self._messages(), self._sizes, strict=True):
-            storage.resize_(max(size, storage.nbytes()))
+            if storage.nbytes() < size:
+                storage.resize_(size)
         for bucket in self._buffers.buckets:
             bucket.gradients.zero_()
 
@@ -246,10 +256,14 @@ class Fragment:
         if self._bad.heard:
             return
         self._exchange.check()
-        self.stepper.set_gradients(self.round.used)
-        with self.stepper.on_shards():
-            inner_step(self.stepper.optimizer)
-        self.stepper.clear_gradients()
+        stepper, before = self.stepper, self.stepper.shards
+        stepper.set_gradients(self.round.used)
+        # The optimizer steps a copy of its state, so that checkpoints have the last merge's.
+        stepper.shards = replace(before, state=_copied_state(before.state))
+        with stepper.on_shards():
+            inner_step(stepper.optimizer)
+        stepper.clear_gradients()
+        self._stepped, stepper.shards = stepper.shards, before
         self._gathers = [self._exchange.launch_gather(one) for one in self._buffers.buckets]
 
     @torch.no_grad()
@@ -270,12 +284,50 @@ class Fragment:
             with self._options.waiting("all_gather", "anchor"):
                 for work in self._gathers:
                     work.wait()
+            self.stepper.shards = self._stepped
             self.round.end_step()
-            for anchor, value in () if self._keeps_own else self.values:
+            for anchor, value in () if self.keeps_own else self.values:
                 value.copy_(torch.lerp(anchor, value.to(anchor.dtype), mix) if mix else anchor)
         self._gathers = ()
         self._free()
         return bad - 1 if bad else None
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Returns the outer optimizer's state of the last merge, by name. Collective. Blocks.
+
+        Rank 0 gets whole tensors on the CPU. Other ranks get stand-ins without data.
+        """
+        collectives, stepper = self._options.collectives, self.stepper
+        with uncounted(collectives):
+            state = sharded_state(stepper, collectives)
+            whole = gathered(state, collectives, stepper.device, on_rank_0=True)["state"]
+        return {
+            self.names[index]: {key: value for key, value in own.items() if key != MASTER_KEY}
+            for index, own in whole.items()
+        }
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state` has returned on rank 0, at any number of ranks. Local.
+
+        No exchange may be under way. Entries of tensors that the fragment lacks are not used.
+        """
+        optimizer = self.stepper.optimizer
+        for name, shadow in zip(self.names, self.stepper.shards.parameters, strict=True):
+            if own := state.get(name):
+                optimizer.state[shadow] = dict(own)
+        self.stepper.adopt_state()
+
+    @torch.no_grad()
+    def take_replica(self) -> None:
+        """Makes the replica's present values the anchor. They must be equal on all ranks. Local."""
+        for anchor, value in self.values:
+            anchor.copy_(value)
+        for bucket in self._buffers.buckets:
+            bucket.shard.copy_(bucket.replica)
+            bucket.note_published()
 
     # --- without an exchange ----------------------------------------------------------------------
 
@@ -293,7 +345,7 @@ class Fragment:
         """
         for anchor, value in self.values:
             pair = anchor, value
-            ours, theirs = (one.split(_CHUNK) if one.ndim == 1 else (one,) for one in pair)
+            ours, theirs = (torch.split(one, _CHUNK) if one.ndim == 1 else (one,) for one in pair)
             for left, right in zip(ours, theirs, strict=True):
                 kept = left.clone()
                 left.copy_(right)
@@ -302,6 +354,15 @@ class Fragment:
     def release(self) -> None:
         """Ends the thread that waits for messages. Local."""
         self.round.release()
+
+
+def _copied_state(state: Mapping[Tensor, Any]) -> defaultdict[Tensor, Any]:
+    """Returns a copy of an optimizer's state, with copies of its tensors."""
+    copied = {
+        parameter: {key: v.clone() if isinstance(v, Tensor) else v for key, v in own.items()}
+        for parameter, own in state.items()
+    }
+    return defaultdict(dict, copied)
 
 
 def _anchor_of(tensor: Tensor) -> Parameter:

@@ -1,10 +1,12 @@
 """`OuterHalf`: counts the steps of each optimizer, and sends and merges its fragments."""
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +14,14 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 from typing_extensions import override
 
+from lightning_dear.checkpoint.files import CHECKPOINT_KEY
 from lightning_dear.collectives.launch_log import hash_of
-from lightning_dear.collectives.work import Collectives
+from lightning_dear.collectives.work import Collectives, reusable_groups, under_way
 from lightning_dear.engine.module_tree import ModuleTree
 from lightning_dear.engine.notes import Digest, OptionValues, check_options, options_of
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
+from lightning_dear.engine.training import Training
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value, cut, num_modules
 from lightning_dear.local_steps.schedule import LocalSteps, Schedule
@@ -26,59 +30,68 @@ from lightning_dear.planning import FusionPlanner
 
 log = logging.getLogger(__name__)
 
+_OUTER = "outer_optimizer"
+"""Key, under `CHECKPOINT_KEY`, of a dict: name of a parameter -> state of the outer optimizer."""
+
 
 class OuterHalf:
     """Exchanges what replicas have learned: the outer half of a training with local steps.
 
     The inner half is a `Pipeline` on one rank. The caller calls `after_step` after each call of an
     optimizer's step, also one that a GradScaler skips, and `show_replica` before anything trains.
-    Without local steps no method does anything.
+    Without parts there are no local steps, and no method does anything.
 
     Args:
-        pipeline: The inner half. Its parameters are equal on all ranks, and become the anchor.
-        steps: Options of local steps. None means that there are none.
-        collectives: Collectives over all ranks.
-        options: Compressor of the messages.
-        fusion: Planner of the fragments' buckets.
-        first_number: Number of the first fragment, see `Fragment`.
-        averages_buffers: Whether the anchor has the mean over ranks of the module's floating-point
-            buffers (BatchNorm), exchanged once a round. Replicas keep their own. False means that
-            the module keeps this rank's buffers everywhere.
+        parts: One for each optimizer.
 
     Attributes:
-        collectives: Same as the argument.
         shows_anchor: Whether the module holds the anchor at present, and not the replica.
     """
 
-    def __init__(
-        self,
+    def __init__(self, parts: "Sequence[OptimizerRounds]" = ()) -> None:
+        self._parts, self.shows_anchor = parts, False
+
+    @classmethod
+    def of(
+        cls,
         pipeline: Pipeline,
-        steps: LocalSteps | None,
+        steps: LocalSteps,
         collectives: Collectives,
         options: ExchangeOptions,
         fusion: FusionPlanner,
-        first_number: int = 0,
         *,
+        first_number: int = 0,
         averages_buffers: bool = True,
-    ) -> None:
-        self.collectives = collectives
-        self.shows_anchor = False
-        self._parts: list[OptimizerRounds] = []
-        if steps is None:
-            return
+    ) -> "OuterHalf":
+        """Makes the outer half of a pipeline. Collective. Blocks.
+
+        Args:
+            pipeline: The inner half. Its parameters are equal on all ranks, and become the anchor.
+            steps: Options of local steps.
+            collectives: Collectives over all ranks.
+            options: Compressor of the messages.
+            fusion: Planner of the fragments' buckets.
+            first_number: Number of the first fragment, see `Fragment`.
+            averages_buffers: Whether the anchor has the mean over ranks of the module's
+                floating-point buffers (BatchNorm), exchanged once a round. Replicas keep their own.
+                False means that the module keeps this rank's buffers everywhere.
+        """
+        # A later training must not use these process groups: messages may still be under way.
+        reusable_groups.clear()
         seed = collectives.all_gather_object(torch.initial_seed())[0]
         waiting = pipeline.training.instruments.waiting
         shared = OuterOptions(collectives, options, fusion, steps.new_outer, waiting, seed)
-        number = first_number
+        parts, number = list[OptimizerRounds](), first_number
         for part in pipeline.parts:
-            self._parts.append(OptimizerRounds(pipeline, part, steps, shared, number))
-            number += len(self._parts[-1].groups)
+            parts.append(OptimizerRounds(pipeline.training, part, steps, shared, number))
+            number += len(parts[-1].groups)
         tree = pipeline.training.tree
         if averages_buffers and _buffers_of(tree):
             plain = replace(shared, exchange=ExchangeOptions(), new_outer=partial(SGD, lr=1.0))
             replica = lambda: {name: [Value(one)] for name, one in _buffers_of(tree).items()}  # noqa: E731
             buffers = Fragment(replica, _buffers_of(tree), plain, number, keeps_own=True)
-            self._parts[0].groups[-1].append(buffers)
+            parts[0].groups[-1].append(buffers)
+        return cls(parts)
 
     @property
     def fragments(self) -> Iterator[Fragment]:
@@ -98,9 +111,8 @@ class OuterHalf:
     def _recover(self) -> None:
         """Overwrites this rank's replica with the anchor, and forgets the inner state. Local."""
         log.warning(
-            "Weights of rank %d are not finite. It goes on from the anchor, with new optimizer"
-            " states. All ranks leave this exchange out.",
-            self.collectives.world.rank,
+            "Weights of this rank are not finite. It goes on from the anchor, with new optimizer"
+            " states. All ranks leave this exchange out."
         )
         for part in self._parts:
             part.recover()
@@ -115,6 +127,8 @@ class OuterHalf:
         for part in self._parts:
             part.flush()
         self.restore()
+        for part in self._parts:
+            part.finished_at = part.count
 
     def restore(self) -> None:
         """Overwrites the replica with the anchor of the last merges. Local. Idempotent."""
@@ -123,6 +137,54 @@ class OuterHalf:
             for fragment in part.fragments:
                 fragment.restore()
             part.publish()
+
+    def abandon(self) -> None:
+        """After an exception: puts the anchor of the last merges into the module. Local.
+
+        The process groups may not be used again.
+        """
+        for part in self._parts:
+            part.collectives.discard()
+            part.finished_at = part.count
+        self.restore()
+
+    def save(self, checkpoint: dict[str, Any], model: str = "") -> None:
+        """Puts the outer optimizers' state of the last merges into a checkpoint dict. Mutates it.
+
+        Collective. Blocks. Only on rank 0 the state has data.
+
+        Args:
+            checkpoint: The dict, which has an entry of `stamp`.
+            model: Name of the model, if the checkpoint has several.
+        """
+        states = [fragment.state() for fragment in self.fragments if not fragment.keeps_own]
+        if states:
+            of_all = {name: own for state in states for name, own in state.items()}
+            checkpoint[CHECKPOINT_KEY][_OUTER + model] = of_all
+
+    def load(self, checkpoint: Mapping[str, Any], model: str = "") -> None:
+        """Takes over the outer optimizers' state that a checkpoint dict has. Local.
+
+        Names of parameters count, so that fragments may be others. What is missing stays as it is.
+        """
+        state = checkpoint.get(CHECKPOINT_KEY, {}).get(_OUTER + model, {})
+        for fragment in self.fragments:
+            fragment.load(state)
+
+    def settle(self) -> None:
+        """Merges what is under way, before other weights are loaded. Collective. Blocks."""
+        self.show_replica()
+        for part in self._parts:
+            part.settle()
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Makes the module's values the anchor, equal on all ranks, and counts anew. Local."""
+        for part in self._parts:
+            part.part.prepare_state("local steps")
+            part.count = 0
+        for fragment in self.fragments:
+            fragment.take_replica()
 
     def show_anchor(self) -> None:
         """Puts the anchor into the module, in place, until `show_replica`. Local. Idempotent."""
@@ -143,9 +205,20 @@ class OuterHalf:
             part.publish()
 
     def detach(self) -> None:
-        """Ends the threads of all fragments. Local."""
-        for fragment in self.fragments:
-            fragment.release()
+        """Ends the training: puts the anchor of the last merges into the module. Local.
+
+        Messages under way are not waited for. Warns if the replica has trained since `finish`.
+        """
+        self.restore()
+        if any(part.count != part.finished_at for part in self._parts):
+            warnings.warn(
+                "Local steps end without an exchange: what this rank has trained since its last one"
+                " is lost. Call strategy.finish_local_steps() on all ranks at the end.",
+                stacklevel=2,
+            )
+        for part in self._parts:
+            part.detach()
+        self._parts = ()
 
 
 def _buffers_of(tree: ModuleTree) -> dict[str, Tensor]:
@@ -157,8 +230,8 @@ class OptimizerRounds:
     """Counts the steps of one optimizer, and sends and merges its fragments.
 
     Args:
-        pipeline: The inner half.
-        part: The optimizer's part of it.
+        training: What all optimizers of the inner half share. Its signal hears of wishes to stop.
+        part: The optimizer's part of the inner half.
         steps: Options of local steps.
         shared: What all fragments share.
         number: Number of the first fragment.
@@ -169,20 +242,22 @@ class OptimizerRounds:
         schedule: Which fragment is sent and merged after which step.
         groups: Fragments, by the number that the schedule gives them. Those of one number are sent
             and merged together. Empty where the optimizer has no parameter in a fragment.
+        collectives: Collectives over all ranks.
         count: Steps since replicas were equal.
+        finished_at: `count` when `OuterHalf.finish` was called last; to be assigned to.
     """
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        training: Training,
         part: OptimizerPipeline,
         steps: LocalSteps,
         shared: OuterOptions,
         number: int,
     ) -> None:
-        self.part, self.optimizer, self.count = part, part.optimizer, 0
-        self._by_tag = shared.collectives.matches_by_tag
-        module, held = pipeline.training.module, parameters_of(part.optimizer)
+        self.part, self.optimizer, self.count, self.finished_at = part, part.optimizer, 0, 0
+        self.collectives, self._signal = shared.collectives, training.signal
+        module, held = training.module, parameters_of(part.optimizer)
         self.schedule: Schedule = steps.schedule(num_modules(module, held))
         fragments = steps.fragments if isinstance(steps.fragments, Sequence) else None
         self._seen: object = None
@@ -233,7 +308,9 @@ class OptimizerRounds:
         self.count += 1
         is_finite, sent = True, self.schedule.sent_after(self.count)
         if sent is not None:
-            is_finite = all([one.send(self.count) for one in self.groups[sent]])
+            for one in self.groups[sent]:
+                one.stop.ask = self._signal.ask
+                is_finite &= one.send(self.count)
         for one in self._under_way:
             self._advance(one)
         merged = self.schedule.merged_after(self.count)
@@ -249,13 +326,15 @@ class OptimizerRounds:
         NCCL matches messages by their order, which must be the same on all ranks.
         """
         assert fragment.sent_at is not None
-        if self._by_tag:
+        if self.collectives.matches_by_tag:
             fragment.advance()
         elif self.count - fragment.sent_at >= (self.schedule.delay + 1) // 2:
             fragment.step()
 
     def _merge(self, fragment: Fragment, mix: float) -> None:
         rank = fragment.merge(mix)
+        if fragment.stop.heard:
+            self._signal.hear([fragment.stop.heard])
         if rank is not None:
             log.warning(
                 "An exchange is left out, since weights of rank %d were not finite: of '%s' and"
@@ -266,6 +345,15 @@ class OptimizerRounds:
                 self.count,
             )
 
+    def detach(self) -> None:
+        """Ends the threads of all fragments that are not under way."""
+        if under_way_now := self._under_way:
+            # gloo could receive no later message if the memory of these were freed.
+            under_way.append((self.collectives, under_way_now))
+        for fragment in self.fragments:
+            if fragment.sent_at is None:
+                fragment.release()
+
     def recover(self) -> None:
         """Overwrites the replica with the anchor, and forgets the inner optimizer's state."""
         for fragment in self.fragments:
@@ -273,11 +361,15 @@ class OptimizerRounds:
         self.publish()
         self.part.stepper.shards.state.clear()
 
+    def settle(self) -> None:
+        """Merges what is under way, in the order in which it was sent. Blocks."""
+        for fragment in self._under_way:
+            self._merge(fragment, self.schedule.mix)
+
     def flush(self) -> None:
         """Merges what is under way, then exchanges the other fragments once more. Blocks."""
         merged = self.schedule.merged_after(self.count) if self.schedule.delay == 0 else None
-        for fragment in self._under_way:
-            self._merge(fragment, self.schedule.mix)
+        self.settle()
         groups = (group for number, group in enumerate(self.groups) if number != merged)
         rest = [*chain.from_iterable(groups)]
         for fragment in rest:

@@ -57,9 +57,9 @@ class LocalSteps:
                     f"LocalSteps(delay={self.delay}) must be less than every={self.every}. Lower"
                     " it: a fragment is sent once in each round, and merged before the next time."
                 )
-        is_share = isinstance(self.mix, Real) and 0 <= float(self.mix) <= 1
-        if self.mix is not None and not is_share:
-            raise ValueError(f"LocalSteps(mix={self.mix!r}) must be from 0 to 1.")
+        mix: Any = self.mix
+        if mix is not None and not (isinstance(mix, Real) and 0 <= float(mix) <= 1):
+            raise ValueError(f"LocalSteps(mix={mix!r}) must be from 0 to 1.")
         if self.outer is not None and not callable(self.outer):
             raise TypeError(
                 f"LocalSteps(outer={self.outer!r}) must make an optimizer from parameters, such as"

@@ -17,7 +17,6 @@ from lightning_dear.planning.predicting import (
     MergeCompHeuristicFusion,
     MGWFBPFusion,
 )
-from lightning_dear.planning.refine import choose_all_reduce
 from lightning_dear.planning.search import PlanSearch, SearchingPlanner
 from lightning_dear.planning.trials import AutoFusion, BayesianFusion
 
@@ -42,7 +41,6 @@ __all__ = [
     "SingleFusion",
     "TensorSpec",
     "ThresholdFusion",
-    "choose_all_reduce",
     "predict",
     "resolve_fusion",
     "save_plan",

@@ -6,7 +6,7 @@ order is the order in which forward first reads tensors.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from numbers import Real
 from typing import Protocol, TypeVar
@@ -218,9 +218,7 @@ def _fuse(
     return _plan_of(name, tensors, world_size, buckets)
 
 
-def _plan_of(
-    name: str, tensors: Specs, world_size: int, parts: Iterable[Sequence[Part]]
-) -> BucketPlan:
+def _plan_of(name: str, tensors: Specs, world_size: int, parts: list[list[Part]]) -> BucketPlan:
     """Returns a plan with a bucket for each of `parts`, in the order in which forward reads them.
 
     Args:

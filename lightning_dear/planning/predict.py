@@ -53,9 +53,7 @@ class StepModel:
     def predict(self, plan: BucketPlan) -> Prediction:
         """Returns the predicted step with `plan`; the function `predict` says how it is made up."""
         step, run = _MeasuredStep(plan, self), steps.Run()
-        run.do(0, step.backward())
-        run.do(0, step.reduced())
-        run.do(0, step.stepped())
+        run.do(0, [*step.backward(), *step.reduced(), *step.stepped()])
         # With step number 1, since forward waits for the gathers that the step before has launched.
         run.do(1, step.forward())
         return Prediction(run.clock_s + self.codecs.unseen_s, tuple(run.link.spans))

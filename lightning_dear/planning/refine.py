@@ -12,7 +12,6 @@ from dataclasses import replace
 from itertools import groupby
 
 from lightning_dear.planning.fusion import MIB, fuse_groups, runs_of
-from lightning_dear.planning.measured import LinkCost, ModelTimes
 from lightning_dear.planning.plan import BucketPlan, Specs
 from lightning_dear.planning.predict import StepModel
 
@@ -35,9 +34,7 @@ def _beginnings(numbers: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(numbers[:count]) for count in (*range(size, len(numbers), size), len(numbers))]
 
 
-def choose_all_reduce(
-    plan: BucketPlan, tensors: Specs, times: ModelTimes, link: LinkCost, max_share: float
-) -> BucketPlan:
+def choose_all_reduce(plan: BucketPlan, model: StepModel, max_share: float) -> BucketPlan:
     """Returns `plan` with `all_reduced` set to the buckets that make the predicted step shortest.
 
     Sets of buckets are tried that are beginnings of three orders:
@@ -48,28 +45,24 @@ def choose_all_reduce(
 
     The set with the fewest elements is kept whose step is at most 1 % longer than with the best
     set. No bucket is all-reduced if no set makes the step 1 % shorter, at world size
-    1, or if `times` do not allow it. Pure.
+    1, or if the model's times do not allow it. Pure.
 
     Args:
-        plan: Plan over `tensors`.
-        tensors: All tensors of the plan.
-        times: Times of a step without communication, in which each rank steps its shards.
-        link: Costs of collectives.
+        plan: Plan over the model's tensors.
+        model: Training that is planned for, without a codec.
         max_share: Largest share of all elements that may be all-reduced, 0..1.
     """
     plan = replace(plan, all_reduced=())
-    if plan.world_size == 1 or not times.allows_all_reduce:
+    if plan.world_size == 1 or not model.times.allows_all_reduce:
         return plan
-
-    step_s = StepModel(tensors, plan.world_size, times, link).step_s
     numel = [bucket.numel for bucket in plan.buckets]
-    tried: dict[tuple[int, ...], float] = {(): step_s(plan)}
+    tried: dict[tuple[int, ...], float] = {(): model.step_s(plan)}
     by_size = sorted(plan.reduce_order, key=lambda number: numel[number])
     for order in (plan.reduce_order, plan.reduce_order[::-1], by_size):
         for beginning in _beginnings(_affordable(order, numel, max_share * sum(numel))):
             chosen = tuple(sorted(beginning))
             if chosen not in tried:
-                tried[chosen] = step_s(replace(plan, all_reduced=chosen))
+                tried[chosen] = model.step_s(replace(plan, all_reduced=chosen))
     enough_s = min(tried.values()) + _MIN_WHOLE_GAIN * tried[()]
     most_s = (1 - _MIN_WHOLE_GAIN) * tried[()]
     good = [

@@ -138,11 +138,6 @@ class Contest(PlanSearch):
         self._measured: dict[BucketPlan, list[float]] = {plan: [] for plan in self.plans}
         self._is_repeating = False
 
-    @property
-    def num_measured(self) -> int:
-        """Returns how many plans have been measured so far, once or twice."""
-        return sum(map(bool, self._measured.values()))
-
     def next(self) -> BucketPlan | None:
         """Returns the plan to measure next: the same again until `tell` is called with it.
 
@@ -248,11 +243,10 @@ class PredictingPlanner(StepModelPlanner):
 def described(plan: BucketPlan) -> str:
     """Returns a description of the plan's buckets for people, such as `6 buckets of 2-8 MiB`."""
     sizes_mb = [bucket.stepped_bytes / MIB for bucket in plan.buckets]
-    sizes = f"{min(sizes_mb):.2g}-{max(sizes_mb):.2g} MiB"
     rest = ""
     for named, what in (plan.all_reduced, "all-reduced"), (plan.uncompressed, "uncompressed"):
         count = "all" if len(named) == len(plan.buckets) else f"{len(named)} of them"
         rest += f", {count} {what}" if named else ""
     if len(sizes_mb) == 1:
         return f"1 bucket of {max(sizes_mb):.3g} MiB{rest}"
-    return f"{len(sizes_mb)} buckets of {sizes}{rest}"
+    return f"{len(sizes_mb)} buckets of {min(sizes_mb):.2g}-{max(sizes_mb):.2g} MiB{rest}"

@@ -19,11 +19,10 @@ from statistics import NormalDist, mean, pstdev
 from typing_extensions import override
 
 from lightning_dear.names import need
-from lightning_dear.planning import refine, search
+from lightning_dear.planning import predicting, refine, search
 from lightning_dear.planning.fusion import SingleFusion, ThresholdFusion
 from lightning_dear.planning.plan import BucketPlan, distinct
 from lightning_dear.planning.predict import StepModel
-from lightning_dear.planning.predicting import MergeCompFusion
 
 _CAP_RANGE = (1 / 32, 32.0)
 """Smallest and largest cap that `AutoFusion` tries, as multiples of the fixed buckets' cap. With
@@ -132,8 +131,7 @@ def _all_reducing(plans: Sequence[BucketPlan], model: StepModel, share: float) -
     """
     tensors, step_s = model.tensors, model.step_s
     chosen: list[BucketPlan] = []
-    known = model.times, model.link, share
-    changed = {refine.choose_all_reduce(plan, tensors, *known): plan for plan in plans}
+    changed = {refine.choose_all_reduce(plan, model, share): plan for plan in plans}
     best = min(changed, key=step_s)
     if best.all_reduced and step_s(best) < min(map(step_s, plans)):
         chosen += [best, changed[best]]
@@ -156,7 +154,7 @@ def _candidates(
         others: Cap in MiB -> plan, of other caps.
         model: Training that is planned for.
     """
-    step_s, programme = model.step_s, MergeCompFusion().best_plan(model)
+    step_s, programme = model.step_s, predicting.MergeCompFusion().best_plan(model)
     steps_s = {cap_mb: step_s(plan) for cap_mb, plan in others.items()}
     best_s = min(steps_s.values())
     # If caps count as equally good, the largest comes first, since it has the fewest messages.
@@ -190,10 +188,11 @@ class AutoSearch(search.Contest):
         """Returns one line for people that says what `best` is, and why."""
         best, fixed, fixed_ms = self.best, self.incumbent, 1e3 * self.mean_s(self.incumbent)
         what = f"auto: {search.described(best)}"
-        if not self.num_measured:
+        num_measured = sum(self.count(plan) > 0 for plan in self.plans)
+        if not num_measured:
             return f"{what}, nothing measured"
         if best is fixed:
-            others = f"none of {self.num_measured - 1} others was faster"
+            others = f"none of {num_measured - 1} others was faster"
             return f"{what} of {best.name} stay: {fixed_ms:.4g} ms/step, {others}"
         best_ms = 1e3 * self.mean_s(best)
         return f"{what}, {best_ms:.4g} ms/step against {fixed_ms:.4g} ms of {fixed.name}"

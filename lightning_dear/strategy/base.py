@@ -18,17 +18,17 @@ from torch.optim import Optimizer
 from lightning_dear import private_names
 from lightning_dear.callbacks.batch_split import BatchSplit
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule
-from lightning_dear.collectives.factory import new_collectives
+from lightning_dear.collectives.factory import alone, new_collectives
 from lightning_dear.collectives.store import attempt_store
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
+from lightning_dear.local_steps import LocalSteps, OuterHalf
 from lightning_dear.planning import BucketPlan, resolve_fusion, save_plan
 from lightning_dear.registration import register
-from lightning_dear.strategy import refusals, starting
-from lightning_dear.strategy.connections import unwrapped
+from lightning_dear.strategy import checkpoint_io, connections, refusals, starting
 from lightning_dear.telemetry.statistics import StepStatistics
 from lightning_dear.telemetry.timeline import Timeline
 
@@ -108,10 +108,16 @@ class PipelineStrategy(ABC):
             schedule.check_use(self._fusion)
         self.compression_schedule = schedule
         self._split = None if split is None else BatchSplit(split, self._fusion)
+        self._outer, steps = OuterHalf(), given["local_steps"]
+        self._local_steps = LocalSteps(every=steps) if isinstance(steps, int) else steps
+        if self._local_steps is not None:
+            refusals.check_local_steps(self._options, self._fusion, given)
         self._own_callbacks = schedule, self._split
 
     def _configure_launcher(self) -> None:
         """Checks how ranks were started, and does what Lightning does. Local.
+
+        Unless the user has passed a `CheckpointIO`, checkpoints are written atomically.
 
         Raises:
             ValueError: See `starting.check_start`.
@@ -119,6 +125,8 @@ class PipelineStrategy(ABC):
         host: Any = self
         starting.check_start(host.cluster_environment, host.parallel_devices, host.num_nodes)
         super()._configure_launcher()  # type: ignore[misc]
+        if private_names.CHECKPOINT_IO.of(self) is None:
+            private_names.CHECKPOINT_IO.replace_in(self, checkpoint_io.AtomicCheckpointIO())
 
     @contextmanager
     def _meeting(self) -> Generator[None, None, None]:
@@ -152,6 +160,25 @@ class PipelineStrategy(ABC):
             host.root_device, host._timeout, sends_rows=sends_rows, hops=self._hops, node=node
         )
 
+    def _new_halves(
+        self, module: Module, optimizers: Sequence[Optimizer], collectives: Collectives, **own: Any
+    ) -> tuple[Pipeline, OuterHalf]:
+        """Returns a pipeline with this strategy's options, and its outer half. Collective. Blocks.
+
+        With local steps the pipeline has this rank alone. Otherwise the outer half does nothing.
+        The arguments are those of `_new_pipeline`.
+        """
+        steps = self._local_steps
+        if steps is None or collectives.world.size == 1:
+            if steps is not None:
+                rank_zero_info("local_steps has no effect with one rank. It trains as plain torch.")
+            return self._new_pipeline(module, optimizers, collectives, **own), OuterHalf()
+        with meanwhile(self, _options=ExchangeOptions(), _or_else=ExchangeOptions("gradients")):
+            pipeline = self._new_pipeline(module, optimizers, alone(collectives), **own)
+        first, averages = own.get("first_number", 0), self._of_engine["broadcast_buffers"]
+        how = steps, collectives, self._options, self._fusion
+        return pipeline, OuterHalf.of(pipeline, *how, first_number=first, averages_buffers=averages)
+
     def _new_pipeline(
         self, module: Module, optimizers: Sequence[Optimizer], collectives: Collectives, **own: Any
     ) -> Pipeline:
@@ -178,6 +205,20 @@ class PipelineStrategy(ABC):
     @abstractmethod
     def _pipelines(self) -> Sequence[Pipeline]:
         """One pipeline for each module. A Trainer's strategy keeps the last fit's after the fit."""
+
+    @property
+    def _outer_halves(self) -> Sequence[OuterHalf]:
+        """The outer half of each pipeline. Without local steps these do nothing."""
+        return (self._outer,)
+
+    def finish_local_steps(self) -> None:
+        """Ends local steps: ranks exchange what is left, and modules hold the anchor. Collective.
+
+        Blocks. For the end of a training under Fabric. A Trainer does so at the end of a fit.
+        Without local steps it does nothing.
+        """
+        for outer in self._outer_halves:
+            outer.finish()
 
     def weigh(self, n: float) -> None:
         """Says how many samples, or tokens, this rank's loss is a mean over. Local.
@@ -356,7 +397,7 @@ class PipelineStrategy(ABC):
     def _part(self, optimizer: Optimizer | None) -> OptimizerPipeline:
         pipeline = self.pipeline_of(optimizer)
         if optimizer is not None:
-            return pipeline.of(unwrapped(optimizer))
+            return pipeline.of(connections.unwrapped(optimizer))
         if len(pipeline.parts) > 1:
             raise ValueError("There are several optimizers. Pass one of them as optimizer=...")
         return pipeline.parts[0]

@@ -42,6 +42,25 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
 
 
+def save_folder(checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
+    """Writes a checkpoint as a folder, into which every rank writes. Collective. Blocks.
+
+    Args:
+        checkpoint: The checkpoint.
+        path: The folder, the same on all ranks.
+        storage_options: Must be None.
+
+    Raises:
+        TypeError: If `storage_options` are given.
+    """
+    if storage_options is not None:
+        raise TypeError(
+            "save_distributed_checkpoint=True writes through the file system and knows no"
+            " storage_options. Leave out one of them."
+        )
+    folder.save(path, checkpoint)
+
+
 def checked(
     load: Callable[[], dict[str, Any]],
     path: str | Path,

@@ -15,19 +15,17 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric import wrappers
-from lightning.fabric.plugins import Precision as FabricPrecision
+from lightning.fabric.plugins import Precision
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import data, rank_zero_warn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities import data, exceptions, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
@@ -90,6 +88,23 @@ def append_callbacks(trainer: pl.Trainer, planner: FusionPlanner, *own: pl.Callb
         )
 
 
+def connect_wrappers(wrappers: Sequence[LightningOptimizer], pipeline: Pipeline) -> None:
+    """Lets the trainer's optimizer wrappers call the pipeline's `zero_grad`. Mutates them.
+
+    Raises:
+        RuntimeError: If they wrap other optimizers than those of the pipeline.
+    """
+    if [one.optimizer for one in wrappers] != pipeline.optimizers:
+        raise RuntimeError(
+            "trainer.optimizers was assigned in the midst of a fit, and strategy='dear' trains"
+            " on with those of configure_optimizers. Return all of them there and step by"
+            " turns, change the param_groups of one, or begin another fit."
+        )
+    for wrapper in wrappers:
+        # Otherwise the wrapper's own `zero_grad`, torch's, would not call the pipeline's.
+        wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
+
+
 def connect_precision(precision: Precision, pipeline: Pipeline) -> None:
     """Makes `precision` clip and unscale the shards' gradients, until `disconnect_precision`.
 
@@ -112,7 +127,7 @@ def connect_precision(precision: Precision, pipeline: Pipeline) -> None:
 
 
 def connect_scaler(
-    precision: FabricPrecision,
+    precision: Precision,
     pipeline: Pipeline,
     part_of: Callable[[Optimizer], OptimizerPipeline | None],
 ) -> None:
@@ -244,17 +259,12 @@ class StopRequest:
     """
 
     def __init__(self, trainer: Any, board: FailureBoard, before: "StopRequest | None") -> None:
-        self.trainer, self._board = trainer, board
+        self.trainer, self.board = trainer, board
         self.heard = 0
         if before is not None and not before.heard:
-            board.asked = before.asked
+            board.asked = before.board.asked
         connector = private_names.SIGNAL_CONNECTOR.of(trainer)
         private_names.STOP_HANDLER.replace_in(connector, self._on_signal)
-
-    @property
-    def asked(self) -> int:
-        """The wish that a signal to this rank made, or that it has read on the board. 0 if none."""
-        return self._board.asked
 
     def take_ctrl_c(self) -> None:
         """Makes Ctrl-C a wish to stop from now on, unless the user has a handler of SIGINT.
@@ -272,24 +282,30 @@ class StopRequest:
             raise KeyboardInterrupt
         if is_ctrl_c:
             signal.signal(number, signal.SIG_DFL)
-        rank = min(self._board.rank, _MAX_RANK)
-        self._board.asked = max(self.asked, 1 + rank + _CTRL_C * is_ctrl_c)
+        rank = min(self.board.rank, _MAX_RANK)
+        self.board.asked = max(self.board.asked, 1 + rank + _CTRL_C * is_ctrl_c)
 
-    def ask_through(self, training: Training) -> None:
+    def ask_through(self, training: Training, *, asks: bool = True) -> None:
         """Sends the wish with each round of `training`, and replaces Lightning's own broadcast.
 
         The replacement is collective if `training` had no round since the last batch. It raises
         `SIGTERMException` if any rank wishes to stop, and RuntimeError if ranks do not answer.
+
+        Args:
+            training: The fit's training.
+            asks: Whether ranks ask each other. False with local steps: most steps have no round, so
+                that this rank goes on until a round brings a wish.
         """
         signal, collectives = training.signal, training.collectives
-        signal.ask, signal.on_heard = lambda: self.asked, self._hear
+        signal.ask, signal.on_heard = lambda: self.board.asked, self._hear
+        signal.heard = unheard = None if asks else 0
 
         def answer() -> None:
-            heard, signal.heard = signal.heard, None
+            heard, signal.heard = signal.heard, unheard
             if heard is None:
                 try:
                     # No step has told how many batches ranks have ahead, either.
-                    said = collectives.all_gather_object((self.asked, training.end.ahead))
+                    said = collectives.all_gather_object((self.board.asked, training.end.ahead))
                     heard, ahead = map(max, zip(*said, strict=True))
                     training.end.hear(training.end.given, ahead)
                 except RuntimeError as error:
@@ -301,7 +317,7 @@ class StopRequest:
                     ) from error
             if heard:
                 self._hear(heard)
-                raise SIGTERMException
+                raise exceptions.SIGTERMException
 
         # Older versions of Lightning do not broadcast before a batch.
         if _ASKS:
@@ -335,7 +351,7 @@ class StopRequest:
         `SIGTERMException`. Otherwise the exit code of `exception` is set, to 1 after Ctrl-C and to
         None, which means 0, after SIGTERM.
         """
-        if not (self.heard and isinstance(exception, SIGTERMException)):
+        if not (self.heard and isinstance(exception, exceptions.SIGTERMException)):
             return ""
         exception.code = 1 if self.heard > _CTRL_C else None
         return str(self)
@@ -348,9 +364,9 @@ class StopRequest:
         """
         private_names.STOP_HANDLER.restore_in(private_names.SIGNAL_CONNECTOR.of(self.trainer))
         private_names.STOP_QUESTION.restore_in(self.trainer.fit_loop.epoch_loop)
-        if self.trainer.state.fn == TrainerFn.FITTING and not self._board.has_failed:
+        if self.trainer.state.fn == TrainerFn.FITTING and not self.board.has_failed:
             num_batches = self.trainer.fit_loop.total_batch_idx + 1
-            self._board.leave(
+            self.board.leave(
                 f"has ended its training after {num_batches} batches and {self.trainer.global_step}"
                 " steps, and others expect more. Give all ranks equally many batches, such as by"
                 " Trainer(limit_train_batches=...), and make the same backwards and steps on all"

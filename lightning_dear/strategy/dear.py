@@ -30,17 +30,14 @@ from typing_extensions import override
 from lightning_dear import private_names
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule
 from lightning_dear.callbacks.guards import CompletionGuard, gradient_readers
-from lightning_dear.checkpoint import folder
-from lightning_dear.checkpoint.files import stamp
+from lightning_dear.checkpoint import files, folder
 from lightning_dear.compression import Compressor, NoCompression
 from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.local_steps import LocalSteps, OuterHalf
 from lightning_dear.planning import FusionPlanner
-from lightning_dear.strategy import connections, failure_watch, refusals
+from lightning_dear.strategy import connections, failure_watch, failures, launchers, refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy, meanwhile
-from lightning_dear.strategy.checkpoint_io import AtomicCheckpointIO, checked
-from lightning_dear.strategy.connections import StopRequest, unwrapped
-from lightning_dear.strategy.failures import FailureBoard, is_consequence
-from lightning_dear.strategy.launchers import JobLauncher, configure_launcher
+from lightning_dear.strategy.checkpoint_io import checked, save_folder
 from lightning_dear.strategy.loaders import Loaders
 
 log = logging.getLogger(__name__)
@@ -80,6 +77,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             all-gathers, as in WFBP, MG-WFBP and DDP.
         weights: "samples" means that each batch counts by its number of samples, or by what `weigh`
             is given. None means that all ranks count alike, as under DDP.
+        local_steps: Number of steps that ranks train alone before they exchange once, or a
+            `lightning_dear.local_steps.LocalSteps`. None means that each step exchanges.
         reduce_dtype: "fp32": NCCL, too, sums 16-bit gradients in fp32. None: as the backend does.
         broadcast_buffers: Whether rank 0's buffers (BatchNorm) are broadcast, as under DDP.
         gradients_in_hooks: Whether `.grad` holds the mean gradient, as under DDP, in hooks that the
@@ -121,6 +120,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         hops: int | None = None,
         decouple: bool = True,
         weights: Literal["samples"] | None = None,
+        local_steps: int | LocalSteps | None = None,
         reduce_dtype: Literal["fp32"] | None = None,
         broadcast_buffers: bool = True,
         gradients_in_hooks: bool = True,
@@ -135,8 +135,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     ) -> None:
         given = refusals.checked_options(DearStrategy.__init__, locals())
         # Until the first run a watch of one rank, which does nothing.
-        self._failures = failure_watch.FailureWatch(FailureBoard(), timeout or NO_TIMEOUT)
-        self._stop: StopRequest | None = None
+        self._failures = failure_watch.FailureWatch(failures.FailureBoard(), timeout or NO_TIMEOUT)
+        self._stop: connections.StopRequest | None = None
         self._is_sync_blocked = self._is_stepping = False
         # Optimizers of the `last_backward` block, or an empty list for all. None outside of it.
         self._last_of: list[Optimizer] | None = None
@@ -153,9 +153,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        configure_launcher(self)
-        if private_names.CHECKPOINT_IO.of(self) is None:
-            private_names.CHECKPOINT_IO.replace_in(self, AtomicCheckpointIO())
+        launchers.configure_launcher(self)
 
     @override
     def setup_distributed(self) -> None:
@@ -167,14 +165,16 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         """Does what Lightning does, and begins a run's `FailureBoard`. Collective. Blocks."""
         super().setup_environment()
         self._failures.close()
-        board = FailureBoard(self.broadcast(uuid4().hex), self.global_rank, self.world_size)
+        board = failures.FailureBoard(
+            self.broadcast(uuid4().hex), self.global_rank, self.world_size
+        )
         self._failures = failure_watch.FailureWatch(board, self._timeout or NO_TIMEOUT)
         module = self.lightning_module
         if module is not None and private_names.MODULE_TRAINER.of(module) is not None:
             # Added before a checkpoint is loaded, which may have a plan for the `FusionTuner`.
             connections.append_callbacks(module.trainer, self._fusion, *self._own_callbacks)
             if self.world_size > 1:
-                self._stop = StopRequest(module.trainer, board, self._stop)
+                self._stop = connections.StopRequest(module.trainer, board, self._stop)
                 self._failures.on_asked = self._stop.tell
 
     @override
@@ -198,55 +198,48 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         refusals.check_optimizers(self.optimizers, self.precision_plugin)
         before = self._pipeline.parts if self._pipeline is not None else ()
         collectives = self._new_collectives()
-        pipeline = self._new_pipeline(self.model, self.optimizers, collectives)
+        pipeline, outer = self._new_halves(self.model, self.optimizers, collectives)
         for part in pipeline.parts:
             part.inherit(before)
         # Assigned only now: if a line above raises, the next fit inherits the old pipeline's state.
-        self._pipeline = pipeline
+        self._pipeline, self._outer = pipeline, outer
         self._failures.follow(collectives)
-        # Half the timeout, so that ranks that wait in a collective can still be told the reason.
-        self._pipeline.before_change = partial(
-            self._failures.board.agree,
-            "follow a change of the optimizers, which all ranks must make before the same step",
-            timeout_s=(self._timeout or NO_TIMEOUT).total_seconds() / 2,
-        )
+        if is_alone := collectives is not pipeline.collectives:
+            refusals.check_averaging(trainer)
+        else:
+            pipeline.before_change = self._failures.agree_on_change
         self._insert_guard(trainer)
-        self._connect(trainer)
+        self._connect()
         if self._stop is not None:
-            self._stop.ask_through(pipeline.training)
+            self._stop.ask_through(pipeline.training, asks=not is_alone)
 
-    def _connect(self, trainer: pl.Trainer) -> None:
+    def _connect(self) -> None:
         """Connects the trainer's optimizer wrappers and precision plug-in. Collective. Blocks."""
-        assert self._pipeline is not None
         self._connected = self._lightning_optimizers
-        for wrapper in self._connected:
-            # Otherwise the wrapper's own `zero_grad`, torch's, would not call the pipeline's.
-            wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
-        connections.connect_precision(self.precision_plugin, self._pipeline)
+        connections.connect_wrappers(self._connected, self.pipeline_of())
+        connections.connect_precision(self.precision_plugin, self.pipeline_of())
 
     def _check_optimizers(self) -> None:
         """Raises if the trainer has other optimizers than at first. Connects new wrappers."""
         # Assigning `trainer.optimizers` makes new wrappers, as the learning rate finder does.
-        if self._pipeline is None or self._lightning_optimizers is self._connected:
-            return
-        if [unwrapped(one) for one in self.optimizers] != self._pipeline.optimizers:
-            raise RuntimeError(
-                "trainer.optimizers was assigned in the midst of a fit, and strategy='dear' trains"
-                " on with those of configure_optimizers. Return all of them there and step by"
-                " turns, change the param_groups of one, or begin another fit."
-            )
-        assert self.lightning_module is not None
-        self._connect(self.lightning_module.trainer)
+        if self._pipeline is not None and self._lightning_optimizers is not self._connected:
+            self._connect()
 
     def _insert_guard(self, trainer: pl.Trainer) -> None:
         """Puts a new `CompletionGuard` before all other callbacks, in place of an earlier one."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks[:] = [one for one in callbacks if not isinstance(one, CompletionGuard)]
         readers = gradient_readers((*callbacks, trainer.lightning_module))
         if readers := readers if self._shows_gradients else {}:
             refusals.warn_about_readers(readers)
-        called = self.complete_parameters, self.report_failure, readers, self._expose_gradients
-        callbacks.insert(0, CompletionGuard(*called, self._end_backward))
+        called = self._before_hook, self.report_failure, readers, self._expose_gradients
+        CompletionGuard(*called, self._end_backward).insert_into(callbacks)
+
+    def _before_hook(self, hook: str) -> None:
+        self.complete_parameters(hook)
+        if hook == "on_validation_start":
+            self._outer.show_anchor()
+        elif hook == "on_train_end":
+            self.finish_local_steps()
 
     @property
     def _shows_gradients(self) -> bool:
@@ -282,6 +275,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._check_optimizers()
+        self._outer.show_replica()
         with self.pipeline_of().forward(synchronize=not self._is_sync_blocked):
             output = super().training_step(*args, **kwargs)
         connections.weigh_batch(self.pipeline_of(), self.lightning_module, args[0], output)
@@ -307,10 +301,13 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         return loss
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         self._check_optimizers()
+        self._outer.show_replica()
         with meanwhile(self, _is_stepping=True):
-            return super().optimizer_step(*args, **kwargs)
+            output = super().optimizer_step(optimizer, *args, **kwargs)
+        self._outer.after_step(connections.unwrapped(optimizer))
+        return output
 
     @override
     def block_backward_sync(self) -> Any:
@@ -323,6 +320,10 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             pipeline.training.buffers.prepare(synchronize=False, asks=True)
 
     @override
+    def on_validation_end(self) -> None:
+        self._outer.show_replica()
+
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self.complete_parameters("validation_step")
         with meanwhile(self, _is_validating=True):
@@ -332,22 +333,22 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        try:
+        with self._failures.completing():
             self.complete_parameters("state_dict")
-        except RuntimeError as error:
-            board = self._failures.board
-            if not board.has_failed:
-                raise
-            raise RuntimeError(
-                f"The parameters of the last step did not all arrive ({error}), so that they cannot"
-                f" be saved. Resume from the last checkpoint. ({board.seen or 'See above.'})"
-            ) from error
+        self._outer.show_anchor()
         return super().lightning_module_state_dict()
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self.complete_parameters("load_state_dict")
+        self._outer.settle()
         super().load_model_state_dict(checkpoint, strict)
+        self._outer.restart()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        self._outer.load(checkpoint)
 
     @override
     def optimizer_state(
@@ -361,15 +362,14 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
                 files, does. With `save_distributed_checkpoint` no rank does, in either case. Ranks
                 that do not get whole tensors get stand-ins without data.
         """
-        optimizer = unwrapped(optimizer)
+        optimizer = connections.unwrapped(optimizer)
         if self._pipeline is None or optimizer not in self._pipeline.optimizers:
             return super().optimizer_state(optimizer)
-        board = self._failures.board
-        if board.has_failed:
+        if self._failures.board.has_failed:
             self._pipeline.collectives.check()
             # After a failure some ranks may not come. Then this raises instead of waiting.
             step = 0 if self.lightning_module is None else self.lightning_module.global_step
-            board.agree("collect the whole optimizer state", f"step {step}")
+            self._failures.board.agree("collect the whole optimizer state", f"step {step}")
         if self._saves_folders:
             return self._pipeline.of(optimizer).sharded_state_dict()
         return self._pipeline.of(optimizer).optimizer_state_dict(on_rank_0=not on_all_ranks)
@@ -380,24 +380,19 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     ) -> None:
         """Writes `checkpoint` with the format number: a file on rank 0, or a folder on all ranks.
 
-        Collective. Blocks.
-
-        Raises:
-            TypeError: If `storage_options` are given for a folder.
+        Collective. Blocks. Raises what `save_folder` raises.
         """
-        stamp(checkpoint)
-        if not self._saves_folders:
+        files.stamp(checkpoint)
+        self._outer.save(checkpoint)
+        if self._saves_folders:
+            # Rank 0's name is used, as a name may hold a time of day, which differs by rank.
+            save_folder(checkpoint, self.broadcast(filepath), storage_options)
+        else:
             if folder.is_folder(filepath):
                 self.remove_checkpoint(filepath)
             super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        if storage_options is not None:
-            raise TypeError(
-                "save_distributed_checkpoint=True writes through the file system and knows no"
-                " storage_options. Leave out one of them."
-            )
-        # Rank 0's name is used, because a name may hold a time of day, which differs by rank.
-        folder.save(self.broadcast(filepath), checkpoint)
+        if self.lightning_module is not None and self.lightning_module.trainer.training:
+            self._outer.show_replica()
 
     @override
     def load_checkpoint(
@@ -432,33 +427,33 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self.report_failure(exception)
         if self._pipeline is not None:
             self._pipeline.abandon()
+            self._outer.abandon()
 
     def report_failure(self, exception: BaseException) -> None:
         """Reports `exception` to the other ranks, or logs which rank has caused it.
 
         Blocks for at most a few seconds. Only the first call in a run reports.
         """
-        if isinstance(self.launcher, JobLauncher):
+        if isinstance(self.launcher, launchers.JobLauncher):
             self.launcher.has_heard_signal.set()
-        if self._pipeline is not None and is_consequence(exception):
-            self._pipeline.collectives.has_given_up = True
+        if failures.is_consequence(exception):
+            self._failures.on_consequence()
         asked = "" if self._stop is None else self._stop.end_by(exception)
         self._failures.handle(exception, asked)
 
     @override
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks. After a failure at most some seconds; then it logs a warning."""
-        if not self._failures.board.has_failed:
-            return super().barrier(name)
-        try:
-            self._failures.board.agree(f"meet at {name or 'a barrier'}")
-        except RuntimeError as error:
-            log.warning("Not all ranks are there after the failure. %s", error)
+        if self._failures.board.has_failed:
+            self._failures.meet(name or "a barrier")
+        else:
+            super().barrier(name)
 
     @override
     def teardown(self) -> None:
         try:
             if self._pipeline is not None:
+                self._outer.detach()
                 self._pipeline.detach()
         finally:
             connections.disconnect_precision(self.precision_plugin)
@@ -474,7 +469,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out process groups and works, since launchers pickle the strategy."""
-        return {**self.__dict__, "_pipeline": None, "_stop": None}
+        return {**self.__dict__, "_pipeline": None, "_stop": None, "_outer": OuterHalf()}
 
     # --- for users, besides the methods of `PipelineStrategy` -----------------------------------
 
@@ -497,4 +492,4 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         Args:
             *optimizers: Optimizers that step next. None given means all.
         """
-        return meanwhile(self, _last_of=[unwrapped(one) for one in optimizers])
+        return meanwhile(self, _last_of=[connections.unwrapped(one) for one in optimizers])

@@ -6,9 +6,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -76,6 +77,8 @@ class FailureWatch:
         board: Same as the argument.
         on_failed: Called once, in a thread of its own, if this rank's run still goes on `ABORT_S`
             after it has read that a rank has failed. May block.
+        on_consequence: To be called when this rank ends since another one has failed: later waits
+            for messages give up at once.
         on_asked: Called in the reading thread with `FailureBoard.asked`, after each read of the
             board, as long as a rank wishes to stop. If it raises, the error is logged, and that was
             the last call.
@@ -85,6 +88,7 @@ class FailureWatch:
         self.board = board
         self.on_asked: Callable[[int], object] = int
         self.on_failed: Callable[[], object] = int
+        self.on_consequence: Callable[[], object] = int
         self._on_closed: Callable[[], object] = int
         self._timeout_s = timeout.total_seconds()
         self._end_s = time.monotonic() + self._timeout_s + RAISING_S
@@ -101,6 +105,7 @@ class FailureWatch:
         To be called when a run's collectives have been made.
         """
         self.on_failed = collectives.abort
+        self.on_consequence = partial(setattr, collectives, "has_given_up", True)
         self._on_closed = collectives.abort_if_stuck
         self.board.launches = collectives.log.last
 
@@ -124,6 +129,42 @@ class FailureWatch:
             return
         self.board.has_failed = True
         self.board.leave(f"has ended, and not all others with it: {asked}.")
+
+    def agree_on_change(self) -> None:
+        """Waits until all ranks drop their plans since an optimizer's parameters have changed.
+
+        Raises:
+            RuntimeError: If they do not come.
+        """
+        self.board.agree(
+            "follow a change of the optimizers, which all ranks must make before the same step",
+            # Half the timeout, so that ranks that wait in a collective can still be told why.
+            timeout_s=self._timeout_s / 2,
+        )
+
+    def meet(self, where: str) -> None:
+        """After a failure: waits some seconds for all ranks. Logs a warning if they do not come."""
+        try:
+            self.board.agree(f"meet at {where}")
+        except RuntimeError as error:
+            log.warning("Not all ranks are there after the failure. %s", error)
+
+    @contextmanager
+    def completing(self) -> Iterator[None]:
+        """A context in which parameters are completed to be saved: says what to do after a failure.
+
+        Raises:
+            RuntimeError: If the block does.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not self.board.has_failed:
+                raise
+            raise RuntimeError(
+                f"The parameters of the last step did not all arrive ({error}), so that they cannot"
+                f" be saved. Resume from the last checkpoint. ({self.board.seen or 'See above.'})"
+            ) from error
 
     def close(self) -> None:
         """Ends the watch, since the run is over on this rank, and nothing more is to be saved.

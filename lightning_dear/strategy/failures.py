@@ -18,6 +18,7 @@ import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from zlib import compress, decompress
 
@@ -193,7 +194,7 @@ class FailureBoard:
         message = self._own = describe(exception)
         kind = "consequence" if is_consequence(exception) else "cause"
         line = Line(rank, kind, message)
-        self._ask(lambda store: [self._write_launches(store), self._write(store, line)])
+        self._ask(lambda store: self._write_with_launches(store, line))
 
     def leave(self, how: str) -> None:
         """Writes on the board why this rank has ended without failing, for ranks that still wait.
@@ -204,17 +205,16 @@ class FailureBoard:
         line = Line(self.rank, "left", f"Rank {self.rank} {how}")
         self._ask(lambda store: self._write(store, line))
 
-    def _write(self, store: Any, line: Line) -> bool:
-        """Appends a line, and reads all lines. Returns True: the store has answered."""
+    def _write(self, store: Any, line: Line) -> None:
+        """Appends a line, and reads all lines."""
         store.append(self._key("lines"), f"{json.dumps(line)}\n")
         self.read(store)
-        return True
 
-    def _write_launches(self, store: Any) -> bool:
-        """Appends what this rank has launched last to another key, which is read only once."""
-        line = self.rank, pack(self.launches())
-        store.append(self._key("launches"), f"{json.dumps(line)}\n")
-        return True
+    def _write_with_launches(self, store: Any, line: Line) -> None:
+        """Appends what this rank has launched last to a key that is read only once, and a line."""
+        launched = self.rank, pack(self.launches())
+        store.append(self._key("launches"), f"{json.dumps(launched)}\n")
+        self._write(store, line)
 
     def read(self, store: Any) -> bool:
         """Reads all lines from `store`, and sets `seen`. Returns whether there is a failure.
@@ -260,8 +260,7 @@ class FailureBoard:
         if not self._texts("cause", "consequence"):
             return False
         if self.rank not in self._texts(*_SIGNS_OF_LIFE):
-            self._write_launches(store)
-            self._write(store, Line(self.rank, "alive", ""))
+            self._write_with_launches(store, Line(self.rank, "alive", ""))
         return True
 
     def blame(self, exception: BaseException) -> str | None:
@@ -304,10 +303,8 @@ class FailureBoard:
             return
         self._num_agreements += 1
         key = self._key("agree", self._num_agreements, name)
-        verdict = self._ask(
-            lambda store: self._verdict(store, key, state, timeout_s),
-            timeout_s + REPORT_WAIT_S + STORE_WAIT_S,
-        )
+        question = partial(self._verdict, key, state, timeout_s)
+        verdict = self._ask(question, timeout_s + REPORT_WAIT_S + STORE_WAIT_S)
         if verdict == "yes":
             return
         reason = verdict or "the ranks' store is gone, and probably rank 0 with it"
@@ -337,9 +334,10 @@ class FailureBoard:
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(timeout_s + _NUM_TRIPS * self.trip_s)
-        answer = answers[0] if answers else None
-        self._is_store_gone = answer is None
-        return answer
+        # The thread may still append one.
+        answered = [*answers]
+        self._is_store_gone = not answered
+        return answered[0] if answered else None
 
     def _poll(self, question: Callable[[Any], bool]) -> None:
         """Waits until `question` is answered with yes, for at most about `REPORT_WAIT_S`."""
@@ -352,7 +350,7 @@ class FailureBoard:
         # What a rank has said about another one that ended without a report. It stands, and it may
         # be all that is known, if the store has ended with rank 0.
         said = [one.text for one in self._lines if one.kind in ("suspicion", "left")]
-        if self._ask(lambda store: self.read(store) or True) is None:
+        if self._ask(self.read) is None:
             return (said or [_UNREADABLE])[0]
         sentence = self._suspect(self._texts("cause", "consequence"), self._texts("left"))
         if not self._mute and (found := self._ask(self._divergence)):
@@ -400,12 +398,10 @@ class FailureBoard:
             )
         if silent:
             return f"Ranks {silent} did not come to a collective. See what they do or printed last."
-        heads = [
-            f"Rank {rank} says: {failed[rank][:_QUOTED_CHARS]}" for rank in [*failed][:_QUOTED]
-        ]
-        return " ".join([_NO_CAUSE, *heads])
+        heads = [f"Rank {rank} says: {text[:_QUOTED_CHARS]}" for rank, text in failed.items()]
+        return " ".join([_NO_CAUSE, *heads[:_QUOTED]])
 
-    def _verdict(self, store: Any, key: str, state: str, timeout_s: float) -> str:
+    def _verdict(self, key: str, state: str, timeout_s: float, store: Any) -> str:
         store.append(f"{key}/states", f"{json.dumps([self.rank, state])}\n")
         decision, states = f"{key}/verdict", dict[int, str]()
 

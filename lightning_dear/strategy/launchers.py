@@ -24,11 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities import distributed
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.strategies import launchers as lightning_launchers
-from lightning.pytorch.strategies.launchers import subprocess_script
+from lightning.pytorch import strategies
 from lightning.pytorch.utilities import exceptions
 from typing_extensions import override
 
@@ -42,8 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MultiProcessingLauncher: Any = private_names.TRAINER_LAUNCHER.of(lightning_launchers)
-_SubprocessScriptLauncher: Any = private_names.SCRIPT_LAUNCHER.of(lightning_launchers)
+_MultiProcessingLauncher: Any = private_names.TRAINER_LAUNCHER.of(strategies.launchers)
+_SubprocessScriptLauncher: Any = private_names.SCRIPT_LAUNCHER.of(strategies.launchers)
 _TunerExitException: Any = private_names.TUNER_EXIT.of(exceptions)
 
 POLL_S = 0.2
@@ -75,7 +72,7 @@ _launched: list[JobLauncher] = []
 """Launchers that have started children in the present job, which `job_end` waits for."""
 
 
-def configure_launcher(strategy: Strategy) -> None:
+def configure_launcher(strategy: strategies.Strategy) -> None:
     """Replaces the launcher of `strategy`. In a Hydra sweep, each job then starts its own ranks.
 
     A launcher that runs the script again is replaced by a `JobLauncher`, or removed if there is
@@ -120,7 +117,9 @@ def _end_ranks_between_jobs() -> None:
     # with this call.
     holder.set_config = set_config
     # Children that other strategies start later must run one job, too, and not the whole sweep.
-    private_names.SUBPROCESS_COMMAND.replace_in(subprocess_script, child_command)
+    private_names.SUBPROCESS_COMMAND.replace_in(
+        strategies.launchers.subprocess_script, child_command
+    )
 
 
 def job_end() -> Callable[[], None]:
@@ -165,10 +164,8 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
         has_heard_signal: Event that is set once this rank's run begins to end, or the launch ends.
     """
 
-    def __init__(
-        self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
-    ) -> None:
-        super().__init__(cluster_environment, num_processes, num_nodes)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._is_failing, self._is_over = threading.Event(), threading.Event()
         self.has_heard_signal = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -191,7 +188,10 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
             self._call_children_scripts()
             atexit.register(self._end_children)
             _launched.append(self)
-        self._watch_children()
+        # The thread ends after a failed launch, so a second launch needs a new one.
+        if self.procs and not (self._watcher and self._watcher.is_alive()):
+            self._watcher = threading.Thread(target=self._end_all_when_one_fails, daemon=True)
+            self._watcher.start()
         private_names.SET_NUM_THREADS.of(distributed)(num_processes=self.num_processes)
         try:
             with call_if_unheard(self.has_heard_signal, BLOCKED_S, self._end_unheard):
@@ -218,24 +218,15 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
     @override
     def _call_children_scripts(self) -> None:
         self._check_can_spawn_children()
-        environment = self.cluster_environment
-        os.environ["MASTER_ADDR"] = environment.main_address
-        os.environ["MASTER_PORT"] = str(environment.main_port)
-        os.environ["NODE_RANK"] = str(environment.node_rank())
-        os.environ["LOCAL_RANK"] = str(environment.local_rank())
-        os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
+        own, world_size = self.cluster_environment, self.num_processes * self.num_nodes
+        values = own.main_address, own.main_port, own.node_rank(), own.local_rank(), world_size
+        os.environ.update(zip(_VARIABLES, map(str, values), strict=True))
         self.procs = [self._start(local_rank) for local_rank in range(1, self.num_processes)]
 
     def _start(self, local_rank: int) -> subprocess.Popen[bytes]:
         command, cwd = child_command(local_rank)
         own = {"LOCAL_RANK": str(local_rank), PARENT_VARIABLE: str(os.getpid())}
         return subprocess.Popen(command, env={**os.environ, **own}, cwd=cwd)
-
-    def _watch_children(self) -> None:
-        # The thread ends after a failed launch, so a second launch needs a new one.
-        if self.procs and not (self._watcher and self._watcher.is_alive()):
-            self._watcher = threading.Thread(target=self._end_all_when_one_fails, daemon=True)
-            self._watcher.start()
 
     def _end_all_when_one_fails(self) -> None:
         while not any(codes := [process.poll() for process in self.procs]):

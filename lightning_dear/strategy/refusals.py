@@ -9,15 +9,11 @@ from numbers import Real
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.plugins import precision as fabric_precision
-from lightning.pytorch.plugins import precision as trainer_precision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.fabric import plugins as fabric_plugins
+from lightning.pytorch import plugins, strategies
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import device
-from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
+from torch.nn import Module, parallel, parameter
 from torch.optim import SGD, Optimizer
 
 from lightning_dear import private_names
@@ -30,8 +26,7 @@ from lightning_dear.engine.module_tree import ignored_names
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.names import is_meant
-from lightning_dear.planning import FusionPlanner, SearchingPlanner
-from lightning_dear.planning.search import PredictingPlanner
+from lightning_dear.planning import FusionPlanner, search
 
 _INSTEAD = {
     "ddp_comm_hook": "use compressor=",
@@ -119,7 +114,10 @@ def _check_value(option: str, value: Any, takes: Sequence[Any]) -> None:
 
 
 def _guess(option: str, given: Mapping[str, Any], own: Iterable[str]) -> str:
-    if any(option in signature(one).parameters for one in (DDPStrategy, DistributedDataParallel)):
+    if any(
+        option in signature(one).parameters
+        for one in (strategies.DDPStrategy, parallel.DistributedDataParallel)
+    ):
         return "it is of DistributedDataParallel: needs strategy='ddp'"
     value, kind = given["ddp_options"][option], class_of(given["compressor"])
     takes = () if kind is None else tuple(signature(kind).parameters)
@@ -138,9 +136,7 @@ def _guess(option: str, given: Mapping[str, Any], own: Iterable[str]) -> str:
     return f"unknown option; {theirs}valid here: {valid}"
 
 
-def check_optimizers(
-    optimizers: Sequence[Optimizer], precision: fabric_precision.Precision
-) -> None:
+def check_optimizers(optimizers: Sequence[Optimizer], precision: fabric_plugins.Precision) -> None:
     """Refuses a training without optimizers, and `fused=True` optimizers with a GradScaler.
 
     Args:
@@ -256,13 +252,13 @@ def say_what_hosts_cost(pipeline: Pipeline) -> None:
 
 
 _PRECISIONS = {
-    getattr(plugins, name)
-    for plugins in (fabric_precision, trainer_precision)
+    getattr(package, name)
+    for package in (fabric_plugins.precision, plugins.precision)
     for name in ("Precision", "DoublePrecision", "HalfPrecision", "MixedPrecision")
 }
 
 
-def check_precision(precision: fabric_precision.Precision) -> None:
+def check_precision(precision: fabric_plugins.Precision) -> None:
     """Refuses precision plug-ins that may replace layers or parameters.
 
     Raises:
@@ -278,13 +274,13 @@ def check_precision(precision: fabric_precision.Precision) -> None:
         )
 
 
-def check_writer_of_folders(checkpoint_io: CheckpointIO) -> None:
+def check_writer_of_folders(checkpoint_io: fabric_plugins.CheckpointIO) -> None:
     """Refuses a plug-in for writing checkpoints, since the strategy writes folders itself.
 
     Raises:
         ValueError: If `checkpoint_io` is no `TorchCheckpointIO`, which is the default.
     """
-    if not isinstance(checkpoint_io, TorchCheckpointIO):
+    if not isinstance(checkpoint_io, fabric_plugins.TorchCheckpointIO):
         raise ValueError(
             "save_distributed_checkpoint=True writes folders itself and would not use"
             f" {type(checkpoint_io).__name__}. Leave out one of them."
@@ -303,7 +299,7 @@ def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
     Raises:
         ValueError: If they do not fit. The message names planners that do.
     """
-    if not isinstance(fusion, SearchingPlanner):
+    if not isinstance(fusion, search.SearchingPlanner):
         return
     option, codec = option_of(fusion), options.compressor
     if options.all_reduces:
@@ -325,11 +321,66 @@ def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
             " encodes them. Use fusion='mergecomp', which counts the cost of encoding, 'bayesian',"
             " which measures whole steps, or 'threshold', 'none' or 'single'."
         )
-    if isinstance(fusion, PredictingPlanner) and options.groups:
+    if isinstance(fusion, search.PredictingPlanner) and options.groups:
         raise ValueError(
             f"{option} plans with the costs of one compressor, and compressors= of the compression"
             " schedule has others for some parameters. Use fusion='threshold' with it."
         )
+
+
+def check_local_steps(
+    options: ExchangeOptions, fusion: FusionPlanner, given: Mapping[str, Any]
+) -> None:
+    """Refuses options that do not fit local steps.
+
+    Args:
+        options: The exchange options.
+        fusion: Planner of the buckets.
+        given: The strategy's options by name.
+
+    Raises:
+        ValueError: If one does not fit. The message names it, and says why.
+    """
+    codec = options.compressor
+    why = {
+        f"fusion={option_of(fusion)}": isinstance(fusion, search.SearchingPlanner)
+        and "it measures steps in which gradients travel. Use fusion='threshold'",
+        "gather='gradients'": given["gather"] == "gradients"
+        and "the anchor is gathered, and any optimizer steps whole tensors. Leave it out",
+        "decouple=False": not options.decouple and "the anchor is reduce-scattered. Leave it out",
+        "reduce_dtype": options.reduce_dtype and "messages are in fp32. Leave it out",
+        f"compressor={codec and codec.name!r}": (
+            codec is not None
+            and (options.is_of_gradients or options.all_reduces or codec.votes)
+            and "it cannot send differences of weights to their owners. Use 'int8', 'int4' or"
+            " TopK(halves='reduce')"
+        ),
+        "compression_schedule": given.get("compression_schedule") is not None
+        and "it counts steps that exchange gradients. Pass compressor= alone",
+        "weights or split": (given["weights"] or given.get("split")) is not None
+        and "replicas count alike. Leave them out",
+        "save_distributed_checkpoint": given.get("save_distributed_checkpoint")
+        and "local state is not saved in folders. Leave it out",
+    }
+    for option, reason in why.items():
+        if reason:
+            raise ValueError(f"local_steps does not work with {option}: {reason}.")
+
+
+def check_averaging(trainer: Any) -> None:
+    """Refuses callbacks that average weights, which differ between ranks with local steps.
+
+    Raises:
+        ValueError: If the trainer has one.
+    """
+    kinds = ("StochasticWeightAveraging", "WeightAveraging")
+    for callback in trainer.callbacks:
+        if any(kind.__name__ in kinds for kind in type(callback).__mro__):
+            raise ValueError(
+                f"local_steps does not work with {type(callback).__name__}: it would average each"
+                " rank's own weights. Leave it out. The anchor, which validation and checkpoints"
+                " have, is an average already."
+            )
 
 
 def check_module_states(module: Module) -> None:
@@ -344,7 +395,7 @@ def check_module_states(module: Module) -> None:
     """
     tensors, ignored = (*module.named_parameters(), *module.named_buffers()), ignored_names(module)
     own = {
-        name: "" if is_lazy(one) else f"'{name}' (shape {tuple(one.shape)}, {one.dtype})"
+        name: "" if parameter.is_lazy(one) else f"'{name}' (shape {tuple(one.shape)}, {one.dtype})"
         for name, one in tensors
         if name not in ignored
     }

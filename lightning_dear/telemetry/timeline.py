@@ -119,10 +119,6 @@ class Timeline:
         """
         return self.clock.observe(lane, arrive, partial(self.record, lane, name))
 
-    def finish(self) -> None:
-        """Blocks until every observed collective has arrived and its span is recorded."""
-        self.clock.finish()
-
     def write_chrome_trace(self, path: Path, rank: int = 0) -> None:
         """Writes the spans in Chrome's trace format, which Perfetto opens.
 
@@ -145,19 +141,10 @@ class Timeline:
             {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": one.lane}}
             for tid, (one, *_) in enumerate(threads)
         ]
-        events += [
-            {
-                "ph": "X",
-                "name": span.name,
-                "cat": span.lane,
-                "pid": rank,
-                "tid": tid,
-                "ts": span.start_s * 1e6,
-                "dur": (span.end_s - span.start_s) * 1e6,
-            }
-            for tid, own in enumerate(threads)
-            for span in own
-        ]
+        for tid, own in enumerate(threads):
+            for lane, name, start_s, end_s in own:
+                event = {"ph": "X", "name": name, "cat": lane, "pid": rank, "tid": tid}
+                events.append({**event, "ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6})
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 

@@ -58,37 +58,30 @@ def measure_codecs(pipeline: Pipeline) -> CodecCosts:
     # A barrier, so that all ranks begin to measure at the same time.
     collectives.all_gather_object(None)
     launches_s = launch_seconds(pipeline)
-    costs = []
-    for used in (codec, Fp32()):
-        own_s = [one_s for size in sizes for one_s in _Probe(pipeline, used, size).times_s()]
-        costs.append(_cost(pipeline, used, sizes, slowest(collectives, own_s), launches_s))
-    own, plain = costs
+    own, plain = (_cost(pipeline, used, sizes, launches_s) for used in (codec, Fp32()))
     return CodecCosts(own, plain, may_mix=not codec.votes and not codec.is_identity)
 
 
 def _cost(
-    pipeline: Pipeline,
-    codec: Codec,
-    sizes: Sequence[int],
-    times_s: Sequence[float],
-    launches_s: tuple[float, float],
+    pipeline: Pipeline, codec: Codec, sizes: Sequence[int], launches_s: tuple[float, float]
 ) -> CodecCost:
-    """Returns the costs of a codec that follow from measured seconds. Local.
+    """Measures a codec, and returns its costs on the slowest rank. Collective. Blocks.
 
     Args:
         pipeline: Training, whose options and world size are read.
-        codec: Codec that was measured.
+        codec: Codec to measure.
         sizes: Elements of the smaller and of the larger bucket.
-        times_s: Seconds of the four operations (see `_Probe.times_s`) with the smaller bucket, then
-            with the larger one.
         launches_s: (seconds to start the messages of the reduce half, the same of the gather half).
     """
-    options = pipeline.options
-    shards = [numel // pipeline.collectives.world.size for numel in sizes]
+    options, collectives = pipeline.options, pipeline.collectives
+    # Seconds of the four operations with the smaller bucket, then with the larger one.
+    own_s = [one_s for size in sizes for one_s in _Probe(pipeline, codec, size).times_s()]
+    times_s = slowest(collectives, own_s)
+    shards = [numel // collectives.world.size for numel in sizes]
     # In two hops (first within each host, then between hosts) a rank encodes and decodes only a
     # part of its host's sum: 1 / `together` of a bucket. So the size that was measured, with all
     # elements encoded, stands for a bucket that is `together` times as large.
-    together = options.ranks_together(pipeline.collectives)
+    together = options.ranks_together(collectives)
     of_ranks = [[together * size for size in sizes]] * 2
     encode, decode_sum, encode_shard, decode = (
         fitted_line(lengths, times_s[place::4])

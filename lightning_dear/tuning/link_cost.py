@@ -14,8 +14,7 @@ import torch
 from lightning_dear.collectives.shards import shard_of
 from lightning_dear.collectives.work import STATE_TAGS, Collectives, Work, uncounted
 from lightning_dear.engine.pipeline import Pipeline
-from lightning_dear.planning import LinkCost
-from lightning_dear.planning.measured import Train, fitted, sent_bytes
+from lightning_dear.planning.measured import LinkCost, Train, fitted, sent_bytes
 from lightning_dear.planning.plan import ALIGNMENT, aligned
 from lightning_dear.telemetry.clock import clock_of
 

@@ -5,26 +5,20 @@ the search, and all ranks use the plans that it decides on.
 """
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from lightning_dear.collectives.work import Collectives
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
-from lightning_dear.planning import BucketPlan, PlanSearch, SearchingPlanner, TensorSpec, predict
+from lightning_dear.planning import BucketPlan, TensorSpec, predict, search
 from lightning_dear.planning.measured import ModelTimes, combined_times
-from lightning_dear.planning.search import (
-    NUM_DROPPED_STEPS,
-    NUM_MEASURED_STEPS,
-    NUM_PROFILED_STEPS,
-    PredictingPlanner,
-)
 from lightning_dear.telemetry.clock import clock_of
 from lightning_dear.tuning.codec_cost import measure_codecs
 from lightning_dear.tuning.link_cost import measure_link
 
 
+@dataclass(eq=False)
 class Tuning:
     """Runs one planner's search during the first steps of a training.
 
@@ -44,18 +38,15 @@ class Tuning:
             there was none.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        planner: SearchingPlanner,
-        say: Callable[[str], None],
-        found: dict[str, Any] | None = None,
-    ) -> None:
+    pipeline: Pipeline
+    planner: search.SearchingPlanner
+    say: Callable[[str], None]
+    found: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
         self.plan: BucketPlan | None = None
         self.reason = ""
-        self._pipeline = pipeline
-        self._planner, self._say, self.found = planner, say, found
-        self._search: PlanSearch | None = None
+        self._search: search.PlanSearch | None = None
         self._has_ended = False
         self._num_steps = 0
         self._tensors: Sequence[TensorSpec] | None = None
@@ -63,13 +54,9 @@ class Tuning:
         self._part.plans.find_plan = self._take_found_plan
 
     @property
-    def _collectives(self) -> Collectives:
-        return self._pipeline.collectives
-
-    @property
     def _part(self) -> OptimizerPipeline:
         # Looked up each time, since it is another object once the user has replaced the optimizer.
-        return self._pipeline.parts[0]
+        return self.pipeline.parts[0]
 
     def before_forward(self) -> None:
         """Goes on with the search: measures, changes the plan, or does nothing in this step.
@@ -105,19 +92,19 @@ class Tuning:
         while self._part.plan is None:
             yield
         self._tensors = self._part.tensors
-        if self._collectives.world.size == 1 or self.plan is not None:
+        if self.pipeline.collectives.world.size == 1 or self.plan is not None:
             return
         times = yield from self._profile()
-        has_compressor = self._pipeline.options.compressor is not None
+        has_compressor = self.pipeline.options.compressor is not None
         start: BucketPlan | None = None
         # Only planners that predict need a measured step, with which predictions are compared.
-        is_predicting = has_compressor and isinstance(self._planner, PredictingPlanner)
+        is_predicting = has_compressor and isinstance(self.planner, search.PredictingPlanner)
         if is_predicting and self._part.uses_configured_compressor:
             start, start_s = self._part.plan, (yield from self._measure_steps())
-        link = measure_link(self._pipeline)
+        link = measure_link(self.pipeline)
         costs: tuple[Any, ...] = (link,)
         if has_compressor:
-            codecs = measure_codecs(self._pipeline)
+            codecs = measure_codecs(self.pipeline)
             # The schedule of a callback may have changed the compressor since the step was
             # measured. Then the measured step tells nothing about the configured compressor.
             if start is not None and self._part.uses_configured_compressor:
@@ -126,22 +113,22 @@ class Tuning:
                 seen_s = predict(start, self._tensors, times, link, codecs).step_s
                 codecs = replace(codecs, unseen_s=start_s - seen_s, fitted_to=start)
             costs = link, codecs
-        if self._collectives.world.rank == 0:
+        if self.pipeline.collectives.world.rank == 0:
             # Only rank 0 searches: on another kind of host a search may compute other bits, and so
             # decide otherwise.
-            world_size = self._collectives.world.size
-            self._search = self._planner.search(self._tensors, world_size, times, *costs)
+            world_size = self.pipeline.collectives.world.size
+            self._search = self.planner.search(self._tensors, world_size, times, *costs)
         while (plan := self._next_plan()) is not None:
             self._use(plan)
             step_s = yield from self._measure_steps()
             # A measurement is dropped if a schedule has changed the compressor meanwhile.
             if self._search is not None and self._part.uses_configured_compressor:
                 self._search.tell(plan, step_s)
-        search = self._search
-        plan, self.reason = self._rank_0s(search and (search.best, search.reason))
+        known = self._search
+        plan, self.reason = self._rank_0s(known and (known.best, known.reason))
         self.plan = self._use(plan)
         self.found = self.plan.to_dict(self._part.tensors)
-        self._say(self.reason)
+        self.say(self.reason)
 
     def _next_plan(self) -> BucketPlan | None:
         """Returns the plan to measure next, as rank 0's search says. None ends the search.
@@ -173,22 +160,22 @@ class Tuning:
             is 1.
         """
         self.plan = None
-        found, world_size = self.found, self._collectives.world.size
+        found, world_size = self.found, self.pipeline.collectives.world.size
         if found is None or world_size == 1:
             return None
         self.found = None
         try:
             plan = BucketPlan.from_dict(found, tensors, world_size)
-            share, most = plan.all_reduced_share, getattr(self._planner, "all_reduced_share", 1)
+            share, most = plan.all_reduced_share, getattr(self.planner, "all_reduced_share", 1)
             if share > most:
                 what = f"{share:.0%} of all elements, more than all_reduced_share={most}"
                 raise ValueError(f"It all-reduces {what}.")
         except ValueError as error:
-            self._say(f"The plan found before is not used, another one is searched for: {error}")
+            self.say(f"The plan found before is not used, another one is searched for: {error}")
             return None
         self.plan = self._allowed(plan)
         self.found = self.plan.to_dict(tensors)
-        self._say(f"The plan found before is used again: {plan.name}")
+        self.say(f"The plan found before is used again: {plan.name}")
         return self.plan
 
     def _profile(self) -> Generator[None, None, ModelTimes]:
@@ -198,16 +185,16 @@ class Tuning:
         after the last one.
         """
         own: list[ModelTimes] = []
-        while len(own) < NUM_PROFILED_STEPS:
-            self._pipeline.measure_next_step()
+        while len(own) < search.NUM_PROFILED_STEPS:
+            self.pipeline.measure_next_step()
             yield
             if self._part.timer.times is not None:
                 own.append(self._part.timer.times)
-        everyones = self._collectives.all_gather_object(combined_times(own, median))
+        everyones = self.pipeline.collectives.all_gather_object(combined_times(own, median))
         return replace(
             combined_times(everyones, max),
-            allows_all_reduce=self._pipeline.training.all_reduce_refusal is None,
-            allows_cuts=not self._pipeline.options.is_of_gradients,
+            allows_all_reduce=self.pipeline.training.all_reduce_refusal is None,
+            allows_cuts=not self.pipeline.options.is_of_gradients,
         )
 
     def _measure_steps(self) -> Generator[None, None, float]:
@@ -217,19 +204,19 @@ class Tuning:
         after the last step.
         """
         clock = clock_of(self._part.parameters[0].device)
-        for _ in range(NUM_DROPPED_STEPS):
+        for _ in range(search.NUM_DROPPED_STEPS):
             yield
         marks = [clock.mark()]
-        for _ in range(NUM_MEASURED_STEPS):
+        for _ in range(search.NUM_MEASURED_STEPS):
             yield
             marks.append(clock.mark())
         moments = [clock.seconds(mark) for mark in marks]
         own = median(end - begin for begin, end in zip(moments, moments[1:], strict=False))
-        return max(self._collectives.all_gather_object(own))
+        return max(self.pipeline.collectives.all_gather_object(own))
 
     def _allowed(self, plan: BucketPlan) -> BucketPlan:
         """Returns `plan` without the all-reduced buckets that this training refuses."""
-        is_refused = self._pipeline.training.all_reduce_refusal is not None
+        is_refused = self.pipeline.training.all_reduce_refusal is not None
         return replace(plan, all_reduced=()) if is_refused else plan
 
     def _use(self, plan: BucketPlan) -> BucketPlan:
@@ -244,4 +231,4 @@ class Tuning:
 
     def _rank_0s(self, value: Any) -> Any:
         """Returns the `value` that rank 0 passes. Collective. Blocks."""
-        return self._collectives.all_gather_object(value)[0]
+        return self.pipeline.collectives.all_gather_object(value)[0]

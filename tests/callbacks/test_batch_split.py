@@ -393,4 +393,4 @@ def test_loaders_that_do_not_train_are_left_alone() -> None:
 def test_no_weights_are_waited_for_because_of_it() -> None:
     split = BatchSplit("auto", ThresholdFusion())
     guard = CompletionGuard(lambda _: None)
-    assert guard.reader_of("on_train_batch_start", [split], LightningModule()) is None
+    assert guard.reader_of("on_train_batch_start", [split, LightningModule()]) is None

@@ -12,12 +12,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dear.callbacks import (
-    CompletionGuard,
-    DearMonitor,
-    FusionTuner,
-    TimelineCallback,
-)
+from lightning_dear.callbacks import DearMonitor, FusionTuner, TimelineCallback
+from lightning_dear.callbacks.guards import CompletionGuard
 from lightning_dear.planning import AutoFusion
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import STRATEGIES, assert_same, dear, fit
@@ -117,4 +113,4 @@ def test_callbacks_of_ours_make_nobody_wait(hook: str) -> None:
     reasons: list[str] = []
     guard = CompletionGuard(reasons.append)
     ours = [DearMonitor(), TimelineCallback(), FusionTuner(AutoFusion())]
-    assert guard.reader_of(hook, [guard, *ours], LightningModule()) is None
+    assert guard.reader_of(hook, [guard, *ours, LightningModule()]) is None

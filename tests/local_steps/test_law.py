@@ -52,23 +52,26 @@ def loss(model: nn.Module, rank: int, number: int) -> Tensor:
 class Ours:
     """The engine on this rank."""
 
-    def __init__(self, steps: LocalSteps, new_inner: Any, compressor: str | None = None) -> None:
+    def __init__(self, steps: LocalSteps, new_inner: Any, compressor: Any = None) -> None:
         self.model = new_model()
         self.optimizer = new_inner(self.model.parameters())
         alone = PairwiseCollectives(None, None, None)
         self.pipeline = Pipeline(self.model, [self.optimizer], alone, ThresholdFusion())
         codec = resolve_compressor(compressor)
         how = ExchangeOptions(compressor=codec), ThresholdFusion(bucket_cap_mb=0.0004)
-        self.outer = OuterHalf(self.pipeline, steps, new_collectives(torch.device("cpu")), *how)
+        self.outer = OuterHalf.of(self.pipeline, steps, new_collectives(torch.device("cpu")), *how)
+
+    def train(self, number: int) -> None:
+        with self.pipeline.forward():
+            found = loss(self.model, dist.get_rank(), number)
+        with self.pipeline.backward():
+            found.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def run(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            with self.pipeline.forward():
-                found = loss(self.model, dist.get_rank(), number)
-            with self.pipeline.backward():
-                found.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.train(number)
             self.outer.after_step(self.optimizer)
 
     @property

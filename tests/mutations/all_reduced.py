@@ -35,8 +35,8 @@ ALL_REDUCED = [
         "gathering nothing of an all-reduced bucket",
         "exchange:Exchange._gather",
         "-> Work:\n        if bucket.role.is_all_reduced:\n            return Work.done()\n"
-        "        return self.collectives.launch_all_gather(self._gathered(bucket)",
-        "-> Work:\n        return self.collectives.launch_all_gather(self._gathered(bucket)",
+        "        work = self.collectives.launch_all_gather(self._gathered(bucket)",
+        "-> Work:\n        work = self.collectives.launch_all_gather(self._gathered(bucket)",
         (f"{ENGINE}::test_nothing_of_them_is_gathered_or_scattered",),
     ),
     Mutation(

@@ -31,8 +31,8 @@ SEEDS = [
     Mutation(
         "the seed in a checkpoint's folder",
         "checkpoint.residuals:sharded",
-        "dict(whole.counts), whole.seed\n",
-        "dict(whole.counts), 0\n",
+        '"seed": whole.seed, ',
+        '"seed": 0, ',
         (f"{TESTS}::test_a_resumed_run_keeps_the_seed",),
     ),
     Mutation(

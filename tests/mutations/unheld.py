@@ -19,7 +19,7 @@ UNHELD = [
     Mutation(
         "averaging gradients of no optimizer before hooks see them",
         "CompletionGuard.on_after_backward",
-        "        self._end_backward()\n",
+        "        self.end_backward()\n",
         "",
         row("an optimizer that configure_optimizers does not return, for parameters of its own"),
     ),

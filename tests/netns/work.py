@@ -78,7 +78,7 @@ class Probe(Callback):
             dist.barrier()
             self.wire.append(self.host.wire_bytes())
         if self.timeline is not None and len(self.ends_s) == self.traced_step + 2:
-            self.timeline.finish()
+            self.timeline.clock.finish()
             self.spans = self.timeline.spans
             trainer.strategy.timeline = self.timeline = None
 

@@ -10,16 +10,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dear.planning import (
-    LinkCost,
-    NoFusion,
-    TensorSpec,
-    choose_all_reduce,
-    predict,
-)
-from lightning_dear.planning.measured import combined_times
-from lightning_dear.planning.plan import check_plan
-from lightning_dear.planning.refine import everything_all_reduced
+from lightning_dear.planning import BucketPlan, LinkCost, NoFusion, TensorSpec, predict
+from lightning_dear.planning.measured import ModelTimes, combined_times
+from lightning_dear.planning.plan import Specs, check_plan
+from lightning_dear.planning.predict import StepModel
+from lightning_dear.planning.refine import choose_all_reduce, everything_all_reduced
 from lightning_dear.planning.search import described
 from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, bounds_s, chain, links
 from tests.planning.test_predict import LINK, planned
@@ -27,6 +22,12 @@ from tests.planning.test_predict import LINK, planned
 # Backward leaves the link idle, forward has no time for the gathers.
 TENSORS, TIMES = chain([4, 1, 1, 1], forward_s=[1, 1, 1, 1], backward_s=[9, 9, 9, 1])
 PLAN = NoFusion().plan(TENSORS, WORLD_SIZE)
+
+
+def _chosen(
+    plan: BucketPlan, tensors: Specs, times: ModelTimes, link: LinkCost, share: float
+) -> BucketPlan:
+    return choose_all_reduce(plan, StepModel(tensors, plan.world_size, times, link), share)
 
 
 def test_a_step_by_hand() -> None:
@@ -62,7 +63,7 @@ def test_an_all_reduce_costs_what_was_measured_of_it() -> None:
 
 
 def test_gathers_move_to_where_backward_leaves_the_link_idle() -> None:
-    found = choose_all_reduce(PLAN, TENSORS, TIMES, LINK, 3 / 7)
+    found = _chosen(PLAN, TENSORS, TIMES, LINK, 3 / 7)
     # Gathers end 5, 7, 9 and 11 s after the step, and are due after 0, 1, 2 and 3; without two of
     # them the last one is in time but for what forward waits for the first.
     assert found.all_reduced == (1, 2)
@@ -73,19 +74,19 @@ def test_gathers_move_to_where_backward_leaves_the_link_idle() -> None:
 
 def test_the_share_is_kept_to() -> None:
     for share, most in ((0, 0), (0.1, 0), (1 / 7, 1), (2 / 7, 2), (6 / 7, 3), (1, 4)):
-        found = choose_all_reduce(PLAN, TENSORS, TIMES, LINK, share)
+        found = _chosen(PLAN, TENSORS, TIMES, LINK, share)
         assert len(found.all_reduced) <= most, share
         assert bool(found.all_reduced) == bool(most), share
 
 
 def test_where_it_gains_nothing_or_is_not_allowed_nothing_is_all_reduced() -> None:
     slow = replace(TIMES, step_s=1e3)
-    assert choose_all_reduce(PLAN, TENSORS, slow, LINK, 1).all_reduced == ()
+    assert _chosen(PLAN, TENSORS, slow, LINK, 1).all_reduced == ()
     forbidden = replace(TIMES, allows_all_reduce=False)
-    assert choose_all_reduce(PLAN, TENSORS, forbidden, LINK, 1).all_reduced == ()
+    assert _chosen(PLAN, TENSORS, forbidden, LINK, 1).all_reduced == ()
     assert not combined_times([TIMES, forbidden], max).allows_all_reduce
     alone = replace(PLAN, world_size=1)
-    assert choose_all_reduce(alone, TENSORS, TIMES, LINK, 1).all_reduced == ()
+    assert _chosen(alone, TENSORS, TIMES, LINK, 1).all_reduced == ()
 
 
 def test_a_cheap_start_makes_small_buckets_all_reduced() -> None:
@@ -93,12 +94,12 @@ def test_a_cheap_start_makes_small_buckets_all_reduced() -> None:
     tensors, times = chain([1, 9, 1], forward_s=[0, 30, 30], backward_s=[1, 1, 1])
     plan = NoFusion().plan(tensors, WORLD_SIZE)
     # The first bucket's exchanges are both waited for.
-    assert choose_all_reduce(plan, tensors, times, cheap, 0.1).all_reduced == (0,)
+    assert _chosen(plan, tensors, times, cheap, 0.1).all_reduced == (0,)
 
 
 def test_all_buckets_are_all_reduced_where_that_starts_without_delay() -> None:
     cheap = replace(LINK, alpha_s=50, all_reduce=LinkCost(0.0, LINK.beta_s))
-    found = choose_all_reduce(PLAN, TENSORS, TIMES, cheap, 1)
+    found = _chosen(PLAN, TENSORS, TIMES, cheap, 1)
     assert found.all_reduced == (0, 1, 2, 3)
 
 
@@ -110,7 +111,7 @@ def test_what_is_chosen_is_a_plan_and_never_predicted_to_be_slower(
     plan, tensors, times = planned
     if is_cheap:
         link = replace(link, all_reduce=LinkCost(link.alpha_s, link.beta_s / 2))
-    found = choose_all_reduce(plan, tensors, times, link, share)
+    found = _chosen(plan, tensors, times, link, share)
     check_plan(found, tensors)
     predicted = predict(found, tensors, times, link)
     assert predicted.step_s <= predict(plan, tensors, times, link).step_s

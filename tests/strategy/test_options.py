@@ -19,6 +19,7 @@ from lightning_dear import DearStrategy
 from lightning_dear.callbacks import CompressionSchedule
 from lightning_dear.compression import COMPRESSORS, Int8, NoCompression, resolve_compressor
 from lightning_dear.fabric import DearFabricStrategy
+from lightning_dear.local_steps import LocalSteps
 from lightning_dear.planning import ThresholdFusion
 
 _FLAG: tuple[tuple[Any, ...], tuple[Any, ...], str] = (
@@ -98,6 +99,11 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
         (None, "samples"),
         ("tokens", True, 3, [1.0]),
         "Unknown weights {value!r}; valid names: samples, or None",
+    ),
+    "local_steps": (
+        (None, 8, LocalSteps(every=4, delay=3)),
+        ("8", 1.5, True, 0, -1, [8]),
+        "(local_steps must be int or LocalSteps or None, got '?{value}|must be 1 or more)",
     ),
     "reduce_dtype": (
         (None, "fp32"),

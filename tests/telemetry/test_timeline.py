@@ -121,7 +121,7 @@ def _recorded(options: ExchangeOptions) -> list[Span]:
     for _ in range(2):
         run.step()
     run.pipeline.complete_parameters()
-    timeline.finish()
+    timeline.clock.finish()
     return timeline.spans
 
 

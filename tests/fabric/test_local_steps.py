@@ -1,0 +1,102 @@
+"""`local_steps=` under Fabric: the reference's bits, and the anchor in evaluation and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from tests.distributed.harness import distributed
+from tests.fabric.running import dear, new_fabric
+from tests.lightning.test_local_steps import batch_of, new_net, reference_of, steps
+
+
+class Training:
+    """A model that `fabric.setup` returned."""
+
+    def __init__(self, **options: Any) -> None:
+        self.fabric = new_fabric(dear(local_steps=steps(fragments=None), **options))
+        self.strategy: Any = self.fabric.strategy
+        self.raw = new_net()
+        optimizer = AdamW(self.raw.parameters(), lr=0.01)
+        self.model, self.optimizer = self.fabric.setup(self.raw, optimizer)
+
+    def run(self, numbers: range) -> None:
+        self.model.train()
+        for number in numbers:
+            loss = self.model(batch_of(dist.get_rank(), number)).square().mean()
+            self.fabric.backward(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def evaluate(self) -> Tensor:
+        self.model.eval()
+        with torch.no_grad():
+            found: Tensor = self.model(batch_of(0, 77))
+        return found
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return {name: one.detach().clone() for name, one in self.raw.named_parameters()}
+
+
+def output_of(weights: dict[str, Tensor]) -> Tensor:
+    net = new_net()
+    net.load_state_dict(weights)
+    with torch.no_grad():
+        found: Tensor = net(batch_of(0, 77))
+    return found
+
+
+@distributed(world_sizes=(2, 3))
+def test_evaluation_and_the_end_have_the_anchor() -> None:
+    training = Training()
+    training.run(range(6))
+    with torch.no_grad():
+        outputs = [training.model(batch_of(0, 77))]
+    assert torch.equal(training.evaluate(), output_of(reference_of(6, fragments=4).anchor))
+    assert not torch.equal(outputs[0], training.evaluate())
+    training.run(range(6, 11))
+    training.strategy.finish_local_steps()
+    reference = reference_of(11, fragments=4)
+    reference.flush()
+    for name, value in reference.anchor.items():
+        assert torch.equal(training.weights[name], value)
+
+
+@distributed(world_sizes=(2,))
+def test_a_file_has_the_anchor_and_the_outer_state(tmp_path: Path) -> None:
+    training = Training()
+    training.run(range(8))
+    state = {"model": training.model, "optimizer": training.optimizer}
+    path = training.fabric.broadcast(tmp_path) / "file.ckpt"
+    training.fabric.save(path, state)
+    training.fabric.barrier()
+    anchor = reference_of(8, fragments=4).anchor
+    saved = torch.load(path, weights_only=False)
+    for name, value in anchor.items():
+        assert torch.equal(saved["model"][name], value)
+    other = Training()
+    other.fabric.load(path, {"model": other.model, "optimizer": other.optimizer})
+    for fragment in other.strategy._trained[0].outer.fragments:
+        for name, own in fragment.state().items():
+            theirs = saved["lightning_dear"]["outer_optimizermodel"][name]
+            assert dist.get_rank() or torch.equal(own["momentum_buffer"], theirs["momentum_buffer"])
+    other.run(range(3))
+    other.strategy.finish_local_steps()
+
+
+@distributed(world_sizes=(2,))
+def test_an_end_without_an_exchange_warns() -> None:
+    training = Training()
+    training.run(range(6))
+    with pytest.warns(UserWarning, match="finish_local_steps"):
+        training.strategy._trained[0].end()
+    for name, value in reference_of(6, fragments=4).anchor.items():
+        assert torch.equal(training.weights[name], value)
+    assert isinstance(training.raw, nn.Sequential)

@@ -1,0 +1,212 @@
+"""`local_steps=` under a Trainer: the reference's bits, the anchor where users look, resuming."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dear.local_steps import LocalSteps
+from tests.distributed.harness import distributed
+from tests.lightning.fitting import ddp, dear, new_trainer
+from tests.local_steps.reference import Law, Reference
+
+NESTEROV = partial(SGD, lr=1.0, momentum=0.5, nesterov=True)
+FRAGMENTS = [["net.0", "net.1"], ["net.2", "net.3"]]
+
+
+class Batches(Dataset[Tensor]):
+    """Batch n of this rank; the same whenever it is read."""
+
+    def __init__(self, num_batches: int) -> None:
+        self.num_batches = num_batches
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __getitem__(self, index: int) -> Tensor:
+        return batch_of(dist.get_rank(), index)
+
+
+def batch_of(rank: int, index: int) -> Tensor:
+    return torch.randn(6, 9, generator=torch.Generator().manual_seed(100 * rank + index))
+
+
+def new_net(*, norm: bool = False) -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = [nn.Linear(9, 9) for _ in range(4)]
+    return nn.Sequential(*layers, nn.BatchNorm1d(9)) if norm else nn.Sequential(*layers)
+
+
+class Module(LightningModule):
+    def __init__(self, *, norm: bool = False) -> None:
+        super().__init__()
+        self.net = new_net(norm=norm)
+        self.seen: list[dict[str, Tensor]] = []
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, _: int) -> None:
+        self.losses.append(self.net(batch).square().mean())
+
+    def on_validation_start(self) -> None:
+        self.seen.append(weights(self))
+
+    def configure_optimizers(self) -> Any:
+        return AdamW(self.net.parameters(), lr=0.01)
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: one.detach().clone() for name, one in module.state_dict().items()}
+
+
+def loader(num_batches: int) -> DataLoader[Tensor]:
+    return DataLoader(Batches(num_batches), batch_size=None)
+
+
+def fit(
+    strategy: Any, module: Module, num_batches: int, *callbacks: Callback, **options: Any
+) -> Any:
+    path = options.pop("ckpt_path", None)
+    trainer = new_trainer(strategy, *callbacks, use_distributed_sampler=False, **options)
+    trainer.fit(module, loader(num_batches), loader(2), ckpt_path=path)
+    return trainer
+
+
+def steps(**options: Any) -> LocalSteps:
+    defaults = {"every": 4, "fragments": FRAGMENTS, "delay": 1, "mix": 0.5, "outer": NESTEROV}
+    return LocalSteps(**{**defaults, **options})
+
+
+def reference_of(num_steps: int, **options: Any) -> Reference:
+    """The reference after some steps. With `fragments`, each layer is one."""
+    how = steps(**options)
+    names = [[name.removeprefix("net.") for name in owners] for owners in FRAGMENTS]
+    if "fragments" in options:
+        names = [[str(number)] for number in range(options["fragments"])]
+    law = Law(how.every, names, how.delay or 0, how.mix or 0.0, NESTEROV)
+    made = Reference(new_net(), partial(AdamW, lr=0.01), dist.get_world_size(), law)
+
+    def step(model: nn.Module, inner: Any, rank: int, number: int) -> None:
+        model(batch_of(rank, number - 1)).square().mean().backward()
+        inner.step()
+        inner.zero_grad()
+
+    made.run(num_steps, step)
+    return made
+
+
+def assert_same(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    for name, value in theirs.items():
+        assert torch.equal(own[f"net.{name}"], value), name
+
+
+def same_on_all_ranks(own: Any) -> bool:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, own)
+    return all(torch.equal(one[name], values[0][name]) for one in values for name in values[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 0, "mix": 0.0}, {"delay": 3}], ids=str)
+@distributed(world_sizes=(2, 3))
+def test_a_fit_has_the_bits_of_the_reference(options: dict[str, Any]) -> None:
+    module = Module()
+    fit(dear(local_steps=steps(**options)), module, 11)
+    reference = reference_of(11, **options)
+    reference.flush()
+    assert_same(weights(module), reference.anchor)
+
+
+@distributed(world_sizes=(2, 3))
+def test_validation_and_files_have_the_anchor(tmp_path: Path) -> None:
+    module = Module()
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
+    strategy = dear(local_steps=steps())
+    how = {"val_check_interval": 3, "enable_checkpointing": True, "check_val_every_n_epoch": None}
+    fit(strategy, module, 11, saver, **how)
+    for seen, number in zip(module.seen, (3, 6, 9), strict=True):
+        assert_same(seen, reference_of(number).anchor)
+    dist.barrier()
+    for number in (5, 10):
+        file = torch.load(next(tmp_path.glob(f"*step={number}.ckpt")), weights_only=False)
+        assert_same(file["state_dict"], reference_of(number).anchor)
+    reference = reference_of(11)
+    reference.flush()
+    assert_same(weights(module), reference.anchor)
+
+
+@distributed(world_sizes=(2,))
+def test_validation_in_a_fit_is_that_of_ddp_on_the_saved_weights(tmp_path: Path) -> None:
+    module = Module(norm=True)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=6, save_top_k=-1)
+    how = {"val_check_interval": 6, "enable_checkpointing": True, "check_val_every_n_epoch": None}
+    fit(dear(local_steps=LocalSteps(every=4)), module, 6, saver, **how)
+    dist.barrier()
+    other = Module(norm=True)
+    path = next(tmp_path.glob("*.ckpt"))
+    trainer = new_trainer(ddp(), use_distributed_sampler=False)
+    trainer.validate(other, loader(2), ckpt_path=str(path), verbose=False)
+    assert all(map(torch.equal, module.losses, other.losses))
+    assert same_on_all_ranks(weights(module))
+
+
+@distributed(world_sizes=(2,))
+def test_a_file_goes_on_with_the_outer_state(tmp_path: Path) -> None:
+    module = Module()
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=8, save_top_k=-1)
+    fit(dear(local_steps=steps()), module, 8, saver, enable_checkpointing=True)
+    dist.barrier()
+    path = str(next(tmp_path.glob("*.ckpt")))
+    saved = torch.load(path, weights_only=False)["lightning_dear"]["outer_optimizer"]
+    assert set(saved) == {name for name, _ in module.named_parameters()}
+    again, before = Module(), {}
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Trainer, _: Any) -> None:
+            strategy: Any = trainer.strategy
+            for fragment in strategy._outer.fragments:
+                before.update(fragment.state())
+
+    fit(dear(local_steps=steps()), again, 8, Look(), ckpt_path=path, max_epochs=2)
+    if dist.get_rank() == 0:
+        for name, own in saved.items():
+            assert torch.equal(before[name]["momentum_buffer"], own["momentum_buffer"])
+
+
+@distributed(world_sizes=(2,))
+def test_a_rank_with_nan_takes_the_anchor_and_others_go_on() -> None:
+    class Spoils(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+            if trainer.global_step == 6 and dist.get_rank() == 1:
+                with torch.no_grad():
+                    module.net[1].weight.fill_(float("nan"))
+
+    module = Module()
+    fit(dear(local_steps=steps()), module, 16, Spoils())
+    assert same_on_all_ranks(weights(module))
+    assert all(bool(one.isfinite().all()) for one in weights(module).values())
+
+
+@distributed(world_sizes=(1, 2, 3))
+def test_every_step_is_ddp() -> None:
+    class Plain(Module):
+        def configure_optimizers(self) -> Any:
+            return SGD(self.net.parameters(), lr=0.05)
+
+    ours, theirs = Plain(), Plain()
+    plain = LocalSteps(every=1, outer=partial(SGD, lr=1.0))
+    fit(dear(local_steps=plain), ours, 100)
+    fit(ddp(), theirs, 100)
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    assert max(float((left - right).abs().max()) for left, right in pairs) < 1e-5
