@@ -39,8 +39,6 @@ _TBF_BURST = "64kb"
 # With a delay TCP does fill the queue, until packets are dropped: at 5 Mb/s 256 KiB are 0.4 s.
 _LEAST_DELAYED_QUEUE = 256 << 10
 
-_MOST_DELAY_MS = 10_000.0
-
 _LEAST_BUFFER = 4096  # a page: the kernel's own least
 
 _KILL_S = 5.0
@@ -141,15 +139,13 @@ class EmulatedCluster:
                 f"socket_buffer_bytes={most} is not valid. socket_buffer_bytes must be"
                 f" {_LEAST_BUFFER} to 2^30 - 1, or None for the kernel's own."
             )
-        if not 0 <= self.delay_ms <= _MOST_DELAY_MS:
-            raise ValueError(
-                f"delay_ms={self.delay_ms} is not valid. Set it to milliseconds, 0 to"
-                f" {_MOST_DELAY_MS:g}."
-            )
+        if not 0 <= self.delay_ms <= 10_000:
+            raise ValueError(f"delay_ms={self.delay_ms} is not valid. Set it to 0 to 10000.")
         if not 0 <= self.loss < 1:
             raise ValueError(f"loss={self.loss} is not valid. Set it to a share: 0.01 means 1 %.")
         self.hosts: tuple[EmulatedHost, ...] = ()
         self._namespaces: list[str] = []
+        self._is_forwarded = self.delay_ms > 0 or self.loss > 0
         self._switch: SwitchProcess | None = None
 
     def __enter__(self) -> "EmulatedCluster":
@@ -208,10 +204,6 @@ class EmulatedCluster:
         )
 
     @property
-    def _is_forwarded(self) -> bool:
-        return self.delay_ms > 0 or self.loss > 0
-
-    @property
     def _queue_bytes(self) -> float:
         """Most bytes in the queue of a link that has a rate."""
         of_round_trip = 250 * self.delay_ms * (self.rate_mbit or 0)
@@ -251,18 +243,14 @@ class EmulatedCluster:
         _ip(name, "link set lo up")
         if not self._is_forwarded:
             _ip(switch, f"link set {port} master bridge up")
-            self._shape(interfaces)
+        if self.rate_mbit is not None and not self._is_forwarded:
+            rate = f"rate {round(self.rate_mbit * 1e6)}bit burst {_TBF_BURST} limit {_QUEUE_MIB}mb"
+            for namespace, interface in interfaces:
+                shape = f"qdisc add dev {interface} root tbf {rate}"
+                run(["tc", "-n", namespace, *shape.split()])
         self._set_congestion_control(host)
         self._limit_socket_buffers(host)
         return host
-
-    def _shape(self, interfaces: Iterable[tuple[str, str]]) -> None:
-        if self.rate_mbit is None:
-            return
-        rate = f"rate {round(self.rate_mbit * 1e6)}bit burst {_TBF_BURST} limit {_QUEUE_MIB}mb"
-        for namespace, interface in interfaces:
-            shape = f"qdisc add dev {interface} root tbf {rate}"
-            run(["tc", "-n", namespace, *shape.split()])
 
     def _start_switch(self, namespace: str) -> None:
         s_per_byte = 0.0 if self.rate_mbit is None else 8e-6 / self.rate_mbit
