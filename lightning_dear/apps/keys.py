@@ -165,7 +165,7 @@ _ONE_TRAININGS = (
 )
 IGNORED = {
     "dear-plan calibrate": "eval doctor doctor_timeout_s ckpt_path optimized_metric debug fusion",
-    "dear-plan": "cluster.interface cluster.mtu cluster.socket_buffer_bytes",
+    "dear-plan": "cluster.interface cluster.mtu cluster.socket_buffer_bytes cluster.loss",
     "dear-bench": f"{_ONE_TRAININGS} trainer.max_steps",
     "dear-converge": _ONE_TRAININGS,
 }

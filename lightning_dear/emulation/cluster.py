@@ -6,7 +6,8 @@
     [ host1 namespace: eth0 ] ======= [ port1 ]
 
 Everything, the bridge included, lives in namespaces of its own: the machine's network is left
-alone, and deleting the namespaces deletes all of it.
+alone, and deleting the namespaces deletes all of it. If links have a delay or lose frames, a
+process replaces bridge and ports (switch.py).
 """
 
 import itertools
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_dear.emulation.shell import EmulationUnavailable, run, why_unavailable
+from lightning_dear.emulation.switch import SwitchProcess, mac_address
 
 NAMESPACES = Path("/run/netns")
 """Where `ip netns` keeps its names."""
@@ -33,6 +35,9 @@ MAX_HOSTS = 200
 # strategy. At 1 Gb/s, 16 MiB is 0.13 s of queue; an all-reduce then reaches 90 % of the rate.
 _QUEUE_MIB = 16
 _TBF_BURST = "64kb"
+
+# With a delay TCP does fill the queue, until packets are dropped: at 5 Mb/s 256 KiB are 0.4 s.
+_LEAST_DELAYED_QUEUE = 256 << 10
 
 _LEAST_BUFFER = 4096  # a page: the kernel's own least
 
@@ -98,6 +103,13 @@ class EmulatedCluster:
             set to; it changes figures by up to a third. "cubic" is Linux's default.
         socket_buffer_bytes: Most bytes of a socket's send buffer, and half of the most bytes of its
             receive buffer. None means the kernel's limits.
+        delay_ms: Milliseconds that each packet takes from one host to another, one way, beside the
+            time that it takes at `rate_mbit`: a round trip takes twice as long.
+        loss: Share of the packets between hosts that are lost, at random.
+
+    If `delay_ms` or `loss` is above 0, a process of this cluster forwards all packets. A link then
+    drops packets if more than 256 KiB are queued, or more than it sends in a round trip if that is
+    more; it passes no burst at once. Without both, the kernel forwards, and links queue 16 MiB.
 
     Attributes:
         hosts: The hosts in order; empty while the cluster is not entered.
@@ -111,6 +123,8 @@ class EmulatedCluster:
     mtu: int = 9000
     congestion_control: str = "cubic"
     socket_buffer_bytes: int | None = None
+    delay_ms: float = 0.0
+    loss: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_hosts <= MAX_HOSTS:
@@ -125,15 +139,21 @@ class EmulatedCluster:
                 f"socket_buffer_bytes={most} is not valid. socket_buffer_bytes must be"
                 f" {_LEAST_BUFFER} to 2^30 - 1, or None for the kernel's own."
             )
+        if not 0 <= self.delay_ms <= 10_000:
+            raise ValueError(f"delay_ms={self.delay_ms} is not valid. Set it to 0 to 10000.")
+        if not 0 <= self.loss < 1:
+            raise ValueError(f"loss={self.loss} is not valid. Set it to a share: 0.01 means 1 %.")
         self.hosts: tuple[EmulatedHost, ...] = ()
         self._namespaces: list[str] = []
+        self._is_forwarded = self.delay_ms > 0 or self.loss > 0
+        self._switch: SwitchProcess | None = None
 
     def __enter__(self) -> "EmulatedCluster":
         """Create the namespaces, links and rate limits. Takes about 0.1 s for each host.
 
         Raises:
-            EmulationUnavailable: If the user is not root, iproute2 is missing, or the kernel
-                refuses.
+            EmulationUnavailable: If the user is not root, iproute2 is missing, the kernel refuses,
+                or it has no TAP devices, which links with delay or loss need.
             RuntimeError: If the cluster is entered already.
         """
         if self._namespaces:
@@ -151,13 +171,16 @@ class EmulatedCluster:
     def __exit__(self, *error: object) -> None:
         """End the processes that still run on the hosts, and remove the namespaces."""
         self.end_processes()
+        if self._switch is not None:
+            self._switch.end()
+            self._switch = None
         while self._namespaces:
             _delete_namespace(self._namespaces.pop())
         self.hosts = ()
 
     def end_processes(self) -> None:
         """Kill all processes on the hosts. Blocks until they have ended, for at most 5 s."""
-        if left := end_processes_in(self._namespaces):
+        if left := end_processes_in(name for name in self._namespaces if "-host" in name):
             warnings.warn(f"Processes {left} on the cluster do not end. Run kill -9.", stacklevel=2)
 
     def describe(self, ranks_per_host: int) -> str:
@@ -171,18 +194,29 @@ class EmulatedCluster:
         whose = "the kernel's" if self.socket_buffer_bytes is None else "capped"
         shape = "not shaped", "no port queue"
         if self.rate_mbit is not None:
-            shape = f"{self.rate_mbit:g} Mb/s", f"port queue {_QUEUE_MIB} MiB"
+            shape = f"{self.rate_mbit:g} Mb/s", f"port queue {self._queue_bytes / 2**20:.3g} MiB"
+        far = f", {self.delay_ms:g} ms each way" if self.delay_ms else ""
+        lossy = f", {self.loss:g} of packets lost" if self.loss else ""
         return (
             f"{self.num_hosts} emulated hosts x {ranks_per_host} ranks, {shape[0]},"
             f" {self.congestion_control}, socket buffers {whose} ({most[0]} MiB out,"
-            f" {most[1]} in), MTU {self.mtu}, {shape[1]}"
+            f" {most[1]} in), MTU {self.mtu}, {shape[1]}{far}{lossy}"
         )
+
+    @property
+    def _queue_bytes(self) -> float:
+        """Most bytes in the queue of a link that has a rate."""
+        of_round_trip = 250 * self.delay_ms * (self.rate_mbit or 0)
+        return max(_LEAST_DELAYED_QUEUE, of_round_trip) if self._is_forwarded else _QUEUE_MIB << 20
 
     def _set_up(self) -> None:
         prefix = f"dear-{os.getpid()}-{next(_numbers)}"
         switch = self._add_namespace(f"{prefix}-switch")
-        _ip(switch, f"link add bridge mtu {self.mtu} type bridge")
-        _ip(switch, "link set bridge up")
+        if self._is_forwarded:
+            self._start_switch(switch)
+        else:
+            _ip(switch, f"link add bridge mtu {self.mtu} type bridge")
+            _ip(switch, "link set bridge up")
         names = [f"{prefix}-host{index}" for index in range(self.num_hosts)]
         self.hosts = tuple(self._add_host(index, name, switch) for index, name in enumerate(names))
 
@@ -194,23 +228,42 @@ class EmulatedCluster:
     def _add_host(self, index: int, name: str, switch: str) -> EmulatedHost:
         host = EmulatedHost(index, self._add_namespace(name), f"10.0.0.{index + 1}", "eth0")
         port, ends = f"port{index}", f"name {host.interface} mtu {self.mtu} netns {name}"
-        _ip(switch, f"link add {port} mtu {self.mtu} type veth peer {ends}")
+        interfaces = [(name, host.interface)]
+        if self._is_forwarded:
+            _ip(switch, f"link set {port} {ends} address {mac_address(index)}")
+        else:
+            _ip(switch, f"link add {port} mtu {self.mtu} type veth peer {ends}")
+            interfaces.append((switch, port))
         _ip(name, f"address add {host.address}/24 dev {host.interface}")
-        for namespace, interface in ((name, host.interface), (switch, port)):
+        for namespace, interface in interfaces:
             # IPv6 neighbour discovery would count as sent bytes. A kernel without IPv6 refuses.
             with suppress(EmulationUnavailable):
                 _ip(namespace, f"link set {interface} addrgenmode none")
         _ip(name, f"link set {host.interface} up")
         _ip(name, "link set lo up")
-        _ip(switch, f"link set {port} master bridge up")
-        if self.rate_mbit is not None:
+        if not self._is_forwarded:
+            _ip(switch, f"link set {port} master bridge up")
+        if self.rate_mbit is not None and not self._is_forwarded:
             rate = f"rate {round(self.rate_mbit * 1e6)}bit burst {_TBF_BURST} limit {_QUEUE_MIB}mb"
-            for namespace, interface in ((name, host.interface), (switch, port)):
+            for namespace, interface in interfaces:
                 shape = f"qdisc add dev {interface} root tbf {rate}"
                 run(["tc", "-n", namespace, *shape.split()])
         self._set_congestion_control(host)
         self._limit_socket_buffers(host)
         return host
+
+    def _start_switch(self, namespace: str) -> None:
+        s_per_byte = 0.0 if self.rate_mbit is None else 8e-6 / self.rate_mbit
+        queue_s = self._queue_bytes * s_per_byte
+        numbers = (self.num_hosts, s_per_byte, self.delay_ms / 1e3, self.loss, queue_s)
+        try:
+            self._switch = SwitchProcess(["ip", "netns", "exec", namespace], numbers)
+        except RuntimeError as error:
+            raise EmulationUnavailable(
+                f"delay_ms={self.delay_ms:g} and loss={self.loss:g} need TAP devices ({error}). Run"
+                " sudo modprobe tun; if the file may not be opened, sudo chmod 666 /dev/net/tun. In"
+                " a container, start it with --device /dev/net/tun. Or set both to 0"
+            ) from None
 
     def _set_congestion_control(self, host: EmulatedHost) -> None:
         # Set on each route, because the namespace's sysctl accepts only algorithms that the machine

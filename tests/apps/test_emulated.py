@@ -159,7 +159,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> _Started:
 def test_the_cluster_is_as_configured_and_the_job_is_repeated(
     tmp_path: Path, started: _Started
 ) -> None:
-    overrides = ("cluster.num_hosts=4", "cluster.rate_mbit=200", "cluster.mtu=1500")
+    overrides = (
+        "cluster.num_hosts=4",
+        "cluster.rate_mbit=200",
+        "cluster.mtu=1500",
+        "cluster.loss=0.1",
+    )
     started.code = 3
     with composed(tmp_path, "cluster=emulated", *overrides) as cfg:
         with pytest.raises(SystemExit) as caught:
@@ -169,6 +174,7 @@ def test_the_cluster_is_as_configured_and_the_job_is_repeated(
         **{"num_hosts": 4, "rate_mbit": 200, "mtu": 1500},
         "socket_buffer_bytes": None,
         "congestion_control": "cubic",
+        **{"delay_ms": 0.0, "loss": 0.1},
     }
     assert started.argv[1:3] == ["-m", MODULE]
     for item in ("cluster=emulated", *overrides, f"hydra.run.dir='{tmp_path}'"):

@@ -117,6 +117,7 @@ def test_a_users_file_may_have_keys_of_its_own() -> None:
         ("plan", "profile=bert_huge", "Unknown profile 'bert_huge'; valid names: bert_base"),
         ("plan", "+compute=3", "Unknown key 'compute'; valid names: task_name"),
         ("plan", "cluster=emulated_1gbit", "Choose cluster=ethernet_1g."),
+        ("plan", "+cluster.loss=0.1", "cluster.loss has no effect in dear-plan. Leave it out"),
         ("plan", "cluster.interface=lo", "cluster.interface has no effect in dear-plan. Leave it"),
         ("plan calibrate", "eval=true", "eval has no effect in dear-plan calibrate. Leave it out"),
         ("plan calibrate", "debug=limit", "debug has no effect"),

@@ -17,11 +17,12 @@ from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_dear
 from lightning_dear import DearStrategy
-from lightning_dear.apps.plan.config import world_sizes_of
+from lightning_dear.apps.plan.config import network_of, world_sizes_of
 from lightning_dear.apps.plan.report import plan, script_of
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import CodecCost, CodecCosts, Linear, MergeCompFusion
 from lightning_dear.simulator import Program, SimulatedStep, Workload
+from lightning_dear.simulator.network import Link
 from lightning_dear.simulator.ranking import Ranked
 from lightning_dear.simulator.saved import save_workload
 from lightning_dear.simulator.strategies import STRATEGIES
@@ -185,6 +186,13 @@ def test_gloos_all_reduce_is_a_ring_on_hosts_of_several_ranks(
     assert (steps_s["ddp"] < steps_s["dear"]) == (algorithm == "pairwise")
     if measured_s is not None:
         assert (steps_s["ddp"], steps_s["dear"]) == pytest.approx(measured_s, rel=0.06)
+
+
+def test_a_message_between_emulated_hosts_takes_their_delay() -> None:
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        far = ("cluster.alpha_s=0.002", "cluster.delay_ms=30")
+        cfg = compose("plan", ["cluster=emulated", "cluster.rate_mbit=100", *far])
+    assert network_of(cfg.cluster).between == Link(0.032, 8e-8)
 
 
 def test_a_line_is_there_at_once_and_a_signal_ends_it_with_one_sentence(tmp_path) -> None:

@@ -140,7 +140,7 @@ def test_a_cluster_is_launch_and_network(option):
         assert set(cluster) <= {"defaults", "num_hosts", "ranks_per_host", "rate_mbit"}
         return
     hosts = ["num_hosts", "ranks_per_host", "rate_mbit", "mtu"]
-    hosts += ["congestion_control", "socket_buffer_bytes"]
+    hosts += ["congestion_control", "socket_buffer_bytes", "delay_ms", "loss"]
     is_planned = "source" in cluster
     is_of_one_collective = "algorithm" in cluster
     # Ranks of an emulated host share its namespace, and nothing is shaped there.

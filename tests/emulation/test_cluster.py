@@ -266,6 +266,9 @@ def test_ranks_reduce_over_the_emulated_links() -> None:
             {"num_hosts": 1, "rate_mbit": 1, "socket_buffer_bytes": -1},
             "socket_buffer_bytes=-1 is not valid. .* 4096 to .*, or None for the kernel's own",
         ),
+        ({"num_hosts": 1, "rate_mbit": 1, "delay_ms": -1}, "delay_ms=-1 .* 0 to 10000"),
+        ({"num_hosts": 1, "rate_mbit": 1, "delay_ms": float("nan")}, "delay_ms=nan is not valid"),
+        ({"num_hosts": 1, "rate_mbit": 1, "loss": 1}, "loss=1 .* 0.01 means 1 %"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, float], words: str) -> None:

@@ -132,7 +132,8 @@ def network_of(
                 f" {num_nodes} nodes with {world_size} ranks."
             )
         return measured_network(cluster, world_size)
-    between = Link(float(cluster.alpha_s), float(8e-6 / rate_mbit if beta_s is None else beta_s))
+    alpha_s = float(cluster.alpha_s) + float(cluster.get("delay_ms", 0.0)) / 1e3
+    between = Link(alpha_s, float(8e-6 / rate_mbit if beta_s is None else beta_s))
     is_gloo = cluster.accelerator == "cpu"
     if algorithm == "best":
         # The cluster's file may name the algorithm with which its figures were obtained.
