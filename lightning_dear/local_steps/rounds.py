@@ -2,7 +2,9 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
@@ -20,8 +22,69 @@ from lightning_dear.engine.training import Training
 from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value, cut, num_modules
 from lightning_dear.local_steps.schedule import LocalSteps, Schedule
 from lightning_dear.optimizers.pieces import parameters_of
+from lightning_dear.telemetry.statistics import Instruments, StepStatistics
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class ExchangeWatch:
+    """Figures of exchanges, for people who watch a training. All optimizers share one.
+
+    Norms of pseudo-gradients are measured only if that is asked for. Their sums over ranks travel
+    with the flags of the next exchange, so that they need no message of their own.
+
+    Attributes:
+        instruments: Measures waits and bytes.
+        sums_norms: Whether norms are measured; to be assigned to, after the same step on all ranks.
+        num_merged: Number of exchanges merged so far.
+    """
+
+    instruments: Instruments
+    sums_norms: bool = False
+    num_merged: int = 0
+
+    def __post_init__(self) -> None:
+        # Of the steps since the last merge, and of those before it since the merge before.
+        self._since = self._latest = StepStatistics(self.instruments.clock)
+        self._norms: dict[str, float] = {}
+        # `Fragment.norms` of the last merge, until an exchange takes them along.
+        self._untold = 0.0, 0.0
+        self._has_merged = False
+
+    def before_send(self, fragment: Fragment) -> None:
+        """Lets the next exchange of `fragment` add up the norms of the last merge."""
+        if not fragment.keeps_own:
+            fragment.sums.own = self._untold if self.sums_norms else ()
+            self._untold = 0.0, 0.0
+
+    def after_merge(self, fragment: Fragment) -> None:
+        """Takes over what the exchange of `fragment` has measured, and which sums it brought."""
+        if fragment.keeps_own:
+            return
+        self.num_merged, self._has_merged = self.num_merged + 1, True
+        self._untold = fragment.norms
+        own, of_mean = fragment.sums.heard or (0.0, 0.0)
+        if own:
+            norm = math.sqrt(of_mean)
+            self._norms = {"pseudo_gradient_norm": norm, "agreement": norm / own}
+
+    @contextmanager
+    def after_step(self) -> Iterator[None]:
+        """Counts what the `with` block costs, which sends and merges after a step."""
+        with self.instruments.after_step() as own:
+            yield
+        if own is not None:
+            self._since.add(own)
+        if self._has_merged:
+            self._latest, self._since = self._since, StepStatistics(self.instruments.clock)
+            self._has_merged = False
+
+    def figures(self) -> dict[str, float]:
+        """Returns the figures of the last exchange; see `OuterHalf.figures`."""
+        latest = self._latest
+        of_it = {"exchange_exposed_s": latest.exposed_s, "exchange_wire_bytes": latest.wire_bytes}
+        return {"exchanges": self.num_merged, **of_it, **self._norms} if self.num_merged else {}
 
 
 class OptimizerRounds:
@@ -33,9 +96,11 @@ class OptimizerRounds:
         steps: Options of local steps.
         shared: What all fragments share.
         number: Number of the first fragment.
+        watch: Gets figures of the exchanges.
 
     Attributes:
         part: Same as the argument.
+        watch: Same as the argument.
         optimizer: The user's optimizer.
         schedule: Which fragment is sent and merged after which step.
         groups: Fragments, by the number that the schedule gives them. Those of one number are sent
@@ -52,7 +117,9 @@ class OptimizerRounds:
         steps: LocalSteps,
         shared: OuterOptions,
         number: int,
+        watch: ExchangeWatch,
     ) -> None:
+        self.watch, self._instruments = watch, training.instruments
         self.part, self.optimizer, self.count, self.finished_at = part, part.optimizer, 0, 0
         self.collectives, self._signal = shared.collectives, training.signal
         self._training, self._steps, self._shared, self._number = training, steps, shared, number
@@ -165,14 +232,20 @@ class OptimizerRounds:
 
     def after_step(self) -> bool:
         """See `OuterHalf.after_step`. Returns whether this rank's values are finite, if sent."""
+        with self.watch.after_step():
+            return self._exchange()
+
+    def _exchange(self) -> bool:
         self.count += 1
         is_finite, sent = True, self.schedule.sent_after(self.count)
         if sent is not None:
             for one in self.groups[sent]:
                 one.stop.ask = self._signal.ask
-                is_finite &= one.send(self.count)
+                is_finite &= self._send(one)
         for one in self._under_way:
-            self._advance(one)
+            # In the order of the sends, on all ranks: a timeline waits for messages in that order.
+            if not self._advance(one):
+                break
         merged = self.schedule.merged_after(self.count)
         if merged is not None:
             for one in self.groups[merged]:
@@ -181,19 +254,36 @@ class OptimizerRounds:
             self.publish()
         return is_finite
 
-    def _advance(self, fragment: Fragment) -> None:
+    def _send(self, fragment: Fragment) -> bool:
+        self.watch.before_send(fragment)
+        is_recorded = self._instruments.timeline is not None
+        fragment.began = self._instruments.clock.mark() if is_recorded else None
+        return fragment.send(self.count)
+
+    def _advance(self, fragment: Fragment) -> bool:
         """Lets the outer optimizer step, if that is due. On NCCL it is at fixed steps.
 
         NCCL matches messages by their order, which must be the same on all ranks.
+
+        Returns:
+            Whether it has stepped in this exchange.
         """
         assert fragment.sent_at is not None
         if self.collectives.matches_by_tag:
-            fragment.advance()
-        elif self.count - fragment.sent_at >= (self.schedule.delay + 1) // 2:
+            return fragment.advance()
+        is_due = self.count - fragment.sent_at >= (self.schedule.delay + 1) // 2
+        if is_due:
             fragment.step()
+        return is_due
 
     def _merge(self, fragment: Fragment, mix: float) -> None:
         rank = fragment.merge(mix)
+        if fragment.began is not None and (timeline := self._instruments.timeline) is not None:
+            number = next(n for n, group in enumerate(self.groups) if fragment in group)
+            name = "buffers" if fragment.keeps_own else f"fragment {number}"
+            timeline.record("exchange", name, fragment.began, self._instruments.clock.mark())
+        if rank is None:
+            self.watch.after_merge(fragment)
         if fragment.stop.heard:
             self._signal.hear([fragment.stop.heard])
         if rank is not None:
@@ -234,7 +324,7 @@ class OptimizerRounds:
         groups = (group for number, group in enumerate(self.groups) if number != merged)
         rest = [*chain.from_iterable(groups)]
         for fragment in rest:
-            fragment.send(self.count)
+            self._send(fragment)
         for fragment in rest:
             self._merge(fragment, 0.0)
 

@@ -348,10 +348,21 @@ class PipelineStrategy(ABC):
         """
         return {} if self._present is None else self._present.parts[0].encoding_figures()
 
+    def exchange_figures(
+        self, *, on_all_ranks: bool = False, with_drift: bool = True
+    ) -> dict[str, float]:
+        """Returns figures of local steps' last exchange, such as "agreement", of the first model.
+
+        Local. `OuterHalf.figures` describes them. Empty without local steps and outside a fit.
+        """
+        how = {"on_all_ranks": on_all_ranks, "with_drift": with_drift}
+        return next((one.figures(**how) for one in self._outer_halves), {})
+
     @property
     def statistics(self) -> StepStatistics | None:
         """Times and bytes of any optimizer's last step. None before the first step.
 
+        With local steps they include those of exchanges that are sent or merged after the step.
         On a GPU waits are timed only after the first read, so that it is None for two more steps.
         """
         return None if self._present is None else self._present.training.instruments.statistics
