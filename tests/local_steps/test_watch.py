@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import SGD, AdamW
 
 from lightning_dear.collectives.world import World
@@ -131,10 +130,9 @@ def test_drift_is_the_distance_from_the_anchor() -> None:
 
 
 @distributed(world_sizes=(2, 3))
-def test_bytes_are_those_of_the_ledger_and_of_the_formula() -> None:
+def test_bytes_are_those_of_the_ledger() -> None:
     every, size = 4, dist.get_world_size()
-    steps = LocalSteps(every=every, fragments=2, delay=1)
-    ours = Ours(steps, partial(SGD, lr=0.1))
+    ours = Ours(LocalSteps(every=every, fragments=2, delay=1), partial(SGD, lr=0.1))
     collectives = next(iter(ours.outer.fragments))._options.collectives
     instruments = ours.pipeline.training.instruments
     of_steps, of_exchanges, num_merged, before = [], [], 0, collectives.ledger.total()
@@ -151,14 +149,9 @@ def test_bytes_are_those_of_the_ledger_and_of_the_formula() -> None:
             assert sum(of_exchanges) == sum(of_steps), number
     ours.outer.detach()
     assert num_merged == 16
-    payload = {kind: collectives.ledger[kind] for kind in ("reduce_scatter", "all_gather")}
-    num_bytes = sum(one.nbytes for one in ours.model.parameters())
-    formula = 2 * (size - 1) / size * num_bytes / every
-    # Buckets are padded.
-    assert formula <= sum(payload.values()) / len(of_steps) < 1.05 * formula
-    # Flags: a byte for each parameter, and notes.
-    rest = (sum(of_steps) - sum(payload.values())) / num_merged / (size - 1)
-    assert 4 <= rest < 64
+    payload = sum(collectives.ledger[kind] for kind in ("reduce_scatter", "all_gather"))
+    # Flags: a byte for each of 4 parameters, and notes.
+    assert 4 <= (sum(of_steps) - payload) / num_merged / (size - 1) < 64
 
 
 @distributed(world_sizes=(2, 3))
