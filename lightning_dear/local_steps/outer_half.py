@@ -15,6 +15,7 @@ from torch.optim import SGD, Optimizer
 from lightning_dear.checkpoint.files import CHECKPOINT_KEY
 from lightning_dear.collectives.work import Collectives, reusable_groups
 from lightning_dear.engine.module_tree import ModuleTree
+from lightning_dear.engine.notes import Signal
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value, norm_of
@@ -38,12 +39,17 @@ class OuterHalf:
     Args:
         parts: One for each optimizer.
 
+        signal: Carries each rank's wish to stop, which travels with each exchange.
+
     Attributes:
+        signal: Same as the argument. None without local steps.
         shows_anchor: Whether the module holds the anchor at present, and not the replica.
     """
 
-    def __init__(self, parts: Sequence[OptimizerRounds] = ()) -> None:
-        self._parts, self.shows_anchor = parts, False
+    def __init__(
+        self, parts: "Sequence[OptimizerRounds]" = (), signal: Signal | None = None
+    ) -> None:
+        self._parts, self.signal, self.shows_anchor = parts, signal, False
 
     @classmethod
     def of(
@@ -73,13 +79,14 @@ class OuterHalf:
         # A later training must not use these process groups: messages may still be under way.
         reusable_groups.clear()
         seed = _agreed_seed(steps, collectives)
-        instruments = pipeline.training.instruments
+        instruments, signal = pipeline.training.instruments, Signal()
         instruments.follow(collectives)
         watch, how = ExchangeWatch(instruments), (instruments.waiting, seed)
         shared = OuterOptions(collectives, options, fusion, steps.new_outer, *how)
         parts, number = list[OptimizerRounds](), first_number
         for part in pipeline.parts:
-            parts.append(OptimizerRounds(pipeline.training, part, steps, shared, number, watch))
+            what = pipeline.training.module, part, steps, shared
+            parts.append(OptimizerRounds(*what, number, signal, watch))
             number += len(parts[-1].groups)
         tree = pipeline.training.tree
         if averages_buffers and _buffers_of(tree):
@@ -89,7 +96,7 @@ class OuterHalf:
             parts[0].groups[-1].append(buffers)
         spans = [one.schedule.interval + one.schedule.delay for one in parts]
         instruments.exchange_steps = max(spans)
-        return cls(parts)
+        return cls(parts, signal)
 
     @property
     def is_on(self) -> bool:
