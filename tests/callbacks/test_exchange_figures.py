@@ -21,7 +21,7 @@ from lightning_dear.local_steps import LocalSteps
 from tests.distributed.harness import distributed, run_ranks
 from tests.lightning.fitting import dear, new_trainer
 
-WIDTH, SLEPT_S = 160, 0.03
+WIDTH, SLEPT_S = 160, 0.1
 NORMS = {"pseudo_gradient_norm", "agreement"}
 NAMES = {"exchanges", "exchange_exposed_s", "exchange_wire_bytes"}
 
@@ -73,12 +73,12 @@ def watched(
 def test_figures_are_logged_from_the_step_of_a_merge_on() -> None:
     monitor = DearMonitor()
     logged = watched(LocalSteps(every=4, fragments=2, delay=1), 24, monitor)
-    assert NAMES.isdisjoint(logged[2])
+    assert NAMES.isdisjoint(logged[0])
     for number, found in enumerate(logged[1:], 2):
-        # Merged after steps 2, 4, 6, ...: the first is left out, unless it was sent after step 1.
+        # Sent after steps 1, 3, ... and merged after 2, 4, .... Norms are measured from the second
+        # exchange on, and travel with the third.
         assert found["exchanges"] == number // 2
         assert (found.keys() >= NORMS) == (number >= 6), number
-        # Of the steps that Lightning logs.
         assert found["drift"] > 0
     for name in ("exchange_wire_bytes", "exchange_exposed_s", "agreement", "pseudo_gradient_norm"):
         assert monitor.summary()[name] > 0
@@ -131,7 +131,7 @@ def test_a_late_rank_exposes_the_exchanges_of_the_others(num_ranks: int) -> None
     *others, last = run_ranks(_sleepy, num_ranks)
     for logged in others:
         for number in (7, 11, 15):
-            assert 0.6 * 4 * SLEPT_S < logged[number]["exchange_exposed_s"] < 1.0
+            assert 0.6 * 4 * SLEPT_S < logged[number]["exchange_exposed_s"] < 2.0
             assert last[number]["exchange_exposed_s"] < 0.5 * 4 * SLEPT_S
             # Of the step before.
             assert logged[number]["exposed_s"] < 0.5 * SLEPT_S

@@ -210,15 +210,15 @@ def _recorded(steps: LocalSteps, num_steps: int) -> list[Span]:
 def test_an_exchange_is_a_lane_from_its_send_to_its_merge() -> None:
     spans = _recorded(LocalSteps(every=4, fragments=2, delay=1, mix=0), 9)
     exchanges = [one for one in spans if one.lane == "exchange"]
-    # Sent after steps 1, 3, 5, 7, 9 of the recording, then at the end: the one that was not sent.
-    names = [f"fragment {number}" for number in (0, 1, 0, 1, 0, 1)]
+    # Sent after steps 1, 3, 5, 7, 9 of the recording, and both at the end.
+    names = [f"fragment {number}" for number in (0, 1, 0, 1, 0, 0, 1)]
     assert [one.name for one in exchanges] == names
     forwards = [one for one in spans if one.lane == "forward"]
     for one in exchanges[:4]:
         inside = [f for f in forwards if one.start_s < f.start_s and f.end_s < one.end_s]
         assert len(inside) == 1
     waits = [one for one in spans if one.lane == "wait" and one.name == "anchor"]
-    assert len(waits) == 6
+    assert len(waits) == 7
     for one, wait in zip(exchanges, waits, strict=True):
         assert one.start_s < wait.start_s < wait.end_s < one.end_s
     lanes = {one.lane for one in spans}
