@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
 from torch.optim import SGD, AdamW
 
+from lightning_dear import DearStrategy
 from lightning_dear.local_steps import LocalSteps
 from tests.distributed.harness import distributed, run_ranks
 from tests.lightning.fitting import dear, new_trainer
@@ -27,6 +30,7 @@ from tests.lightning.test_local_steps import (
     fit,
     loader,
     new_net,
+    reference_of,
     same_on_all_ranks,
     steps,
     weights,
@@ -206,3 +210,37 @@ def test_a_stop_request_acts_at_the_merge_that_carried_it(tmp_path: Path) -> Non
     assert all(torch.equal(seen[0][2][name], seen[1][2][name]) for name in seen[0][2])
     saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
     assert all(torch.equal(saved["state_dict"][n], v) for n, v in seen[0][2].items())
+
+
+def _failing(rank: int, at: int) -> tuple[str, dict[str, Tensor]]:
+    class Fails(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == at and trainer.global_rank == rank:
+                raise KeyError("spoilt batch")
+
+    module = Module()
+    try:
+        # The rank that has failed keeps its connections open here, unlike one that has ended.
+        strategy = DearStrategy(local_steps=steps(), timeout=timedelta(seconds=4))
+        fit(strategy, module, 12, Fails())
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}", weights(module)
+    return "nothing", weights(module)
+
+
+def _anchors(numbers: Sequence[int]) -> list[dict[str, Tensor]]:
+    return [reference_of(number).anchor for number in numbers]
+
+
+@pytest.mark.parametrize("at", [3, 4])
+def test_after_a_failure_weights_are_the_last_merged_anchor(at: int) -> None:
+    """Without a message, since other ranks may be gone. One rank may have merged once more."""
+    (said, after), (own, other) = run_ranks(_failing, 2, 1, at, init_process_group=False)
+    assert "spoilt batch" in own
+    assert said != "nothing"
+    (anchors, _) = run_ranks(_anchors, 2, [2, 4, 6])
+    for values in (after, other):
+        assert any(
+            all(torch.equal(values[f"net.{name}"], one) for name, one in anchor.items())
+            for anchor in anchors
+        )
