@@ -130,14 +130,10 @@ class DearMonitor(Callback):
                 logger.log_hyperparams({"dear/plan": plan.name})
 
     def _exchange_figures(self, trainer: Trainer) -> dict[str, float]:
-        """Returns figures of local steps' last exchange, and notes them once."""
-        strategy: Any = trainer.strategy
-        if not hasattr(strategy, "exchange_figures"):
-            return {}
-        asks = {"with_drift": _is_logged(trainer, trainer.global_step)}
-        found: dict[str, float] = strategy.exchange_figures(
-            on_all_ranks=self.is_on_all_ranks, **asks
-        )
+        """Returns figures of local steps' last exchange. Notes those of each exchange once."""
+        ask: Any = getattr(trainer.strategy, "exchange_figures", lambda **_: {})
+        is_logged = _is_logged(trainer, trainer.global_step)
+        found: dict[str, float] = ask(on_all_ranks=self.is_on_all_ranks, with_drift=is_logged)
         if (number := found.get("exchanges")) != self._num_exchanges:
             self._num_exchanges = number
             self._note({name: value for name, value in found.items() if name != "exchanges"})

@@ -117,8 +117,7 @@ class Sums:
     def say(self) -> bytes:
         """Returns this rank's numbers in its own place, and 0 in all others; see `Note`."""
         own = pack(f"{len(self.own)}d", *self.own)
-        before, behind = self._world.rank, self._world.size - self._world.rank - 1
-        return bytes(before * len(own)) + own + bytes(behind * len(own))
+        return (bytes(self._world.rank * len(own)) + own).ljust(self.num_bytes, b"\0")
 
     def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
         """Adds up the numbers of all ranks; see `Note`."""

@@ -98,12 +98,14 @@ class Fragment:
 
     Attributes:
         names: Names of the tensors.
+        number: Same as the argument.
         keeps_own: Same as the argument.
         anchor: Name -> the anchor's values, in the shape of the tensor. All ranks have the same.
         stepper: This rank's shard of the anchor, and the outer optimizer with its state.
         round: Reduces the pseudo-gradients.
         sent_at: Step after which the fragment was sent last; to be assigned to. None means that it
             is not under way.
+        is_stepped: Whether the outer optimizer has stepped in the exchange that is under way.
         began: Mark of a timeline's clock at which it was sent last; to be assigned to. None means
             that no timeline was recorded then.
         stop: Note: the largest wish to stop of any rank; see `merge`.
@@ -124,7 +126,7 @@ class Fragment:
         keeps_own: bool = False,
     ) -> None:
         self.names, self._replica, self._options = [*tensors], replica, options
-        self.keeps_own = keeps_own
+        self.keeps_own, self.number = keeps_own, number
         self.sent_at: int | None = None
         self.began: Any = None
         self.stop, self._bad = Signal(), Signal()
@@ -140,7 +142,7 @@ class Fragment:
         # After the outer optimizer has stepped: its pieces and state, until the merge.
         self._stepped: Shards = self.stepper.shards
         self._gathers: Sequence[Work] = ()
-        self._is_stepped = False
+        self.is_stepped = False
         self._free()
 
     def _build(self, shadows: list[Parameter], number: int, notes: Notes) -> None:
@@ -247,24 +249,20 @@ class Fragment:
         self.round.launch_flags([USED] * len(self.names))
         return is_finite
 
-    def advance(self) -> bool:
+    def advance(self) -> None:
         """Steps the outer optimizer if all sums have arrived, and sends what it has stepped.
 
         Does not block. When that is differs between ranks, but nothing that other code sees.
-
-        Returns:
-            Whether the outer optimizer has stepped in this exchange.
         """
-        if not self._is_stepped and self.round.is_complete:
+        if not self.is_stepped and self.round.is_complete:
             self.step()
-        return self._is_stepped
 
     @torch.no_grad()
     def step(self) -> None:
         """Does what `advance` does, but blocks until all sums have arrived. Once an exchange."""
-        if self._is_stepped:
+        if self.is_stepped:
             return
-        self._is_stepped = True
+        self.is_stepped = True
         self.round.finish(())
         self._exchange.note_used(self.round.used, keeps=True)
         if self._bad.heard:
@@ -293,7 +291,7 @@ class Fragment:
             None, or a rank whose values were not finite when they were sent. Then nothing changes.
         """
         self.step()
-        bad, self.sent_at, self._is_stepped = self._bad.heard, None, False
+        bad, self.sent_at, self.is_stepped = self._bad.heard, None, False
         if bad:
             self.round.drop()
         else:

@@ -128,7 +128,7 @@ class OuterHalf:
                 self._recover()
 
     @torch.no_grad()
-    def figures(self, *, on_all_ranks: bool, with_drift: bool) -> dict[str, float]:
+    def figures(self, *, on_all_ranks: bool = False, with_drift: bool = True) -> dict[str, float]:
         """Returns figures of the last exchange, by name. Local. Empty without local steps.
 
         All but "drift" are left out before the first merge. On a CUDA device, blocks until the

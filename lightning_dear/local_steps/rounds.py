@@ -49,35 +49,37 @@ class ExchangeWatch:
         self._norms: dict[str, float] = {}
         # `Fragment.norms` of the last merge, until an exchange takes them along.
         self._untold = 0.0, 0.0
-        self._has_merged = False
+
+    @contextmanager
+    def after_step(self) -> Iterator[None]:
+        """Counts what the `with` block costs, which sends and merges after a step."""
+        before = self.num_merged
+        with self.instruments.after_step() as own:
+            yield
+        self._since.add(own)
+        if self.num_merged > before:
+            self._latest, self._since = self._since, StepStatistics(self.instruments.clock)
 
     def before_send(self, fragment: Fragment) -> None:
         """Lets the next exchange of `fragment` add up the norms of the last merge."""
+        is_recorded = self.instruments.timeline is not None
+        fragment.began = self.instruments.clock.mark() if is_recorded else None
         if not fragment.keeps_own:
             fragment.sums.own = self._untold if self.sums_norms else ()
             self._untold = 0.0, 0.0
 
     def after_merge(self, fragment: Fragment) -> None:
         """Takes over what the exchange of `fragment` has measured, and which sums it brought."""
-        if fragment.keeps_own:
-            return
-        self.num_merged, self._has_merged = self.num_merged + 1, True
-        self._untold = fragment.norms
-        own, of_mean = fragment.sums.heard or (0.0, 0.0)
-        if own:
-            norm = math.sqrt(of_mean)
-            self._norms = {"pseudo_gradient_norm": norm, "agreement": norm / own}
-
-    @contextmanager
-    def after_step(self) -> Iterator[None]:
-        """Counts what the `with` block costs, which sends and merges after a step."""
-        with self.instruments.after_step() as own:
-            yield
-        if own is not None:
-            self._since.add(own)
-        if self._has_merged:
-            self._latest, self._since = self._since, StepStatistics(self.instruments.clock)
-            self._has_merged = False
+        timeline = self.instruments.timeline
+        if timeline is not None and fragment.began is not None:
+            name = "buffers" if fragment.keeps_own else f"fragment {fragment.number}"
+            timeline.record("exchange", name, fragment.began, timeline.clock.mark())
+        if not fragment.keeps_own:
+            self.num_merged, self._untold = self.num_merged + 1, fragment.norms
+            own, of_mean = fragment.sums.heard or (0.0, 0.0)
+            if own:
+                norm = math.sqrt(of_mean)
+                self._norms = {"pseudo_gradient_norm": norm, "agreement": norm / own}
 
     def figures(self) -> dict[str, float]:
         """Returns the figures of the last exchange; see `OuterHalf.figures`."""
@@ -120,9 +122,8 @@ class OptimizerRounds:
         signal: Signal,
         watch: ExchangeWatch,
     ) -> None:
-        self.watch, self._instruments = watch, watch.instruments
         self.part, self.optimizer, self.count, self.finished_at = part, part.optimizer, 0, 0
-        self.collectives, self._signal = shared.collectives, signal
+        self.collectives, self._signal, self.watch = shared.collectives, signal, watch
         self._module, self._steps, self._shared, self._number = module, steps, shared, number
         held = parameters_of(part.optimizer)
         self.schedule: Schedule = steps.schedule(num_modules(module, held))
@@ -245,8 +246,9 @@ class OptimizerRounds:
                 one.stop.ask = self._signal.ask
                 is_finite &= self._send(one)
         for one in self._under_way:
+            self._advance(one)
             # In the order of the sends, on all ranks: a timeline waits for messages in that order.
-            if not self._advance(one):
+            if not one.is_stepped:
                 break
         merged = self.schedule.merged_after(self.count)
         if merged is not None:
@@ -258,32 +260,21 @@ class OptimizerRounds:
 
     def _send(self, fragment: Fragment) -> bool:
         self.watch.before_send(fragment)
-        is_recorded = self._instruments.timeline is not None
-        fragment.began = self._instruments.clock.mark() if is_recorded else None
         return fragment.send(self.count)
 
-    def _advance(self, fragment: Fragment) -> bool:
+    def _advance(self, fragment: Fragment) -> None:
         """Lets the outer optimizer step, if that is due. On NCCL it is at fixed steps.
 
         NCCL matches messages by their order, which must be the same on all ranks.
-
-        Returns:
-            Whether it has stepped in this exchange.
         """
         assert fragment.sent_at is not None
         if self.collectives.matches_by_tag:
-            return fragment.advance()
-        is_due = self.count - fragment.sent_at >= (self.schedule.delay + 1) // 2
-        if is_due:
+            fragment.advance()
+        elif self.count - fragment.sent_at >= (self.schedule.delay + 1) // 2:
             fragment.step()
-        return is_due
 
     def _merge(self, fragment: Fragment, mix: float) -> None:
         rank = fragment.merge(mix)
-        if fragment.began is not None and (timeline := self._instruments.timeline) is not None:
-            number = next(n for n, group in enumerate(self.groups) if fragment in group)
-            name = "buffers" if fragment.keeps_own else f"fragment {number}"
-            timeline.record("exchange", name, fragment.began, self._instruments.clock.mark())
         if rank is None:
             self.watch.after_merge(fragment)
         if fragment.stop.heard:

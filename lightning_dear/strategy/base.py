@@ -348,15 +348,13 @@ class PipelineStrategy(ABC):
         """
         return {} if self._present is None else self._present.parts[0].encoding_figures()
 
-    def exchange_figures(
-        self, *, on_all_ranks: bool = False, with_drift: bool = True
-    ) -> dict[str, float]:
+    def exchange_figures(self, **asks: bool) -> dict[str, float]:
         """Returns figures of local steps' last exchange, such as "agreement", of the first model.
 
-        Local. `OuterHalf.figures` describes them. Empty without local steps and outside a fit.
+        Local. `OuterHalf.figures` describes them, and the arguments `on_all_ranks` and
+        `with_drift`. Empty without local steps and outside a fit.
         """
-        how = {"on_all_ranks": on_all_ranks, "with_drift": with_drift}
-        return next((one.figures(**how) for one in self._outer_halves), {})
+        return next((one.figures(**asks) for one in self._outer_halves), {})
 
     @property
     def statistics(self) -> StepStatistics | None:

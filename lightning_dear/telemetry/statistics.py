@@ -97,7 +97,7 @@ class Instruments:
         self.timeline: Timeline | None = None
         self.marks: list[Any] | None = None
         self.exchange_steps = 0
-        self._collectives, self._others = collectives, list[Collectives]()
+        self._collectives = self._outer = collectives
         # Bytes that have been counted in a step, of each of these collectives.
         self._counted = {collectives: 0}
         self._step_began: Any = None
@@ -133,9 +133,8 @@ class Instruments:
             one.showing = None if timeline is None else timeline.span
 
     def follow(self, collectives: Collectives) -> None:
-        """Counts bytes and records spans of these collectives, too, in `after_step`."""
-        self._others.append(collectives)
-        self._counted[collectives] = collectives.ledger.total()
+        """Counts bytes and records spans of the outer half's collectives, too; see `after_step`."""
+        self._outer, self._counted[collectives] = collectives, collectives.ledger.total()
 
     @contextmanager
     def span(self, lane: str) -> Iterator[None]:
@@ -191,34 +190,32 @@ class Instruments:
 
         `statistics` returns the measurements of the ended step from now on.
         """
-        sent_bytes = self._newly_sent([self._collectives])
+        sent_bytes = self._newly_sent(self._collectives)
         if self._current is not None:
             self._current.wire_bytes = sent_bytes
         self._last, self._current = self._current, self._new_statistics()
 
     @contextmanager
-    def after_step(self) -> Iterator["StepStatistics | None"]:
+    def after_step(self) -> Iterator["StepStatistics"]:
         """Counts the `with` block, which exchanges after a step, in that step's `statistics`, too.
 
         Yields:
-            Statistics of the block alone. They have bytes of the collectives of `follow`, once the
-            block has ended. None means that waits are not timed, see `statistics`.
+            Statistics of the block alone. They have bytes of the collectives of `follow`, all that
+            were sent since the last such block, once this block has ended.
         """
-        own = self._new_statistics()
-        of_next, self._current = self._current, own
+        of_next, self._current = self._current, StepStatistics(self.clock)
         # There is no `finally`: after an exception no step follows.
-        yield own
-        self._current, sent_bytes = of_next, self._newly_sent(self._others)
-        if own is not None:
-            own.wire_bytes = sent_bytes
-            if self._last is not None:
-                self._last.add(own)
+        yield self._current
+        own, self._current = self._current, of_next
+        own.wire_bytes = self._newly_sent(self._outer)
+        if self._last is not None:
+            self._last.add(own)
 
-    def _newly_sent(self, collectives: Sequence[Collectives]) -> int:
+    def _newly_sent(self, collectives: Collectives) -> int:
         """Returns the bytes that were sent since the last call with these collectives."""
-        before = sum(self._counted[one] for one in collectives)
-        self._counted.update({one: one.ledger.total() for one in collectives})
-        return sum(self._counted[one] for one in collectives) - before
+        before = self._counted[collectives]
+        self._counted[collectives] = collectives.ledger.total()
+        return self._counted[collectives] - before
 
 
 def _in_profiler(name: str) -> AbstractContextManager[object]:
