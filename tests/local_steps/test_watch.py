@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW
 
 from lightning_dear.collectives.world import World
 from lightning_dear.engine.notes import Sums
-from lightning_dear.local_steps import LocalSteps
+from lightning_dear.local_steps import LocalSteps, OuterHalf
 from lightning_dear.telemetry.timeline import Span, Timeline
 from tests.distributed.harness import distributed
 from tests.local_steps.reference import Law, Reference
@@ -51,8 +51,8 @@ def test_norm_and_agreement_are_those_of_one_process(fragments: int, delay: int)
     names, every, new_inner = FRAGMENTS[fragments], 8, partial(AdamW, lr=0.01)
     law = Law(every, names, delay, 0.5, NESTEROV)
     reference = Measured(new_model(), new_inner, dist.get_world_size(), law)
-    how = {"every": every, "fragments": names, "delay": delay, "mix": 0.5, "outer": NESTEROV}
-    ours = Ours(LocalSteps(**how), new_inner)
+    steps = LocalSteps(every=every, fragments=names, delay=delay, mix=0.5, outer=NESTEROV)
+    ours = Ours(steps, new_inner)
     assert ours.outer.figures(**ALL) == {}
     seen: list[dict[str, float]] = []
     for number in range(1, 4 * every + 1):
@@ -96,7 +96,7 @@ def test_an_exchange_left_out_has_no_figures() -> None:
     before = ours.outer.figures(**ALL)
     ours.train(5)
     if dist.get_rank() == 1:
-        ours.model[0].weight.data.fill_(math.nan)
+        next(ours.model.parameters()).data.fill_(math.nan)
     ours.outer.after_step(ours.optimizer)
     ours.run([6])
     # It has brought the norms of the last merge, and is no exchange.
@@ -242,6 +242,4 @@ def test_sums_are_of_all_ranks() -> None:
 
 
 def test_without_local_steps_there_are_no_figures() -> None:
-    from lightning_dear.local_steps import OuterHalf
-
     assert OuterHalf().figures(on_all_ranks=True, with_drift=True) == {}
