@@ -54,7 +54,8 @@ class DearMonitor(Callback):
       counted: a rank that the others wait for there is not named. Both figures are left out, with a
       warning, unless all ranks have this callback. They have not been tried on NCCL.
 
-    Seconds and bytes are those of the step before, so that the host need not wait for the GPU.
+    Seconds and bytes of a step are those of the step before, so that the host need not wait for the
+    GPU. Those of an exchange are logged at once.
     Under other strategies nothing is logged, and `summary` has only the step time.
 
     The step time ("step_s") is only in `summary`. A step lasts from the beginning of its first
