@@ -306,14 +306,12 @@ class BayesianSearch:
             return self.start
         if len(self._measured) >= self.num_trials or not left:
             return None
-        if len(self._measured) < 3:
-            # These two caps are far apart, so that the Gaussian process knows the whole range.
-            caps = sorted(self.plans)
-            number = (len(caps) - 1) * (0.2 if len(self._measured) == 1 else 0.8)
-            cap_mb = min(left, key=lambda cap: (abs(caps.index(cap) - number), cap))
-        else:
-            cap_mb = left[self._most_promising(left)]
-        return self.plans[cap_mb]
+        if len(self._measured) > 2:
+            return self.plans[left[self._most_promising(left)]]
+        # These two caps are far apart, so that the Gaussian process knows the whole range.
+        caps = sorted(self.plans)
+        number = (len(caps) - 1) * (0.2 if len(self._measured) == 1 else 0.8)
+        return self.plans[min(left, key=lambda cap: (abs(caps.index(cap) - number), cap))]
 
     def tell(self, plan: BucketPlan, step_s: float) -> None:
         """Stores a measurement of one of `plans`.
