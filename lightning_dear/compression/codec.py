@@ -375,7 +375,6 @@ class Codec(Compressor):
         ValueError: If an option is out of its range, or excludes another option.
     """
 
-    brings_momentum: ClassVar[bool] = False
     is_summable: ClassVar[bool] = False
     largest: ClassVar[float] = math.inf
     wire_dtype: ClassVar[torch.dtype | None] = None

@@ -116,10 +116,8 @@ def sample_stride(k: int) -> int:
     width of the matrix would sample only some of its columns. Widths are mostly products of 2, 3, 5
     and 7. So the stride has none of these factors.
     """
-    stride = max(1, min(100, k // 64))
-    while math.gcd(stride, 2 * 3 * 5 * 7) != 1:
-        stride -= 1
-    return stride
+    longest = max(1, min(100, k // 64))
+    return next(one for one in range(longest, 0, -1) if math.gcd(one, 2 * 3 * 5 * 7) == 1)
 
 
 def sampled_floor(rows: Tensor, k: int, num_deviations: float = 0.0) -> Tensor:

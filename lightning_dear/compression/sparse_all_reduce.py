@@ -410,9 +410,8 @@ class OkTopk(ByThreshold):
         # The local threshold may select up to MOST x k values before it is set anew.
         most = k if self.is_static else int(selectors.MOST * k)
         most_sent = int(min(most, self.message_cap * k / world_size))
-        if self.is_static:
-            return most, most_sent, k // world_size
-        return most, most_sent, int(min(k, self.owner_cap * k / world_size))
+        most_owned = min(k, self.owner_cap * k / world_size)
+        return most, most_sent, k // world_size if self.is_static else int(most_owned)
 
     @override
     def are_regions_due(self, step: int) -> bool:

@@ -178,10 +178,8 @@ class ShardedOptimizer(SteppedPieces):
         brings_masters = False
         for piece in self.pieces:
             parameter = self.shards.parameters[piece.tensor_index]
-            own = {
-                key: cut_state(key, value, parameter, piece)
-                for key, value in whole.get(parameter, {}).items()
-            }
+            entries = whole.get(parameter, {}).items()
+            own = {key: cut_state(key, value, parameter, piece) for key, value in entries}
             master = own.pop(MASTER_KEY, None)
             if master is not None and piece.role.has_master:
                 piece.parameter.copy_(master)
