@@ -341,7 +341,6 @@ class LocalThreshold:
             [n] int64 places and [n] fp32 values, none of them 0. n is k, or between 2 k / 3 and
             4 k / 3, or the number of values other than 0 if that is less.
         """
-        self._next = self.value
         if not is_exact and self.value > 0:
             places = all_reaching(values, self.value)
             found = values.index_select(0, places)
