@@ -298,9 +298,8 @@ def packed(optimizer: Optimizer, state: Mapping[Parameter, Any]) -> dict[str, An
     # Only `state_dict` knows the parameter indices, so `optimizer.state` is replaced meanwhile.
     whole: dict[Any, Any] = dict(optimizer.state)
     whole.update((one, {**own, **whole.get(one, {})}) for one, own in state.items())
-    held = set(parameters_of(optimizer))
     # `state_dict` raises KeyError for a parameter that is in no group any more.
-    for gone in {key for key in whole if isinstance(key, Tensor)} - held:
+    for gone in {key for key in whole if isinstance(key, Tensor)} - set(parameters_of(optimizer)):
         del whole[gone]
     own, optimizer.state = optimizer.state, defaultdict(dict, whole)
     try:

@@ -195,8 +195,7 @@ def unpacked(
 
     def copied(parameter: Tensor, values: Tensor) -> Tensor:
         # In storage order, as in a bucket, and on the device that collectives send from.
-        flat = as_flat(values, storage_strides(parameter))
-        return flat.to(parameter.device, copy=True)
+        return as_flat(values, storage_strides(parameter)).to(parameter.device, copy=True)
 
     def by_parameter(saved: Mapping[int, T]) -> Iterator[tuple[Tensor, T]]:
         return ((parameter_of[index], value) for index, value in saved.items())

@@ -86,8 +86,6 @@ def _group_cost(codec: CodecCost, itemsize: int, model: StepModel) -> GroupCost:
         return Linear(linear.alpha, linear.beta / (num_shards * itemsize))
 
     def sent(row: Linear | None) -> Linear:
-        if world_size == 1:
-            return Linear()
         size = Linear(0.0, itemsize) if row is None else Linear(world_size * row.alpha, row.beta)
         alpha_s = link.reduce_scatter_s(size.alpha, world_size)
         return Linear(alpha_s, link.beta_s * sent_bytes(size.beta, world_size) / itemsize)

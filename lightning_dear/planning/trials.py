@@ -136,8 +136,7 @@ def _all_reducing(plans: Sequence[BucketPlan], model: StepModel, share: float) -
     if best.all_reduced and step_s(best) < min(map(step_s, plans)):
         chosen += [best, changed[best]]
     if share == 1:
-        world_size = model.world_size
-        tried = [refine.everything_all_reduced(tensors, world_size, d) for d in _DDP_DIVISORS]
+        tried = [refine.everything_all_reduced(tensors, model.world_size, d) for d in _DDP_DIVISORS]
         everything = min(tried, key=step_s)
         if step_s(everything) <= _MAX_DDP_RATIO * min(map(step_s, [*plans, *chosen])):
             chosen.append(everything)

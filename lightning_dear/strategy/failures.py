@@ -187,8 +187,7 @@ class FailureBoard:
         """Writes a failure on the board. The first one with a cause of its own becomes `seen`."""
         message = self._own = describe(exception)
         kind = "consequence" if is_consequence(exception) else "cause"
-        line = Line(rank, kind, message)
-        self._ask(lambda store: self._write_with_launches(store, line))
+        self._ask(lambda store: self._write_with_launches(store, Line(rank, kind, message)))
 
     def leave(self, how: str) -> None:
         """Writes on the board why this rank has ended without failing, for ranks that still wait.

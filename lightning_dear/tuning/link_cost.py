@@ -104,8 +104,7 @@ def train_times(
     # only when they are used, which would be during the collective.
     made = partial(torch.empty, dtype=torch.float32, device=device)
     buffers = [made(numel).zero_() for _ in range(count)]
-    scratch = collectives.scratch_numel(numel)
-    received = [made(scratch).zero_() for _ in buffers]
+    received = [made(collectives.scratch_numel(numel)).zero_() for _ in buffers]
 
     def reduce_scatter(place: int) -> Work:
         buffer = buffers[place]
