@@ -404,9 +404,8 @@ class FailureBoard:
         _wait_until(lambda: have_all_come() or store.check([decision]), timeout_s)
         in_order = [state for _, state in sorted(states.items())]
         if len(states) < self.world_size:
-            verdict = (
-                f"only ranks {sorted(states)} of {self.world_size} came within {timeout_s:g} s"
-            )
+            came = sorted(states)
+            verdict = f"only ranks {came} of {self.world_size} came within {timeout_s:g} s"
         else:
             verdict = "yes" if len({*in_order}) == 1 else f"ranks stand at {in_order}"
         # The first verdict in the store is the verdict of all ranks.
