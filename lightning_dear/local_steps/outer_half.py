@@ -38,7 +38,6 @@ class OuterHalf:
 
     Args:
         parts: One for each optimizer.
-
         signal: Carries each rank's wish to stop, which travels with each exchange.
 
     Attributes:
