@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import Role, allocate, storage_strides
-from lightning_dear.checkpoint.optimizer_state import gathered, sharded_state
+from lightning_dear.checkpoint.optimizer_state import ShardedState, gathered, sharded_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.collectives.work import Collectives, Work, uncounted
 from lightning_dear.engine.bucket_round import USED, BucketRound
@@ -265,6 +265,8 @@ class Fragment:
         stepper.clear_gradients()
         self._stepped, stepper.shards = stepper.shards, before
         self._gathers = [self._exchange.launch_gather(one) for one in self._buffers.buckets]
+        # The exchange can only be merged now: checkpoints have its residuals.
+        self._exchange.commit()
 
     @torch.no_grad()
     def merge(self, mix: float) -> int | None:
@@ -304,10 +306,7 @@ class Fragment:
             state = sharded_state(stepper, collectives)
             how = collectives, stepper.device
             whole = gathered(state, *how, on_rank_0=not on_all_ranks)["state"]
-        return {
-            self.names[index]: {key: value for key, value in own.items() if key != MASTER_KEY}
-            for index, own in whole.items()
-        }
+        return {self.names[index]: _plain(own) for index, own in whole.items()}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
@@ -320,6 +319,67 @@ class Fragment:
             if own := state.get(name):
                 optimizer.state[shadow] = dict(own)
         self.stepper.adopt_state()
+
+    def spread(self) -> tuple[ShardedState, ShardedState]:
+        """Returns what a checkpoint folder has of the fragment. Collective. Blocks.
+
+        Waits until all sums of an exchange under way have arrived. The module must hold the anchor.
+
+        Returns:
+            The outer optimizer's state of the last merge, by name, and what `resume` takes.
+        """
+        collectives, stepper = self._options.collectives, self.stepper
+        if self.sent_at is not None and not self._is_stepped:
+            # The step reads the anchor, in whose place the replica is at present.
+            self.swap()
+            self.step()
+            self.swap()
+        is_stepped, before = self._is_stepped and not self._bad.heard, stepper.shards
+        with uncounted(collectives):
+            last = now = sharded_state(stepper, collectives)
+            if is_stepped:
+                stepper.shards = self._stepped
+                stepper.note_written()
+                now = sharded_state(stepper, collectives)
+                stepper.shards = before
+        by_name = {self.names[index]: _plain(own) for index, own in last["state"].items()}
+        now = self.residuals.add_to_sharded(now)
+        what = {"sent_at": self.sent_at, "bad": self._bad.heard, "state": dict(now)}
+        return ShardedState(by_name, last.chunks, ()), ShardedState(what, now.chunks, ())
+
+    @torch.no_grad()
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Takes over what `spread` has returned, with whole tensors, at the same world size.
+
+        Collective. Does not block. The anchor and, by `load`, the state of the last merge must be
+        there. An exchange that was under way is so again: its stepped shards are sent again.
+        """
+        stepper, last, optimizer = self.stepper, self.stepper.shards, self.stepper.optimizer
+        stepper.shards = replace(last, state=defaultdict(dict))
+        options = [dict(group) for group in optimizer.param_groups]
+        optimizer.load_state_dict(saved["state"])
+        for group, own in zip(optimizer.param_groups, options, strict=True):
+            group.update(own)
+        stepper.adopt_state()
+        self.sent_at, self._bad.heard = saved["sent_at"], saved["bad"]
+        if self.sent_at is None:
+            return
+        self._take()
+        self._is_stepped = True
+        if not self._bad.heard:
+            self._stepped, stepper.shards = stepper.shards, last
+            for coded in self._exchange.coded:
+                # As before the gather was encoded: random numbers depend on it.
+                coded.counts["gather"] = max(0, coded.counts["gather"] - 1)
+            self._gathers = [self._exchange.launch_gather(one) for one in self._buffers.buckets]
+
+    @torch.no_grad()
+    def write_replica(self, own: Mapping[str, Tensor]) -> None:
+        """Overwrites the replica's values with `own`, whole tensors by name. Local."""
+        whole = [own[name] for name in self.names]
+        flat = [one.as_strided((one.numel(),), (1,)) for one in whole]
+        for saved, value in self._pairs(flat, whole):
+            value.copy_(saved)
 
     @torch.no_grad()
     def take_replica(self) -> None:
@@ -355,6 +415,11 @@ class Fragment:
     def release(self) -> None:
         """Ends the thread that waits for messages. Local."""
         self.round.release()
+
+
+def _plain(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the state of a parameter without its master."""
+    return {key: value for key, value in own.items() if key != MASTER_KEY}
 
 
 def _copied_state(state: Mapping[Tensor, Any]) -> defaultdict[Tensor, Any]:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.training import Training
 from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value, cut, num_modules
 from lightning_dear.local_steps.schedule import LocalSteps, Schedule
+from lightning_dear.optimizers.masters import MASTER_KEY, differs
 from lightning_dear.optimizers.pieces import parameters_of
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class OptimizerRounds:
         self.schedule: Schedule = steps.schedule(num_modules(training.module, held))
         self._seen: object = None
         self._values: Mapping[Parameter, Sequence[Value]] = {}
+        self._masters: Mapping[Parameter, Tensor] = {}
         self.groups: list[list[Fragment]] = [[] for _ in range(self.schedule.fragments)]
         self._cut({})
 
@@ -143,13 +146,45 @@ class OptimizerRounds:
                 parameter = stepper.shards.parameters[piece.tensor_index]
                 values.setdefault(parameter, []).append(Value(piece.parameter, piece.start))
             self._values = values
-        return {name: self._values.get(one) or [Value(one.data)] for name, one in named.items()}
+        whole = {one: [Value(self._masters.get(one, one.data))] for one in named.values()}
+        return {name: self._values.get(one) or whole[one] for name, one in named.items()}
+
+    def take_masters(self) -> bool:
+        """Makes loaded masters of 16-bit parameters the replica's values, until a plan has them.
+
+        Local. The first step of a fit makes the plan. Masters of weights that were changed since
+        they were saved do not count.
+
+        Returns:
+            Whether there are any.
+        """
+        state: Mapping[Any, Any] = self.optimizer.state if self.part.plans.active is None else {}
+        own = ((one, its[MASTER_KEY]) for one, its in state.items() if MASTER_KEY in its)
+        self._masters = {one: its for one, its in own if not differs(its, one, is_rounded=True)}
+        return bool(self._masters)
+
+    def load_inner(self, state: dict[str, Any]) -> None:
+        """Loads the inner optimizer's state, without masters, which stay as they are. Local."""
+        self.optimizer.load_state_dict(state)
+        for parameter, master in self._masters.items():
+            self.optimizer.state[parameter][MASTER_KEY] = master
+        self.part.prepare_state("local steps")
+
+    @property
+    def layout(self) -> list[Any]:
+        """What must be the same for local state to be loaded: when what is sent and merged."""
+        every, number, delay, _ = self.schedule
+        names = [[list(one.names) for one in group] for group in self.groups]
+        return [every, number, delay, names]
 
     def publish(self) -> None:
         """Rounds masters to 16-bit parameters, and tells autograd that parameters changed."""
         active = self.part.plans.active
         for bucket in () if active is None else active.flat.buckets:
             bucket.publish()
+        for parameter, master in self._masters.items() if active is None else ():
+            parameter.data.copy_(master)
+        self.part.stepper.note_written()
         torch.autograd.graph.increment_version(parameters_of(self.optimizer))
 
     @property

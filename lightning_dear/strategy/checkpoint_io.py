@@ -1,12 +1,14 @@
 """Writes checkpoint files atomically, and reads checkpoints with checks on all ranks."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_dear.checkpoint import files, folder
@@ -42,6 +44,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
 
 
+def rank_zero_remark(remark: str) -> None:
+    """Tells the user `remark`, on rank 0. "" means nothing."""
+    if remark:
+        rank_zero_info(remark)
+
+
 def save_folder(checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
     """Writes a checkpoint as a folder, into which every rank writes. Collective. Blocks.
 
@@ -68,6 +76,7 @@ def checked(
     check_digests: bool,
     weights_only: bool | None = None,
     is_trainers: bool = False,
+    reader: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """Returns the checkpoint in `path`, without masters if another strategy wrote it.
 
@@ -80,6 +89,7 @@ def checked(
         check_digests: Whether to compare local files with the digests in them.
         weights_only: For a folder, the argument of `folder.load`.
         is_trainers: Whether to refuse a checkpoint without "state_dict", which no Trainer wrote.
+        reader: For a folder, the argument of `folder.load`.
 
     Raises:
         ValueError: If the checkpoint is damaged or no checkpoint, or has another format number. If
@@ -90,7 +100,8 @@ def checked(
     wrong: Exception | None = None
     try:
         if folder.is_folder(path):
-            checkpoint = folder.load(path, weights_only=weights_only, check_digests=check_digests)
+            how = partial(folder.load, path, check_digests=check_digests, reader=reader)
+            checkpoint = how(weights_only=weights_only)
         else:
             local = str(path).removeprefix("file://")
             checkpoint = files.read(local, load, check_digests=check_digests)

@@ -37,7 +37,7 @@ from lightning_dear.local_steps import LocalSteps, OuterHalf
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.strategy import connections, failure_watch, failures, launchers, refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy, meanwhile
-from lightning_dear.strategy.checkpoint_io import checked, save_folder
+from lightning_dear.strategy.checkpoint_io import checked, rank_zero_remark, save_folder
 from lightning_dear.strategy.loaders import Loaders
 
 log = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def _take(self, pipeline: Pipeline, outer: OuterHalf) -> None:
         """Trains with these halves from now on. Collective. Blocks."""
         self._pipeline, self._outer, self._connected = pipeline, outer, ()
-        outer.load(self._resumed)
+        self._go_on()
         if not outer.is_on:
             pipeline.before_change = self._failures.agree_on_change
         self._connect()
@@ -361,7 +361,16 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         self._resumed = {files.CHECKPOINT_KEY: checkpoint.get(files.CHECKPOINT_KEY, {})}
-        self._outer.load(self._resumed)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Takes over a checkpoint's state of local steps, once these are on. Collective. Blocks."""
+        if self._outer.is_on:
+            remark, own = self._outer.load(self._resumed)
+            rank_zero_remark(remark)
+            if own.get("precision"):
+                self.precision_plugin.load_state_dict(own["precision"])
+            self._resumed = {}
 
     @override
     def optimizer_state(
@@ -395,7 +404,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         Collective. Blocks. Raises what `save_folder` raises.
         """
         files.stamp(checkpoint)
-        self._outer.save(checkpoint)
+        of_rank = {"precision": self.precision_plugin.state_dict()} if self._saves_folders else None
+        rank_zero_remark(self._outer.save(checkpoint, of_rank=of_rank))
         if self._saves_folders:
             # Rank 0's name is used, as a name may hold a time of day, which differs by rank.
             save_folder(checkpoint, self.broadcast(filepath), storage_options)
@@ -417,7 +427,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         read = partial(super().load_checkpoint, checkpoint_path, *args, **kwargs)
         # Lightning 2.5 does not pass `weights_only`.
         weights = kwargs.get("weights_only", *args[:1])
-        checks = {"check_digests": self._checks_digests, "is_trainers": True}
+        own = None if self._local_steps is None else (self.global_rank, self.world_size)
+        checks = {"check_digests": self._checks_digests, "is_trainers": True, "reader": own}
         return checked(read, checkpoint_path, weights_only=weights, **checks)
 
     @override

@@ -360,8 +360,6 @@ def check_local_steps(
         and "it counts steps that exchange gradients. Pass compressor= alone",
         "weights or split": (given["weights"] or given.get("split")) is not None
         and "replicas count alike. Leave them out",
-        "save_distributed_checkpoint": given.get("save_distributed_checkpoint")
-        and "local state is not saved in folders. Leave it out",
     }
     for option, reason in why.items():
         if reason:
