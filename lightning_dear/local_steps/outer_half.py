@@ -16,6 +16,7 @@ from lightning_dear.checkpoint.files import CHECKPOINT_KEY, LOCAL_KEY
 from lightning_dear.checkpoint.optimizer_state import ShardedState
 from lightning_dear.collectives.work import Collectives, reusable_groups
 from lightning_dear.engine.module_tree import ModuleTree
+from lightning_dear.engine.notes import Signal
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.local_steps import local_state
@@ -39,22 +40,25 @@ class OuterHalf:
 
     Args:
         parts: One for each optimizer.
+        signal: Carries each rank's wish to stop, which travels with each exchange.
         tree: The tree of modules. None means that there are no parts.
         saves_local: Whether folders have local state, see `LocalSteps`.
 
     Attributes:
+        signal: Same as the argument. None without local steps.
         shows_anchor: Whether the module holds the anchor at present, and not the replica.
     """
 
     def __init__(
         self,
         parts: Sequence[OptimizerRounds] = (),
+        signal: Signal | None = None,
         tree: ModuleTree | None = None,
         *,
         saves_local: bool = True,
     ) -> None:
-        self._parts, self._tree, self._saves_local = parts, tree, saves_local
-        self.shows_anchor = False
+        self._parts, self.signal, self.shows_anchor = parts, signal, False
+        self._tree, self._saves_local = tree, saves_local
 
     @classmethod
     def of(
@@ -86,9 +90,10 @@ class OuterHalf:
         seed = _agreed_seed(steps, collectives)
         waiting = pipeline.training.instruments.waiting
         shared = OuterOptions(collectives, options, fusion, steps.new_outer, waiting, seed)
-        parts, number = list[OptimizerRounds](), first_number
+        parts, number, signal = list[OptimizerRounds](), first_number, Signal()
         for part in pipeline.parts:
-            parts.append(OptimizerRounds(pipeline.training, part, steps, shared, number))
+            module = pipeline.training.module
+            parts.append(OptimizerRounds(module, part, steps, shared, number, signal))
             number += len(parts[-1].groups)
         tree = pipeline.training.tree
         if averages_buffers and _buffers_of(tree):
@@ -96,7 +101,7 @@ class OuterHalf:
             replica = lambda: {name: [Value(one)] for name, one in _buffers_of(tree).items()}  # noqa: E731
             buffers = Fragment(replica, _buffers_of(tree), plain, number, keeps_own=True)
             parts[0].groups[-1].append(buffers)
-        return cls(parts, tree, saves_local=steps.local_state)
+        return cls(parts, signal, tree, saves_local=steps.local_state)
 
     @property
     def is_on(self) -> bool:

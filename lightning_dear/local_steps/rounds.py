@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.collectives.launch_log import hash_of
 from lightning_dear.collectives.work import Collectives, under_way
-from lightning_dear.engine.notes import Digest, OptionValues, check_options, options_of
+from lightning_dear.engine.notes import Digest, OptionValues, Signal, check_options, options_of
 from lightning_dear.engine.step import OptimizerPipeline
-from lightning_dear.engine.training import Training
 from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value, cut, num_modules
 from lightning_dear.local_steps.schedule import LocalSteps, Schedule
 from lightning_dear.optimizers.masters import MASTER_KEY, differs
@@ -30,11 +29,12 @@ class OptimizerRounds:
     """Counts the steps of one optimizer, and sends and merges its fragments.
 
     Args:
-        training: What all optimizers of the inner half share. Its signal hears of wishes to stop.
+        module: The module.
         part: The optimizer's part of the inner half.
         steps: Options of local steps.
         shared: What all fragments share.
         number: Number of the first fragment.
+        signal: Carries wishes to stop. Hears of them at a merge.
 
     Attributes:
         part: Same as the argument.
@@ -49,17 +49,18 @@ class OptimizerRounds:
 
     def __init__(
         self,
-        training: Training,
+        module: Module,
         part: OptimizerPipeline,
         steps: LocalSteps,
         shared: OuterOptions,
         number: int,
+        signal: Signal,
     ) -> None:
         self.part, self.optimizer, self.count, self.finished_at = part, part.optimizer, 0, 0
-        self.collectives, self._signal = shared.collectives, training.signal
-        self._training, self._steps, self._shared, self._number = training, steps, shared, number
+        self.collectives, self._signal = shared.collectives, signal
+        self._module, self._steps, self._shared, self._number = module, steps, shared, number
         held = parameters_of(part.optimizer)
-        self.schedule: Schedule = steps.schedule(num_modules(training.module, held))
+        self.schedule: Schedule = steps.schedule(num_modules(module, held))
         self._seen: object = None
         self._values: Mapping[Parameter, Sequence[Value]] = {}
         self._masters: Mapping[Parameter, Tensor] = {}
@@ -73,15 +74,16 @@ class OptimizerRounds:
             anchor: Name -> value of the anchor, where it is not the parameter's own value.
         """
         self._held = parameters_of(self.optimizer)
-        fragments, module = self._steps.fragments, self._training.module
+        fragments, module = self._steps.fragments, self._module
         names = fragments if isinstance(fragments, Sequence) else self.schedule.fragments
         notes = lambda outer: [RoundDigest(self.collectives, self, outer)]  # noqa: E731
         for turn, named in enumerate(cut(module, self._held, names)):
-            tensors, replica = {**named, **anchor}, partial(self._replica, named)
-            first = {name: tensors[name] for name in named}
-            made = Fragment(replica, first, self._shared, self._number + turn, notes)
             kept = [one for one in self.groups[turn] if one.keeps_own]
-            self.groups[turn] = [made, *kept] if named else kept
+            if named:
+                first = {name: anchor.get(name, value) for name, value in named.items()}
+                replica, number = partial(self._replica, named), self._number + turn
+                kept.insert(0, Fragment(replica, first, self._shared, number, notes))
+            self.groups[turn] = kept
 
     def _follow(self) -> None:
         """Makes new fragments if the optimizer has other parameters than before. Blocks.
@@ -96,7 +98,7 @@ class OptimizerRounds:
         anchor = {name: value.clone() for one in own for name, value in one.anchor.items()}
         state = {name: its for one in own for name, its in one.state(on_all_ranks=True).items()}
         held = {*parameters_of(self.optimizer)}
-        for name, parameter in self._training.module.named_parameters():
+        for name, parameter in self._module.named_parameters():
             if name in anchor and parameter not in held:
                 parameter.data.copy_(anchor[name])
             elif name not in anchor and parameter in held:

@@ -222,7 +222,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             pipeline.before_change = self._failures.agree_on_change
         self._connect()
         if self._stop is not None:
-            self._stop.ask_through(pipeline.training, asks=not outer.is_on)
+            self._stop.ask_through(pipeline.training, outer.signal)
 
     def _connect(self) -> None:
         """Connects the trainer's precision plug-in and optimizer wrappers, if they are new. Local.
@@ -283,13 +283,14 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._loaders.begin_batch()
+        # Not in `training_step`, which runs within the optimizer's step.
+        if halves := self._end_of_dense_steps(self.pipeline_of(), self._trainer.global_step):
+            self._take(*halves)
         if batch_idx == 0:
             self.pipeline_of().training.buffers.asks = True
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        if halves := self._end_of_dense_steps(self.pipeline_of(), self._trainer.global_step):
-            self._take(*halves)
         self._connect()
         self._outer.show_replica()
         with self.pipeline_of().forward(synchronize=not self._is_sync_blocked):
@@ -404,8 +405,9 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         Collective. Blocks. Raises what `save_folder` raises.
         """
         files.stamp(checkpoint)
-        of_rank = {"precision": self.precision_plugin.state_dict()} if self._saves_folders else None
-        rank_zero_remark(self._outer.save(checkpoint, of_rank=of_rank))
+        if "optimizer_states" in checkpoint:
+            own = {"precision": self.precision_plugin.state_dict()} if self._saves_folders else None
+            rank_zero_remark(self._outer.save(checkpoint, of_rank=own))
         if self._saves_folders:
             # Rank 0's name is used, as a name may hold a time of day, which differs by rank.
             save_folder(checkpoint, self.broadcast(filepath), storage_options)

@@ -42,12 +42,13 @@ class ByIndex(Module):
             nn.BatchNorm1d(self.width) if norm else nn.Tanh(),
             nn.Linear(self.width, self.width),
             nn.Linear(self.width, 40),
+            nn.Linear(40, 40),
             nn.Linear(40, 9),
         )
 
     def training_step(self, _: Tensor, batch_idx: int) -> Tensor:
         batch = batch_of(dist.get_rank(), batch_idx).to(self.net[0].weight.dtype)
-        loss = self.net(batch).float().square().mean()
+        loss: Tensor = self.net(batch).float().square().mean()
         if not self.automatic_optimization:
             self.manual_backward(loss)
             for number, optimizer in enumerate(self.optimizers()):
@@ -59,7 +60,7 @@ class ByIndex(Module):
     def configure_optimizers(self) -> Any:
         if self.automatic_optimization:
             return super().configure_optimizers()
-        halves = self.net[:2], self.net[2:]
+        halves = self.net[:3], self.net[3:]
         return [AdamW(one.parameters(), lr=0.01 * n) for n, one in enumerate(halves, 1)]
 
     def validation_step(self, batch: Tensor, _: int) -> None:
