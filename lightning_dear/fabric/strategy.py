@@ -36,7 +36,7 @@ from lightning_dear.local_steps import LocalSteps, OuterHalf
 from lightning_dear.planning import FusionPlanner, resolve_fusion
 from lightning_dear.strategy import connections, refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy, meanwhile
-from lightning_dear.strategy.checkpoint_io import checked, rank_zero_remark
+from lightning_dear.strategy.checkpoint_io import checked, load_local_steps
 
 _MultiProcessingLauncher: Any = private_names.FABRIC_PROCESS_LAUNCHER.of(launchers)
 _BackwardSyncControl: Any = private_names.BACKWARD_SYNC_CONTROL.of(strategy)
@@ -386,8 +386,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
             rest = super().load_checkpoint(path, state, *args, **kwargs)
         if state:
             for name, one in state.items() if isinstance(state, dict) else ():
-                remark, _ = _outer_of(one).load(rest, name)
-                rank_zero_remark(remark)
+                load_local_steps(_outer_of(one), rest, None, name)
             rest.pop(CHECKPOINT_KEY, None)
         return rest
 

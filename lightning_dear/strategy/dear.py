@@ -37,7 +37,12 @@ from lightning_dear.local_steps import LocalSteps, OuterHalf
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.strategy import connections, failure_watch, failures, launchers, refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy, meanwhile
-from lightning_dear.strategy.checkpoint_io import checked, rank_zero_remark, save_folder
+from lightning_dear.strategy.checkpoint_io import (
+    checked,
+    load_local_steps,
+    save_folder,
+    save_local_steps,
+)
 from lightning_dear.strategy.loaders import Loaders
 
 log = logging.getLogger(__name__)
@@ -367,10 +372,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def _go_on(self) -> None:
         """Takes over a checkpoint's state of local steps, once these are on. Collective. Blocks."""
         if self._outer.is_on:
-            remark, own = self._outer.load(self._resumed)
-            rank_zero_remark(remark)
-            if own.get("precision"):
-                self.precision_plugin.load_state_dict(own["precision"])
+            load_local_steps(self._outer, self._resumed, self.precision_plugin)
             self._resumed = {}
 
     @override
@@ -406,8 +408,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         """
         files.stamp(checkpoint)
         if "optimizer_states" in checkpoint:
-            own = {"precision": self.precision_plugin.state_dict()} if self._saves_folders else None
-            rank_zero_remark(self._outer.save(checkpoint, of_rank=own))
+            precision = self.precision_plugin if self._saves_folders else None
+            save_local_steps(self._outer, checkpoint, precision)
         if self._saves_folders:
             # Rank 0's name is used, as a name may hold a time of day, which differs by rank.
             save_folder(checkpoint, self.broadcast(filepath), storage_options)

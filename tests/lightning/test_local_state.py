@@ -54,7 +54,7 @@ class ByIndex(Module):
             for number, optimizer in enumerate(self.optimizers()):
                 if number == 0 or batch_idx % 2:
                     optimizer.step()
-                    optimizer.zero_grad()
+                optimizer.zero_grad()
         return loss
 
     def configure_optimizers(self) -> Any:
