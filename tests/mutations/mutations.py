@@ -80,7 +80,7 @@ STRATEGY = [
     Mutation(
         "clipping and unscaling on shards",
         "DearStrategy._connect",
-        "        connections.connect_precision(self.precision_plugin, self.pipeline_of())\n",
+        "            connections.connect_precision(self.precision_plugin, pipeline)\n",
         "",
         row("clipping by norm", "clipping by value"),
     ),
