@@ -121,6 +121,8 @@ def save_local_steps(
 ) -> None:
     """Puts the state of local steps into a Trainer's checkpoint. Collective. Blocks.
 
+    Does nothing if the checkpoint has only weights.
+
     Args:
         outer: The outer half. Without local steps nothing is done.
         checkpoint: Lightning's checkpoint dict. Mutated.
@@ -128,13 +130,14 @@ def save_local_steps(
             None means an ordinary file.
     """
     of_rank = None if precision is None else {"precision": precision.state_dict()}
-    if remark := outer.save(checkpoint, of_rank=of_rank):
+    is_whole = "optimizer_states" in checkpoint
+    if remark := is_whole and outer.save(checkpoint, of_rank=of_rank):
         rank_zero_info(remark)
 
 
 def load_local_steps(
     outer: OuterHalf, checkpoint: Mapping[str, Any], precision: Precision | None, model: str = ""
-) -> None:
+) -> Mapping[str, Any]:
     """Takes over the state of local steps, and tells rank 0's user if that is not bit for bit.
 
     Collective. Blocks.
@@ -144,9 +147,15 @@ def load_local_steps(
         checkpoint: The checkpoint dict.
         precision: The precision plug-in. Mutated. None means that no rank has saved its own.
         model: Name of the model, if the checkpoint has several.
+
+    Returns:
+        What is to be loaded once local steps are on: nothing, or `checkpoint` if they are not.
     """
+    if not outer.is_on:
+        return checkpoint
     remark, own = outer.load(checkpoint, model)
     if remark:
         rank_zero_info(remark)
     if precision is not None and own.get("precision"):
         precision.load_state_dict(own["precision"])
+    return {}

@@ -5,7 +5,6 @@ The methods stand in the order of a fit. `engine/pipeline.py` describes what the
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -35,17 +34,10 @@ from lightning_dear.compression import Compressor, NoCompression
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.local_steps import LocalSteps, OuterHalf
 from lightning_dear.planning import FusionPlanner
+from lightning_dear.strategy import checkpoint_io as io
 from lightning_dear.strategy import connections, failure_watch, failures, launchers, refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy, meanwhile
-from lightning_dear.strategy.checkpoint_io import (
-    checked,
-    load_local_steps,
-    save_folder,
-    save_local_steps,
-)
 from lightning_dear.strategy.loaders import Loaders
-
-log = logging.getLogger(__name__)
 
 
 class DearStrategy(PipelineStrategy, DDPStrategy):
@@ -215,6 +207,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         for part in pipeline.parts:
             part.inherit(before)
         self._failures.follow(collectives)
+        self._resumed = {}
         # Only now: if a line above raises, the next fit inherits the old pipeline's state.
         self._take(pipeline, outer)
         self._insert_guard(trainer)
@@ -222,7 +215,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def _take(self, pipeline: Pipeline, outer: OuterHalf) -> None:
         """Trains with these halves from now on. Collective. Blocks."""
         self._pipeline, self._outer, self._connected = pipeline, outer, ()
-        self._go_on()
+        self._resumed = io.load_local_steps(outer, self._resumed, self.precision_plugin)
         if not outer.is_on:
             pipeline.before_change = self._failures.agree_on_change
         self._connect()
@@ -367,13 +360,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         self._resumed = {files.CHECKPOINT_KEY: checkpoint.get(files.CHECKPOINT_KEY, {})}
-        self._go_on()
-
-    def _go_on(self) -> None:
-        """Takes over a checkpoint's state of local steps, once these are on. Collective. Blocks."""
-        if self._outer.is_on:
-            load_local_steps(self._outer, self._resumed, self.precision_plugin)
-            self._resumed = {}
+        self._resumed = io.load_local_steps(self._outer, self._resumed, self.precision_plugin)
 
     @override
     def optimizer_state(
@@ -407,12 +394,11 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         Collective. Blocks. Raises what `save_folder` raises.
         """
         files.stamp(checkpoint)
-        if "optimizer_states" in checkpoint:
-            precision = self.precision_plugin if self._saves_folders else None
-            save_local_steps(self._outer, checkpoint, precision)
+        precision = self.precision_plugin if self._saves_folders else None
+        io.save_local_steps(self._outer, checkpoint, precision)
         if self._saves_folders:
             # Rank 0's name is used, as a name may hold a time of day, which differs by rank.
-            save_folder(checkpoint, self.broadcast(filepath), storage_options)
+            io.save_folder(checkpoint, self.broadcast(filepath), storage_options)
         else:
             if folder.is_folder(filepath):
                 self.remove_checkpoint(filepath)
@@ -433,7 +419,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         weights = kwargs.get("weights_only", *args[:1])
         own = None if self._local_steps is None else (self.global_rank, self.world_size)
         checks = {"check_digests": self._checks_digests, "is_trainers": True, "reader": own}
-        return checked(read, checkpoint_path, weights_only=weights, **checks)
+        return io.checked(read, checkpoint_path, weights_only=weights, **checks)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -9,10 +9,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import environments
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -46,8 +46,8 @@ class ByIndex(Module):
             nn.Linear(40, 9),
         )
 
-    def training_step(self, _: Tensor, batch_idx: int) -> Tensor:
-        batch = batch_of(dist.get_rank(), batch_idx).to(self.net[0].weight.dtype)
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        batch = batch_of(dist.get_rank(), batch_idx).to(next(self.parameters()).dtype)
         loss: Tensor = self.net(batch).float().square().mean()
         if not self.automatic_optimization:
             self.manual_backward(loss)
@@ -136,9 +136,9 @@ def test_a_folder_goes_on_bit_for_bit(
 
 def scaled() -> Any:
     """Ranks have other loss scales, which overflow after other steps."""
-    how = {"init_scale": 2.0 ** (20 if dist.get_rank() == 0 else 12), "growth_interval": 3}
-    scaler = torch.amp.GradScaler("cpu", **how)
-    return [TorchElasticEnvironment(), MixedPrecision("16-mixed", "cpu", scaler)]
+    scale = 2.0 ** (20 if dist.get_rank() == 0 else 12)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+    return [environments.TorchElasticEnvironment(), MixedPrecision("16-mixed", "cpu", scaler)]
 
 
 VARIANTS = {
