@@ -16,6 +16,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from lightning_dear.checkpoint import storage
 from lightning_dear.checkpoint.files import CHECKPOINT_KEY, LOCAL_KEY
 from lightning_dear.checkpoint.folder import convert, load
 from lightning_dear.local_steps import LocalSteps
@@ -267,10 +268,31 @@ def _ddp(path: Path) -> None:
         assert torch.allclose(weights(ours)[name], value, atol=1e-6), name
 
 
+def names_read(path: Path, reader: tuple[int, int] | None) -> tuple[list[str], list[str]]:
+    """Names of the tensors that are read from a folder: of single ranks, and others."""
+    seen: list[str] = []
+    read = storage.read_tensors
+
+    def spy(folder: Path, stand_ins: Any, *rest: Any) -> Any:
+        seen.extend(stand_ins)
+        return read(folder, stand_ins, *rest)
+
+    with patch.object(storage, "read_tensors", spy):
+        load(path, reader=reader)
+    is_own = f"{CHECKPOINT_KEY}.{LOCAL_KEY}.ranks."
+    return [one for one in seen if one.startswith(is_own)], [
+        one for one in seen if not one.startswith(is_own)
+    ]
+
+
 def test_others_go_on_from_the_anchor(tmp_path: Path) -> None:
     run_ranks(_train_plain, 2, tmp_path)
     run_ranks(_go_on_elsewhere, 3, tmp_path, "as many ranks")
     run_ranks(_go_on_elsewhere, 1, tmp_path, None)
+    ours, others = names_read(tmp_path / "step=7.ckpt", (1, 2))
+    assert {name.split(".")[3] for name in ours} == {"1"}
+    assert len(others) > 4
+    assert not any(names_read(tmp_path / "step=7.ckpt", reader)[0] for reader in (None, (1, 3)))
     convert(tmp_path / "step=7.ckpt", tmp_path / "file.ckpt")
     file = torch.load(tmp_path / "file.ckpt", weights_only=True)
     assert LOCAL_KEY not in file[CHECKPOINT_KEY]
