@@ -20,6 +20,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies import launchers, strategy
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.pytorch.overrides import distributed as overrides
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, device
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -36,7 +37,7 @@ from lightning_dear.local_steps import LocalSteps, OuterHalf
 from lightning_dear.planning import FusionPlanner, resolve_fusion
 from lightning_dear.strategy import connections, refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy, meanwhile
-from lightning_dear.strategy.checkpoint_io import checked, load_local_steps
+from lightning_dear.strategy.checkpoint_io import checked
 
 _MultiProcessingLauncher: Any = private_names.FABRIC_PROCESS_LAUNCHER.of(launchers)
 _BackwardSyncControl: Any = private_names.BACKWARD_SYNC_CONTROL.of(strategy)
@@ -82,7 +83,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         gather: Literal["parameters", "gradients"] | None = None,
         hops: int | None = None,
         weights: Literal["samples"] | None = None,
-        local_steps: int | LocalSteps | None = None,
+        local_steps: int | str | LocalSteps | None = None,
         reduce_dtype: Literal["fp32"] | None = None,
         broadcast_buffers: bool = True,
         gradients_in_hooks: bool = True,
@@ -275,6 +276,10 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         for one in stepped:
             one.has_run = False
             one.outer.after_step(optimizer)
+            num_steps = min(part.num_steps for part in one.pipeline.parts)
+            if halves := self._end_of_dense_steps(one.pipeline, num_steps):
+                one.take(*halves)
+                connections.connect_scaler(self.precision, one.pipeline, modules.part_of)
         return output
 
     @override
@@ -386,7 +391,9 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
             rest = super().load_checkpoint(path, state, *args, **kwargs)
         if state:
             for name, one in state.items() if isinstance(state, dict) else ():
-                load_local_steps(_outer_of(one), rest, None, name)
+                remark, _ = _outer_of(one).load(rest, name)
+                if remark:
+                    rank_zero_info(remark)
             rest.pop(CHECKPOINT_KEY, None)
         return rest
 

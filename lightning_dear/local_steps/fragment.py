@@ -343,6 +343,9 @@ class Fragment:
                 stepper.shards = before
         by_name = {self.names[index]: _plain(own) for index, own in last["state"].items()}
         now = self.residuals.add_to_sharded(now)
+        if not is_stepped and not self._exchange.coded:
+            # Masters are the anchor, which the checkpoint has.
+            now["state"] = {index: _plain(own) for index, own in now["state"].items()}
         what = {"sent_at": self.sent_at, "bad": self._bad.heard, "state": dict(now)}
         return ShardedState(by_name, last.chunks, ()), ShardedState(what, now.chunks, ())
 

@@ -1,19 +1,17 @@
 """Writes checkpoint files atomically, and reads checkpoints with checks on all ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
-from lightning.fabric.plugins import Precision, TorchCheckpointIO
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_dear.checkpoint import files, folder
 from lightning_dear.collectives.store import from_all_ranks
-from lightning_dear.local_steps import OuterHalf
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -114,48 +112,3 @@ def checked(
     if files.CHECKPOINT_KEY not in checkpoint:
         files.forget_masters(checkpoint)
     return checkpoint
-
-
-def save_local_steps(
-    outer: OuterHalf, checkpoint: dict[str, Any], precision: Precision | None
-) -> None:
-    """Puts the state of local steps into a Trainer's checkpoint. Collective. Blocks.
-
-    Does nothing if the checkpoint has only weights.
-
-    Args:
-        outer: The outer half. Without local steps nothing is done.
-        checkpoint: Lightning's checkpoint dict. Mutated.
-        precision: For a folder: the precision plug-in, whose loss scale each rank has for itself.
-            None means an ordinary file.
-    """
-    of_rank = None if precision is None else {"precision": precision.state_dict()}
-    is_whole = "optimizer_states" in checkpoint
-    if remark := is_whole and outer.save(checkpoint, of_rank=of_rank):
-        rank_zero_info(remark)
-
-
-def load_local_steps(
-    outer: OuterHalf, checkpoint: Mapping[str, Any], precision: Precision | None, model: str = ""
-) -> Mapping[str, Any]:
-    """Takes over the state of local steps, and tells rank 0's user if that is not bit for bit.
-
-    Collective. Blocks.
-
-    Args:
-        outer: The outer half. Without local steps nothing is done.
-        checkpoint: The checkpoint dict.
-        precision: The precision plug-in. Mutated. None means that no rank has saved its own.
-        model: Name of the model, if the checkpoint has several.
-
-    Returns:
-        What is to be loaded once local steps are on: nothing, or `checkpoint` if they are not.
-    """
-    if not outer.is_on:
-        return checkpoint
-    remark, own = outer.load(checkpoint, model)
-    if remark:
-        rank_zero_info(remark)
-    if precision is not None and own.get("precision"):
-        precision.load_state_dict(own["precision"])
-    return {}

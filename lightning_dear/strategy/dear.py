@@ -35,7 +35,7 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.local_steps import LocalSteps, OuterHalf
 from lightning_dear.planning import FusionPlanner
 from lightning_dear.strategy import checkpoint_io as io
-from lightning_dear.strategy import connections, failure_watch, failures, launchers, refusals
+from lightning_dear.strategy import connections, failure_watch, failures, launchers, local, refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy, meanwhile
 from lightning_dear.strategy.loaders import Loaders
 
@@ -74,7 +74,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             all-gathers, as in WFBP, MG-WFBP and DDP.
         weights: "samples" means that each batch counts by its number of samples, or by what `weigh`
             is given. None means that all ranks count alike, as under DDP.
-        local_steps: Number of steps that ranks train alone before they exchange once, or a
+        local_steps: Steps that ranks train alone before they exchange once, "auto", or a
             `lightning_dear.local_steps.LocalSteps`. None means that each step exchanges.
         reduce_dtype: "fp32": NCCL, too, sums 16-bit gradients in fp32. None: as the backend does.
         broadcast_buffers: Whether rank 0's buffers (BatchNorm) are broadcast, as under DDP.
@@ -117,7 +117,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         hops: int | None = None,
         decouple: bool = True,
         weights: Literal["samples"] | None = None,
-        local_steps: int | LocalSteps | None = None,
+        local_steps: int | str | LocalSteps | None = None,
         reduce_dtype: Literal["fp32"] | None = None,
         broadcast_buffers: bool = True,
         gradients_in_hooks: bool = True,
@@ -140,8 +140,6 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._take_options(given)
         self._saves_folders, self._loaders = save_distributed_checkpoint, Loaders(self)
         self._pipeline: Pipeline | None = None
-        # What this package has put into the checkpoint that the fit goes on from.
-        self._resumed: Mapping[str, Any] = {}
         self._connected: Sequence[LightningOptimizer] = ()
         host = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         start = {name: given[name] for name in ("process_group_backend", "start_method")}
@@ -201,13 +199,13 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         assert self.model is not None
         refusals.check_optimizers(self.optimizers, self.precision_plugin)
         before = self._pipeline.parts if self._pipeline is not None else ()
-        refusals.check_averaging(self._local_steps, trainer)
+        local.check_averaging(self._local.steps, trainer)
         collectives = self._new_collectives()
         pipeline, outer = self._new_halves(self.model, self.optimizers, collectives)
         for part in pipeline.parts:
             part.inherit(before)
         self._failures.follow(collectives)
-        self._resumed = {}
+        self._local.resumed = {}
         # Only now: if a line above raises, the next fit inherits the old pipeline's state.
         self._take(pipeline, outer)
         self._insert_guard(trainer)
@@ -215,7 +213,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def _take(self, pipeline: Pipeline, outer: OuterHalf) -> None:
         """Trains with these halves from now on. Collective. Blocks."""
         self._pipeline, self._outer, self._connected = pipeline, outer, ()
-        self._resumed = io.load_local_steps(outer, self._resumed, self.precision_plugin)
+        self._local.load(outer, self.precision_plugin)
         if not outer.is_on:
             pipeline.before_change = self._failures.agree_on_change
         self._connect()
@@ -274,7 +272,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        refusals.say_how_local(self._outer, self._trainer)
+        local.say_how_local(self._outer, self._trainer)
         if self._stop is not None:
             self._stop.take_ctrl_c()
 
@@ -359,8 +357,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self._resumed = {files.CHECKPOINT_KEY: checkpoint.get(files.CHECKPOINT_KEY, {})}
-        self._resumed = io.load_local_steps(self._outer, self._resumed, self.precision_plugin)
+        self._local.resumed = {files.CHECKPOINT_KEY: checkpoint.get(files.CHECKPOINT_KEY, {})}
+        self._local.load(self._outer, self.precision_plugin)
 
     @override
     def optimizer_state(
@@ -394,8 +392,9 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         Collective. Blocks. Raises what `save_folder` raises.
         """
         files.stamp(checkpoint)
-        precision = self.precision_plugin if self._saves_folders else None
-        io.save_local_steps(self._outer, checkpoint, precision)
+        if "optimizer_states" in checkpoint:
+            precision = self.precision_plugin if self._saves_folders else None
+            self._local.save(self._outer, checkpoint, precision)
         if self._saves_folders:
             # Rank 0's name is used, as a name may hold a time of day, which differs by rank.
             io.save_folder(checkpoint, self.broadcast(filepath), storage_options)
@@ -417,7 +416,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         read = partial(super().load_checkpoint, checkpoint_path, *args, **kwargs)
         # Lightning 2.5 does not pass `weights_only`.
         weights = kwargs.get("weights_only", *args[:1])
-        own = None if self._local_steps is None else (self.global_rank, self.world_size)
+        own = None if self._local.steps is None else (self.global_rank, self.world_size)
         checks = {"check_digests": self._checks_digests, "is_trainers": True, "reader": own}
         return io.checked(read, checkpoint_path, weights_only=weights, **checks)
 

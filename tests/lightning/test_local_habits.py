@@ -8,17 +8,21 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from time import sleep
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 from torch.optim import SGD, AdamW
 
 from lightning_dear import DearStrategy
+from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.collectives.work import Work
 from lightning_dear.local_steps import LocalSteps
 from tests.distributed.harness import distributed, run_ranks
 from tests.lightning.fitting import dear, new_trainer
@@ -244,3 +248,34 @@ def test_after_a_failure_weights_are_the_last_merged_anchor(at: int) -> None:
             all(torch.equal(values[f"net.{name}"], one) for name, one in anchor.items())
             for anchor in anchors
         )
+
+
+class _Reports(Callback):
+    def __init__(self) -> None:
+        self.is_on: list[bool] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.is_on.append(trainer.strategy._outer.is_on)
+
+
+@distributed(world_sizes=(2,))
+def test_auto_finds_a_round_where_steps_wait(tmp_path: Path) -> None:
+    """And goes on with it from a checkpoint, without measuring again."""
+
+    def late(*args: Any) -> Work:
+        return launch(*args).then(partial(sleep, 0.05))
+
+    launch, seen = PairwiseCollectives.launch_max, _Reports()
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=20)
+    strategy = dear(local_steps="auto")
+    with mock.patch.object(PairwiseCollectives, "launch_max", late):
+        fit(strategy, Module(), 20, seen, saver, enable_checkpointing=True)
+    assert seen.is_on == [*[False] * 8, *[True] * 12]
+    found = strategy._local.steps
+    assert found.every >= 4
+    dist.barrier()
+    path = str(next(tmp_path.glob("*.ckpt")))
+    again, seen = dear(local_steps="auto"), _Reports()
+    fit(again, Module(), 20, seen, ckpt_path=path, max_epochs=2)
+    assert again._local.steps == found
+    assert seen.is_on == [True] * 20

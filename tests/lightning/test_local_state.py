@@ -20,7 +20,7 @@ from lightning_dear.checkpoint import storage
 from lightning_dear.checkpoint.files import CHECKPOINT_KEY, LOCAL_KEY
 from lightning_dear.checkpoint.folder import convert, load
 from lightning_dear.local_steps import LocalSteps
-from lightning_dear.strategy import checkpoint_io
+from lightning_dear.strategy import local
 from tests.distributed.harness import distributed, run_ranks
 from tests.lightning.fitting import ddp, dear
 from tests.lightning.test_local_steps import NESTEROV, Module, batch_of, fit, weights
@@ -227,7 +227,7 @@ class Look(Callback):
 
 def said_in(run: Any) -> list[str]:
     seen: list[str] = []
-    with patch.object(checkpoint_io, "rank_zero_info", seen.append):
+    with patch.object(local, "rank_zero_info", seen.append):
         run()
     return [one for one in seen if "bit for bit" in one or "MiB" in one]
 
