@@ -21,7 +21,7 @@ from lightning_dear.engine.notes import LaunchDigest, Note, Notes, Signal
 from lightning_dear.exchange import Traffic, new_exchange
 from lightning_dear.exchange.base import largest_of
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers.masters import MASTER_KEY
+from lightning_dear.optimizers.masters import without_masters
 from lightning_dear.optimizers.pieces import Shards
 from lightning_dear.optimizers.sharded import ShardedOptimizer, inner_step
 from lightning_dear.planning import FusionPlanner, TensorSpec
@@ -305,7 +305,7 @@ class Fragment:
             state = sharded_state(stepper, collectives)
             how = collectives, stepper.device
             whole = gathered(state, *how, on_rank_0=not on_all_ranks)["state"]
-        return {self.names[index]: _plain(own) for index, own in whole.items()}
+        return {self.names[index]: own for index, own in without_masters(whole).items()}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
@@ -341,11 +341,12 @@ class Fragment:
                 stepper.note_written()
                 now = sharded_state(stepper, collectives)
                 stepper.shards = before
-        by_name = {self.names[index]: _plain(own) for index, own in last["state"].items()}
+        plain = without_masters(last["state"])
+        by_name = {self.names[index]: own for index, own in plain.items()}
         now = self.residuals.add_to_sharded(now)
         if not is_stepped and not self._exchange.coded:
             # Masters are the anchor, which the checkpoint has.
-            now["state"] = {index: _plain(own) for index, own in now["state"].items()}
+            now["state"] = plain
         what = {"sent_at": self.sent_at, "bad": self._bad.heard, "state": dict(now)}
         return ShardedState(by_name, last.chunks, ()), ShardedState(what, now.chunks, ())
 
@@ -417,11 +418,6 @@ class Fragment:
     def release(self) -> None:
         """Ends the thread that waits for messages. Local."""
         self.round.release()
-
-
-def _plain(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the state of a parameter without its master."""
-    return {key: value for key, value in own.items() if key != MASTER_KEY}
 
 
 def _copied_state(state: Mapping[Tensor, Any]) -> defaultdict[Tensor, Any]:

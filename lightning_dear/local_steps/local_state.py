@@ -24,7 +24,7 @@ from lightning_dear.bucket import Chunk, storage_strides
 from lightning_dear.checkpoint.optimizer_state import ShardedState
 from lightning_dear.collectives.work import uncounted
 from lightning_dear.local_steps.rounds import OptimizerRounds
-from lightning_dear.optimizers.masters import MASTER_KEY
+from lightning_dear.optimizers.masters import without_masters
 from lightning_dear.optimizers.pieces import parameters_of
 
 _SMALL_BYTES = 1024
@@ -82,7 +82,7 @@ def gathered_state(
         "replica": replica,
         "buffers": {name: one for name, one in buffers.items() if name not in replica},
         # Masters are in the replica. Rank 0's states are those of the checkpoint itself.
-        _INNER: [_without_masters(one) for one in inner if world.rank],
+        _INNER: [{**one, "state": without_masters(one["state"])} for one in inner if world.rank],
         **of_rank,
     }
     chunks: Stood = []
@@ -155,14 +155,6 @@ def _hash_of(parts: Sequence[OptimizerRounds]) -> int:
         values = parameter.detach().cpu().reshape(-1).view(torch.uint8)
         found = crc32(values.numpy().data, found)
     return found
-
-
-def _without_masters(state: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {
-        index: {key: value for key, value in own.items() if key != MASTER_KEY}
-        for index, own in state["state"].items()
-    }
-    return {**state, "state": kept}
 
 
 def _stood_for(value: Any, chunks: Stood) -> Any:

@@ -200,7 +200,7 @@ class OuterHalf:
             return ""
         self.show_anchor()
         spread = [fragment.spread() for fragment in self.fragments]
-        last = {name: one for state, _ in spread for name, one in state.items()}
+        last = {name: its for state, _ in spread for name, its in state.items()}
         chunks = chain.from_iterable(state.chunks for state, _ in spread)
         own[_OUTER + model] = ShardedState(last, chunks, ())
         world = self._parts[0].collectives.world

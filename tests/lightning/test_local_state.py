@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,13 +16,15 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 from lightning_dear.checkpoint import storage
 from lightning_dear.checkpoint.files import CHECKPOINT_KEY, LOCAL_KEY
 from lightning_dear.checkpoint.folder import convert, load
+from lightning_dear.compression import RandomK
 from lightning_dear.local_steps import LocalSteps
 from lightning_dear.strategy import local
+from tests.checkpoint.test_distributed_checkpoint import assert_equal
 from tests.distributed.harness import distributed, run_ranks
 from tests.lightning.fitting import ddp, dear
 from tests.lightning.test_local_steps import NESTEROV, Module, batch_of, fit, weights
@@ -144,6 +148,9 @@ def scaled() -> Any:
 
 VARIANTS = {
     "int8": Options(steps=steps(delay=6), strategy={"compressor": "int8"}),
+    "randomk": Options(
+        steps=steps(delay=6), strategy={"compressor": RandomK(density=0.5, halves="reduce")}
+    ),
     "BatchNorm": Options(steps=steps(delay=3), module={"norm": True}),
     "own buffers": Options(
         steps=steps(delay=3), module={"norm": True}, strategy={"broadcast_buffers": False}
@@ -168,6 +175,69 @@ def test_three_ranks_do(tmp_path: Path, name: str) -> None:
     check(tmp_path, VARIANTS[name], 7, 9)
 
 
+class SavesFirst(Callback):
+    """Saves a folder before the first step of a fit."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+class Saves(Callback):
+    """Saves a folder after a step."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+class Look(Callback):
+    """What a rank has before the first step: weights, counts, and rates of outer optimizers."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, Tensor] = {}
+        self.counts: list[int] = []
+        self.rates: list[float] = []
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        strategy: Any = trainer.strategy
+        self.first = weights(module)
+        self.counts = [part.count for part in strategy._outer._parts]
+        outer = [one.stepper.optimizer for one in strategy._outer.fragments]
+        self.rates = [one.param_groups[0]["lr"] for one in outer]
+
+
+@distributed(world_sizes=(2,))
+def test_what_is_saved_again_is_the_same(tmp_path: Path) -> None:
+    how = VARIANTS["int8"]
+    train(tmp_path, how)
+    again = tmp_path / "again"
+    first, last = SavesFirst(again / "step=7.ckpt"), Saves(again / "step=15.ckpt", 15)
+    go_on(tmp_path, 7, how, first, last)
+    dist.barrier()
+    for step in (7, 15):
+        name, reader = f"step={step}.ckpt", (dist.get_rank(), 2)
+        saved = [load(path / name, reader=reader) for path in (tmp_path, again)]
+        for key in ("state_dict", "optimizer_states", CHECKPOINT_KEY):
+            assert_equal(saved[1][key], saved[0][key])
+
+
+@distributed(world_sizes=(2,))
+def test_options_of_the_outer_optimizer_are_those_of_the_fit(tmp_path: Path) -> None:
+    how, look = Options(steps=steps(delay=3)), Look()
+    train(tmp_path, how, 7)
+    other = partial(SGD, lr=0.25, momentum=0.5, nesterov=True)
+    end = go_on(tmp_path, 7, Options(steps=steps(delay=3, outer=other)), look)
+    assert set(look.rates) == {0.25}
+    assert look.counts == [7]
+    assert any(not torch.equal(one, end[name]) for name, one in go_on(tmp_path, 7, how).items())
+
+
 class Spoils(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         if trainer.global_step == 5 and dist.get_rank() == 1:
@@ -187,16 +257,6 @@ def test_an_exchange_that_is_left_out_stays_so(tmp_path: Path) -> None:
     assert_same(go_on(tmp_path, 7, how), weights(module))
 
 
-class SavesFirst(Callback):
-    """Validates, and saves a folder, before the first step of a fit."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
 @distributed(world_sizes=(2,))
 def test_masters_are_saved_before_the_first_step(tmp_path: Path) -> None:
     how = VARIANTS["bf16"]
@@ -212,19 +272,6 @@ def test_masters_are_saved_before_the_first_step(tmp_path: Path) -> None:
 PLAIN = Options(steps=steps(delay=3), module={"norm": True})
 
 
-class Look(Callback):
-    """What a rank has before the first step, and what was said."""
-
-    def __init__(self) -> None:
-        self.first: dict[str, Tensor] = {}
-        self.counts: list[int] = []
-
-    def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        strategy: Any = trainer.strategy
-        self.first = weights(module)
-        self.counts = [part.count for part in strategy._outer._parts]
-
-
 def said_in(run: Any) -> list[str]:
     seen: list[str] = []
     with patch.object(local, "rank_zero_info", seen.append):
@@ -232,7 +279,13 @@ def said_in(run: Any) -> list[str]:
     return [one for one in seen if "bit for bit" in one or "MiB" in one]
 
 
-def goes_on_from_the_anchor(path: Path, how: Options, why: str | None) -> None:
+def new_head(_: Any, checkpoint: dict[str, Any]) -> None:
+    checkpoint["state_dict"]["net.5.bias"].zero_()
+
+
+def goes_on_from_the_anchor(
+    path: Path, how: Options, why: str | None, load: Callable[[Path], Any] = load
+) -> None:
     look, anchor = Look(), load(path / "step=7.ckpt")["state_dict"]
     said = said_in(lambda: go_on(path, 7, how, look))
     assert_same(look.first, anchor)
@@ -251,7 +304,15 @@ def _train_plain(path: Path) -> None:
     goes_on_from_the_anchor(path / "without", PLAIN, "no local state")
     files = Options(PLAIN, strategy={"save_distributed_checkpoint": False})
     train(path / "file", files, 7)
+    folder = load(path / "step=7.ckpt")
+    file = torch.load(path / "file" / "step=7.ckpt", weights_only=True)
+    for key in ("state_dict", "optimizer_states", CHECKPOINT_KEY):
+        assert_equal(folder[key], file[key])
+    goes_on_from_the_anchor(path / "file", PLAIN, "no local state", load=torch.load)
     goes_on_from_the_anchor(path, Options(PLAIN, steps=steps(delay=2)), "other fragments")
+    with patch.object(ByIndex, "on_load_checkpoint", new_head):
+        said = said_in(lambda: go_on(path, 7, PLAIN))
+    assert sum("other fragments" in one for one in said) == 1
     goes_on_from_the_anchor(path, Options(PLAIN, steps=None), None)
 
 
