@@ -44,8 +44,8 @@ def save(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
 
     Args:
         path: Path of the folder, equal on all ranks, on storage that all ranks share.
-        checkpoint: Lightning's checkpoint dict. The entries of its `optimizer_states` may be
-            `ShardedState`.
+        checkpoint: Lightning's checkpoint dict. Dicts in it may be `ShardedState`. Names of tensors
+            that only one rank writes must be rank 0's, too, with stand-ins.
 
     Raises:
         ValueError: If `path` is a URL, or if a tensor is on the meta device and is not a stand-in

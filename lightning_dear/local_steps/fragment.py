@@ -334,18 +334,19 @@ class Fragment:
             self.step()
             self.swap()
         is_stepped, before = self._is_stepped and not self._bad.heard, stepper.shards
+        if is_ahead := is_stepped or bool(self._exchange.coded):
+            # Shards are ahead of the anchor: they are saved, whatever state there is.
+            stepper.note_written()
         with uncounted(collectives):
             last = now = sharded_state(stepper, collectives)
             if is_stepped:
                 stepper.shards = self._stepped
-                stepper.note_written()
                 now = sharded_state(stepper, collectives)
                 stepper.shards = before
         plain = without_masters(last["state"])
         by_name = {self.names[index]: own for index, own in plain.items()}
         now = self.residuals.add_to_sharded(now)
-        if not is_stepped and not self._exchange.coded:
-            # Masters are the anchor, which the checkpoint has.
+        if not is_ahead:
             now["state"] = plain
         what = {"sent_at": self.sent_at, "bad": self._bad.heard, "state": dict(now)}
         return ShardedState(by_name, last.chunks, ()), ShardedState(what, now.chunks, ())

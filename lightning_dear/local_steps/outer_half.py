@@ -172,6 +172,8 @@ class OuterHalf:
             part.finished_at = part.count
         self.restore()
 
+    # Lightning may save under inference mode (NCCL), and tensors made there refuse later updates.
+    @torch.inference_mode(False)
     def save(
         self,
         checkpoint: dict[str, Any],
@@ -227,11 +229,11 @@ class OuterHalf:
             Sentence for the user, or "", and what `save` got as `of_rank`, or nothing.
         """
         saved = checkpoint.get(CHECKPOINT_KEY, {})
-        if not self._parts or _OUTER + model not in saved:
-            return "", {}
         for part in self._parts:
             for fragment in part.fragments if part.take_masters() else ():
                 fragment.take_replica()
+        if not self._parts or _OUTER + model not in saved:
+            return "", {}
         for fragment in self.fragments:
             fragment.load(saved[_OUTER + model])
         local = saved.get(LOCAL_KEY)

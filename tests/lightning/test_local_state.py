@@ -227,6 +227,15 @@ def test_what_is_saved_again_is_the_same(tmp_path: Path) -> None:
             assert_equal(saved[1][key], saved[0][key])
 
 
+@pytest.mark.parametrize(("delay", "compressor"), [(6, "none"), (0, "int8")])
+@distributed(world_sizes=(2,))
+def test_an_outer_optimizer_without_state_goes_on(
+    tmp_path: Path, delay: int, compressor: str
+) -> None:
+    how = steps(delay=delay, outer=partial(SGD, lr=0.7))
+    check(tmp_path, Options(steps=how, strategy={"compressor": compressor}), 7)
+
+
 @distributed(world_sizes=(2,))
 def test_options_of_the_outer_optimizer_are_those_of_the_fit(tmp_path: Path) -> None:
     how, look = Options(steps=steps(delay=3)), Look()

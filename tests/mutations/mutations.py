@@ -17,6 +17,7 @@ from tests.mutations.kept import KEPT
 from tests.mutations.launches import LAUNCHES
 from tests.mutations.loaders import LOADERS
 from tests.mutations.loading import LOADING
+from tests.mutations.local_state import LOCAL_STATE
 from tests.mutations.low_rank import LOW_RANK
 from tests.mutations.mutation import Mutation, row
 from tests.mutations.rounds import ROUNDS
@@ -149,6 +150,7 @@ MUTATIONS = [
     *LAUNCHES,
     *LOADERS,
     *LOADING,
+    *LOCAL_STATE,
     *CODEC_PLANS,
     *COMPARING,
     *ROUNDS,
