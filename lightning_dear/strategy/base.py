@@ -346,10 +346,19 @@ class PipelineStrategy(ABC):
         """
         return {} if self._present is None else self._present.parts[0].encoding_figures()
 
+    def exchange_figures(self, **asks: bool) -> dict[str, float]:
+        """Returns figures of local steps' last exchange, such as "agreement", of the first model.
+
+        Local. `OuterHalf.figures` describes them, and the arguments `on_all_ranks` and
+        `with_drift`. Empty without local steps and outside a fit.
+        """
+        return next((one.figures(**asks) for one in self._outer_halves), {})
+
     @property
     def statistics(self) -> StepStatistics | None:
         """Times and bytes of any optimizer's last step. None before the first step.
 
+        With local steps they include those of exchanges that are sent or merged after the step.
         On a GPU waits are timed only after the first read, so that it is None for two more steps.
         """
         return None if self._present is None else self._present.training.instruments.statistics

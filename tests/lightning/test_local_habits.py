@@ -151,6 +151,20 @@ def test_dense_steps_come_first() -> None:
     assert same_on_all_ranks(weights(again))
 
 
+@distributed(world_sizes=(2,))
+def test_optimizer_state_goes_over() -> None:
+    counts: list[int] = []
+
+    class Counts(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            (optimizer,) = trainer.optimizers
+            state = trainer.strategy.optimizer_state(optimizer, on_all_ranks=True)["state"]
+            counts.append(int(state[0]["step"]))
+
+    fit(dear(local_steps=steps(dense_steps=3)), Module(), 6, Counts())
+    assert counts == [1, 2, 3, 4, 5, 6]
+
+
 @distributed(world_sizes=(2, 3))
 def test_parameters_that_come_later_are_exchanged() -> None:
     class Grows(Module):

@@ -18,6 +18,7 @@ from tests.mutations.launches import LAUNCHES
 from tests.mutations.loaders import LOADERS
 from tests.mutations.loading import LOADING
 from tests.mutations.local_state import LOCAL_STATE
+from tests.mutations.local_steps import LOCAL_STEPS
 from tests.mutations.low_rank import LOW_RANK
 from tests.mutations.mutation import Mutation, row
 from tests.mutations.rounds import ROUNDS
@@ -151,6 +152,7 @@ MUTATIONS = [
     *LOADERS,
     *LOADING,
     *LOCAL_STATE,
+    *LOCAL_STEPS,
     *CODEC_PLANS,
     *COMPARING,
     *ROUNDS,
