@@ -342,12 +342,12 @@ class Fragment:
             The outer optimizer's state of the last merge, by name, and what `resume` takes.
         """
         collectives, stepper = self._options.collectives, self.stepper
-        if self.sent_at is not None and not self._is_stepped:
+        if self.sent_at is not None and not self.is_stepped:
             # The step reads the anchor, in whose place the replica is at present.
             self.swap()
             self.step()
             self.swap()
-        is_stepped, before = self._is_stepped and not self._bad.heard, stepper.shards
+        is_stepped, before = self.is_stepped and not self._bad.heard, stepper.shards
         if is_ahead := is_stepped or bool(self._exchange.coded):
             # Shards are ahead of the anchor: they are saved, whatever state there is.
             stepper.note_written()
@@ -383,7 +383,7 @@ class Fragment:
         if self.sent_at is None:
             return
         self._take()
-        self._is_stepped = True
+        self.is_stepped = True
         if not self._bad.heard:
             self._stepped, stepper.shards = stepper.shards, last
             for coded in self._exchange.coded:

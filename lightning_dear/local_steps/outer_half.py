@@ -240,7 +240,11 @@ class OuterHalf:
             own[_OUTER + model] = {name: one for state in states for name, one in state.items()}
             return ""
         self.show_anchor()
-        spread = [fragment.spread() for fragment in self.fragments]
+        fragments = [*self.fragments]
+        # Outer optimizers step in the order of the sends, on all ranks.
+        turns = sorted(range(len(fragments)), key=lambda turn: fragments[turn].sent_at or 0)
+        by_turn = {turn: fragments[turn].spread() for turn in turns}
+        spread = [by_turn[turn] for turn in range(len(fragments))]
         last = {name: its for state, _ in spread for name, its in state.items()}
         chunks = chain.from_iterable(state.chunks for state, _ in spread)
         own[_OUTER + model] = ShardedState(last, chunks, ())
