@@ -138,7 +138,8 @@ class Comparison:
         self, overrides: Sequence[str], length: BlockLength, plan: BucketPlan | None = None
     ) -> Run:
         cfg = self._composed(overrides)
-        return lambda: self._fit(cfg, build.build_strategy(cfg, plan), length)
+        whole = length.of_rounds(build.round_of(cfg))
+        return lambda: self._fit(cfg, build.build_strategy(cfg, plan), whole)
 
     def _keep(self, plan: BucketPlan, entry: str) -> None:
         """Write the buckets of the plan to a file, to be read beside the table."""
