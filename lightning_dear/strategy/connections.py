@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from lightning_dear import private_names
 from lightning_dear.callbacks import FusionTuner, TimelineCallback
 from lightning_dear.collectives.store import from_all_ranks
+from lightning_dear.engine.notes import Signal
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.training import Training
@@ -285,7 +286,7 @@ class StopRequest:
         rank = min(self.board.rank, _MAX_RANK)
         self.board.asked = max(self.board.asked, 1 + rank + _CTRL_C * is_ctrl_c)
 
-    def ask_through(self, training: Training, *, asks: bool = True) -> None:
+    def ask_through(self, training: Training, rounds: Signal | None = None) -> None:
         """Sends the wish with each round of `training`, and replaces Lightning's own broadcast.
 
         The replacement is collective if `training` had no round since the last batch. It raises
@@ -293,12 +294,12 @@ class StopRequest:
 
         Args:
             training: The fit's training.
-            asks: Whether ranks ask each other. False with local steps: most steps have no round, so
-                that this rank goes on until a round brings a wish.
+            rounds: Signal that travels with exchanges of local steps. It takes the place of the
+                training's, and nothing is asked between exchanges. None means no local steps.
         """
-        signal, collectives = training.signal, training.collectives
+        signal, collectives = rounds or training.signal, training.collectives
         signal.ask, signal.on_heard = lambda: self.board.asked, self._hear
-        signal.heard = unheard = None if asks else 0
+        signal.heard = unheard = None if rounds is None else 0
 
         def answer() -> None:
             heard, signal.heard = signal.heard, unheard

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_dear.collectives.work import reusable_groups
 from lightning_dear.local_steps import LocalSteps
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import ddp, dear, new_trainer
@@ -191,6 +192,9 @@ def test_a_rank_with_nan_takes_the_anchor_and_others_go_on() -> None:
             if trainer.global_step == 6 and dist.get_rank() == 1:
                 with torch.no_grad():
                     module.net[1].weight.fill_(float("nan"))
+            # Its fragment, the first, is sent after step 9.
+            if trainer.global_step >= 9:
+                assert all(bool(one.isfinite().all()) for one in module.parameters())
 
     module = Module()
     fit(dear(local_steps=steps()), module, 16, Spoils())
@@ -210,3 +214,17 @@ def test_every_step_is_ddp() -> None:
     fit(ddp(), theirs, 100)
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
     assert max(float((left - right).abs().max()) for left, right in pairs) < 1e-5
+
+
+@distributed(world_sizes=(2,))
+def test_a_second_fit_gets_other_groups() -> None:
+    """Messages of the first may still be under way, such as after an error."""
+
+    class Looks(Callback):
+        def on_train_start(self, *_: Any) -> None:
+            assert not reusable_groups
+
+    for _ in range(2):
+        module = Module()
+        fit(dear(local_steps=steps()), module, 5, Looks())
+        assert same_on_all_ranks(weights(module))
