@@ -55,7 +55,7 @@ class Module(LightningModule):
         self.seen: list[dict[str, Tensor]] = []
         self.losses: list[Tensor] = []
 
-    def training_step(self, batch: Tensor, _: int) -> Tensor:
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.net(batch).square().mean()
 
     def validation_step(self, batch: Tensor, _: int) -> None:
