@@ -120,6 +120,9 @@ def test_the_steps_of_a_round_are_read_from_an_entry() -> None:
             assert round_of(composed([f"strategy.local_steps={local}"])) == expected
         assert round_of(composed(["strategy=ddp"])) == 1
         assert round_of(composed(["strategy=torchft", "strategy.local_steps=16"])) == 16
+    auto = job("entries=[{name: auto, strategy: dear, strategy.local_steps: auto}]")
+    with auto as cfg, pytest.raises(ValueError, match="Train once with auto"):
+        check_points(points_of(cfg))
 
 
 def test_a_grid_is_one_option_with_its_values() -> None:

@@ -64,8 +64,17 @@ def is_ddp(cfg: DictConfig) -> bool:
 
 
 def round_of(cfg: DictConfig) -> int:
-    """Return the steps of a round of the entry's local steps; 1 without local steps."""
+    """Return the steps of a round of the entry's local steps; 1 without local steps.
+
+    Raises:
+        ValueError: If the steps are found while it trains.
+    """
     steps = cfg.strategy.get("local_steps")
+    if steps == "auto":
+        raise ValueError(
+            "dear-bench measures whole rounds, and strategy.local_steps=auto finds their length"
+            " late. Train once with auto, and give dear-bench the number that it prints."
+        )
     return int(steps.get("every", LocalSteps().every) if OmegaConf.is_config(steps) else steps or 1)
 
 

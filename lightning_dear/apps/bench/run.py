@@ -142,4 +142,6 @@ def check_points(points: Sequence[config.Setting]) -> None:
         for entry in config.entries_of(config.at_point(point)):
             tries = [(*entry.overrides, more) for more in entry.grid] or [entry.overrides]
             for one in (*tries, *([entry.plan_of] if entry.plan_of else [])):
-                build.build_strategy(config.at_point(point, one))
+                composed = config.at_point(point, one)
+                build.build_strategy(composed)
+                build.round_of(composed)
