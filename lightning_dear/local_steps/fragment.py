@@ -25,8 +25,13 @@ from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.masters import without_masters
 from lightning_dear.optimizers.pieces import Shards
 from lightning_dear.optimizers.sharded import ShardedOptimizer, inner_step
-from lightning_dear.planning import FusionPlanner, TensorSpec
+from lightning_dear.planning import FusionPlanner, TensorSpec, ThresholdFusion
+from lightning_dear.planning.fusion import MIB
 from lightning_dear.planning.plan import MAX_BUCKETS
+
+_NUM_BUCKETS, _LEAST_MB = 8, 1 / 16
+"""Buckets of a fragment by default, and the least MiB of each. On a slow, long link one large
+message of each rank to each other arrives late; see recipes/local_steps/speed."""
 
 _CHUNK = 1 << 20
 """Most elements that `Fragment.swap` copies at once, so that it needs little memory."""
@@ -161,8 +166,8 @@ class Fragment:
             )
             for index, (name, one) in enumerate(pairs)
         ]
-        plan = options.fusion.plan(specs, collectives.world.size)
-        plan = replace(plan, all_reduced=())
+        fusion = _in_buckets(options.fusion, sum(one.nbytes for one in specs))
+        plan = replace(fusion.plan(specs, collectives.world.size), all_reduced=())
         # This rank's shard is a copy: the outer optimizer may step it before the merge.
         role_of = lambda number, dtype: Role.LAGGING  # noqa: E731
         where = collectives.world.rank, collectives.scratch_numel
@@ -438,6 +443,13 @@ class Fragment:
 def norm_of(tensors: Iterable[Tensor]) -> float:
     """Returns the 2-norm of all elements of some tensors. Blocks until the device has it."""
     return math.hypot(*map(float, map(torch.linalg.vector_norm, tensors)))
+
+
+def _in_buckets(fusion: FusionPlanner, nbytes: int) -> FusionPlanner:
+    """Returns `fusion`, or a planner of `_NUM_BUCKETS` buckets if the user has set no size."""
+    if not isinstance(fusion, ThresholdFusion) or fusion.bucket_cap_mb is not None:
+        return fusion
+    return ThresholdFusion(bucket_cap_mb=max(nbytes / MIB / _NUM_BUCKETS, _LEAST_MB))
 
 
 def _copied_state(state: Mapping[Tensor, Any]) -> defaultdict[Tensor, Any]:
