@@ -18,6 +18,12 @@ _NUM_WARM_UP_STEPS = 3
 _FIGURES = ("exposed_s", "exposed_reduce_scatter_s", "exposed_all_gather_s", "wire_bytes")
 
 
+def _is_logged(trainer: Trainer, step: int) -> bool:
+    """Whether Lightning logs the step of this number, from 1."""
+    interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return interval > 0 and step % interval == 0
+
+
 class DearMonitor(Callback):
     """Logs figures of every step with `log_dict`, and returns their medians from `summary`.
 
@@ -32,6 +38,13 @@ class DearMonitor(Callback):
       `dear/residual_norm`, `dear/lag`, and the figures of sparse all-reduces (see
       `ActivePlan.encoding_figures`). Not under manual optimisation, where Lightning does not call
       the hook in which they are read.
+    - With local steps, from the step of a merge until the next one: `dear/exchanges`, the number of
+      fragments merged so far; `dear/exchange_exposed_s` and `dear/exchange_wire_bytes`, seconds
+      that training has waited and bytes that this rank has sent since the merge before;
+      `dear/pseudo_gradient_norm` and `dear/agreement`, norm of the mean pseudo-gradient and mean
+      cosine of ranks' own to it, of the exchange before. The last two need this callback on all
+      ranks. At the steps that Lightning logs also `dear/drift`, how far this rank's replica is from
+      the anchor. See `OuterHalf.figures`.
     - The plan's name, as a hyper-parameter, whenever another plan is used.
     - At the end of each epoch, with several ranks, the same on all of them: `dear/late_rank`, the
       rank that the others waited for, and `dear/late_s`, the seconds in a step that they waited
@@ -41,7 +54,8 @@ class DearMonitor(Callback):
       counted: a rank that the others wait for there is not named. Both figures are left out, with a
       warning, unless all ranks have this callback. They have not been tried on NCCL.
 
-    Seconds and bytes are those of the step before, so that the host need not wait for the GPU.
+    Seconds and bytes of a step are those of the step before, so that the host need not wait for the
+    GPU. Those of an exchange are logged at once.
     Under other strategies nothing is logged, and `summary` has only the step time.
 
     The step time ("step_s") is only in `summary`. A step lasts from the beginning of its first
@@ -67,14 +81,14 @@ class DearMonitor(Callback):
         self._began_s: float | None = None
         self._began_at = -1
         self._num_compared = _NUM_WARM_UP_STEPS
+        self._num_exchanges: float | None = None
 
     @override
     def on_before_zero_grad(self, trainer: Trainer, *_: Any) -> None:
         # The compressor's figures are read in this hook, since forward has waited for the
         # parameters by now, and backward has not encoded new gradients yet.
-        interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        is_logged = interval > 0 and (trainer.global_step + 1) % interval == 0
         figures = getattr(trainer.strategy, "encoding_figures", None)
+        is_logged = _is_logged(trainer, trainer.global_step + 1)
         self._encoding = figures() if is_logged and figures is not None else {}
 
     @override
@@ -101,6 +115,7 @@ class DearMonitor(Callback):
         if trainer.global_step == self._began_at:
             # No step was made after this batch, since gradients accumulate.
             return
+        exchange = self._exchange_figures(trainer)
         statistics, self._latest = self._latest, getattr(trainer.strategy, "statistics", None)
         plan = getattr(trainer.strategy, "plan", None)
         if statistics is None or plan is None:
@@ -108,12 +123,22 @@ class DearMonitor(Callback):
         figures = {name: float(getattr(statistics, name)) for name in _FIGURES}
         figures["bucket_fill"] = plan.fill
         self._note(figures)
-        logged = {**figures, **self._encoding}
+        logged = {**figures, **self._encoding, **exchange}
         pl_module.log_dict({f"dear/{name}": value for name, value in logged.items()})
         if plan.name != self._plan_name:
             self._plan_name = plan.name
             for logger in trainer.loggers:
                 logger.log_hyperparams({"dear/plan": plan.name})
+
+    def _exchange_figures(self, trainer: Trainer) -> dict[str, float]:
+        """Returns figures of local steps' last exchange. Notes those of each exchange once."""
+        ask: Any = getattr(trainer.strategy, "exchange_figures", lambda **_: {})
+        is_logged = _is_logged(trainer, trainer.global_step)
+        found: dict[str, float] = ask(on_all_ranks=self.is_on_all_ranks, with_drift=is_logged)
+        if (number := found.get("exchanges")) != self._num_exchanges:
+            self._num_exchanges = number
+            self._note({name: value for name, value in found.items() if name != "exchanges"})
+        return found
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -11,7 +11,7 @@ from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.telemetry.statistics import latest_rank
 from lightning_dear.telemetry.timeline import Timeline, plot_timeline
 
-_NUM_STEPS = 2
+_NUM_BATCHES = 2
 
 
 class TimelineCallback(Callback):
@@ -21,10 +21,12 @@ class TimelineCallback(Callback):
     written, with a warning.
 
     Two batches in a row are recorded, since the all-gathers of the first step overlap with the
-    forward of the second one. Recording makes these two steps slower. The files are written before
-    the batch after them, or at the end of training. Under other strategies nothing is recorded, and
-    rank 0 warns. The environment variable LIGHTNING_DEAR_TIMELINE=FOLDER adds this callback, with
-    FOLDER as `dirpath`, to each fit under `strategy="dear"` whose trainer has no such callback.
+    forward of the second one. With local steps so many are recorded that an exchange begins and
+    ends within them; what is still under way then is left out. Recording makes these steps slower.
+    The files are written before the batch after them, or at the end of training. Under other
+    strategies nothing is recorded, and rank 0 warns. The environment variable
+    LIGHTNING_DEAR_TIMELINE=FOLDER adds this callback, with FOLDER as `dirpath`, to each fit under
+    `strategy="dear"` whose trainer has no such callback.
 
     The title says which rank the others wait for in the recorded batches (`latest_rank`), if all
     ranks have this callback with the same `step`.
@@ -65,9 +67,15 @@ class TimelineCallback(Callback):
             return
         if self._num_seen == self.step:
             self._timeline = trainer.strategy.timeline = Timeline()
-        elif self._num_seen == self.step + _NUM_STEPS:
+        elif self._timeline and self._num_seen >= self.step + self._num_batches(trainer):
             self._write(trainer)
         self._num_seen += 1
+
+    def _num_batches(self, trainer: Trainer) -> int:
+        """Number of batches to record."""
+        assert self._timeline is not None
+        exchange = self._timeline.exchange_steps * trainer.accumulate_grad_batches
+        return max(_NUM_BATCHES, exchange)
 
     @override
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
@@ -81,16 +89,20 @@ class TimelineCallback(Callback):
 
     def _write(self, trainer: Trainer) -> None:
         """Writes the files on rank 0. Collective and blocks if all ranks have this callback."""
-        timeline, self._timeline = self._timeline, None
+        num_batches, timeline = self._num_batches(trainer), self._timeline
         assert timeline is not None
+        self._timeline = None
         trainer.strategy.timeline = None  # type: ignore[attr-defined]
-        timeline.clock.finish()
+        # With local steps other ranks may launch their part of a message some steps later: to wait
+        # for it here, before this rank trains on, could last forever.
+        timeline.clock.finish(waits=not timeline.exchange_steps)
         late = str(latest_rank(from_all_ranks(timeline.waited))) if self.is_on_all_ranks else ""
         if trainer.is_global_zero:
             directory = Path(self.dirpath or trainer.default_root_dir)
             directory.mkdir(parents=True, exist_ok=True)
             timeline.write_chrome_trace(directory / "timeline.json")
             try:
-                plot_timeline(timeline.spans, directory / "timeline.png", late)
+                drawn = timeline.spans, directory / "timeline.png", late, num_batches
+                plot_timeline(*drawn)
             except ModuleNotFoundError as error:
                 rank_zero_warn(f"{error}. Only timeline.json was written, to {directory}.")

@@ -44,6 +44,10 @@ class Scalar(NamedTuple):
     is_on_cpu: bool
 
 
+_Spread = tuple[Tensor, list[Chunk]]
+"""(stand-in, this rank's chunks of the tensor), see `SpreadState.chunks`."""
+
+
 class ShardedState(dict[str, Any]):
     """An optimizer's state dict in which stand-ins take the place of sharded tensors.
 
@@ -59,17 +63,14 @@ class ShardedState(dict[str, Any]):
     """
 
     def __init__(
-        self,
-        packed: Mapping[str, Any],
-        chunks: Iterable[tuple[Tensor, list[Chunk]]],
-        parameters: Sequence[Parameter],
+        self, packed: Mapping[str, Any], chunks: Iterable[_Spread], parameters: Sequence[Parameter]
     ) -> None:
         super().__init__(packed)
         self.chunks = tuple(chunks)
         self.parameters = parameters
 
     @override
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any = None) -> NoReturn:
         raise TypeError(
             "This optimizer state is sharded, or whole on rank 0 alone, and cannot be pickled,"
             " copied or loaded. Save it with trainer.save_checkpoint on all ranks. To get it whole"
@@ -77,10 +78,8 @@ class ShardedState(dict[str, Any]):
             " strategy.optimizer_state(optimizer, on_all_ranks=True)."
         )
 
-    @override
-    def copy(self) -> NoReturn:
-        # `Optimizer.load_state_dict` copies its argument first, and so raises this error.
-        self.__reduce_ex__(2)
+    # `Optimizer.load_state_dict` copies its argument first, and so raises this error.
+    copy = __reduce_ex__
 
 
 def check_class(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -116,18 +115,15 @@ def spread_state(stepper: SteppedPieces, collectives: Collectives) -> SpreadStat
     if stepper.left is not None:
         return stepper.left
     parts: defaultdict[int, list[tuple[Piece, Mapping[str, Any]]]] = defaultdict(list)
+    described: dict[int, dict[str, Any]] = {}
     for piece in stepper.pieces:
         if own := stepper.state_of(piece):
             parts[piece.tensor_index].append((piece, own))
-    described = {
-        index: {key: _described(value, piece) for key, value in own.items()}
-        for index, pieces in parts.items()
-        for piece, own in pieces
-    }
+            described[piece.tensor_index] = {k: _described(one, piece) for k, one in own.items()}
     of_ranks = collectives.all_gather_object(described)
     merged = {index: entries for of_rank in of_ranks for index, entries in of_rank.items()}
     entries: dict[Parameter, dict[str, Any]] = {}
-    chunks: list[tuple[Tensor, list[Chunk]]] = []
+    chunks: list[_Spread] = []
     for index, own in sorted(merged.items()):
         like, layout = stepper.shards.parameters[index], stepper.shards.layouts[index]
         entries[like] = {key: _restored(value, like, *layout) for key, value in own.items()}
@@ -168,17 +164,12 @@ def gathered(
     if not state.chunks:
         return dict(state)
     holds = collectives.world.rank == 0 or not on_rank_0
-    whole: dict[int, Tensor] = {}
-
-    def made(stand_in: Tensor) -> Tensor:
-        whole[id(stand_in)] = torch.zeros_like(stand_in, device="cpu")
-        return whole[id(stand_in)]
-
-    wanted = [[Wanted(0, one.numel(), partial(made, one))] * holds for one, _ in state.chunks]
+    room = partial(torch.zeros_like, device="cpu")
+    parts = [(one, own, Wanted(0, one.numel(), partial(room, one))) for one, own in state.chunks]
     # `move` clears the lists of chunks, so it gets copies: the optimizer still has its state.
-    parts = zip(state.chunks, wanted, strict=True)
-    items = [Item(like.dtype, list(chunks), want) for (like, chunks), want in parts]
+    items = [Item(like.dtype, list(own), [want] * holds) for like, own, want in parts]
     move(items, collectives, device)
+    whole = {id(like): want.values for like, _, want in parts if holds}
     return _filled(dict(state), whole) if holds else ShardedState(state, (), ())
 
 
@@ -307,9 +298,8 @@ def packed(optimizer: Optimizer, state: Mapping[Parameter, Any]) -> dict[str, An
     # Only `state_dict` knows the parameter indices, so `optimizer.state` is replaced meanwhile.
     whole: dict[Any, Any] = dict(optimizer.state)
     whole.update((one, {**own, **whole.get(one, {})}) for one, own in state.items())
-    held = set(parameters_of(optimizer))
     # `state_dict` raises KeyError for a parameter that is in no group any more.
-    for gone in {key for key in whole if isinstance(key, Tensor)} - held:
+    for gone in {key for key in whole if isinstance(key, Tensor)} - set(parameters_of(optimizer)):
         del whole[gone]
     own, optimizer.state = optimizer.state, defaultdict(dict, whole)
     try:

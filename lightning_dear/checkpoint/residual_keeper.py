@@ -285,8 +285,7 @@ class ResidualKeeper:
         state[CLASS] = type(self._optimizer).__name__
         if not self._coded and self._held is None:
             return state
-        groups = self._optimizer.param_groups
-        parameters = chain.from_iterable(group["params"] for group in groups)
+        parameters = chain.from_iterable(one["params"] for one in self._optimizer.param_groups)
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
         held = self._held or Residuals()
         whole = self._common().joined(held.of(lambda one: one in numbers))

@@ -162,24 +162,16 @@ def sharded(
         place = state[of].setdefault(name, {}) if name else state[of]
         for parameter, own in of_kind.items():
             values = own[0].values
-            layout = _layout(kind, parameter, values, rows)
-            stand_in = torch.empty_strided(*layout, dtype=values.dtype, device="meta")
+            shape, strides = values.shape, values.stride()
+            if name:
+                # Such kinds have a value for each element of the parameter. `own` may be chunks.
+                shape, strides = parameter.shape, storage_strides(parameter)
+            if of not in OF_ALL:
+                strides, shape = (shape.numel(), *strides), torch.Size((rows.of(kind)[1], *shape))
+            stand_in = torch.empty_strided(shape, strides, dtype=values.dtype, device="meta")
             place[numbers[parameter]] = stand_in
             stand_ins.append((stand_in, own))
     return state, stand_ins
-
-
-def _layout(
-    kind: ResidualKind, parameter: Tensor, own: Tensor, rows: RowLayout
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shape and strides of a saved tensor, with a dimension of rows if it has rows."""
-    shape, strides = own.shape, own.stride()
-    if kind[1]:
-        # Kinds with a name have a value for each element of the parameter. `own` may be a chunk.
-        shape, strides = parameter.shape, storage_strides(parameter)
-    if kind[0] in OF_ALL:
-        return shape, strides
-    return (rows.of(kind)[1], *shape), (shape.numel(), *strides)
 
 
 def unpacked(
@@ -203,8 +195,7 @@ def unpacked(
 
     def copied(parameter: Tensor, values: Tensor) -> Tensor:
         # In storage order, as in a bucket, and on the device that collectives send from.
-        flat = as_flat(values, storage_strides(parameter))
-        return flat.to(parameter.device, copy=True)
+        return as_flat(values, storage_strides(parameter)).to(parameter.device, copy=True)
 
     def by_parameter(saved: Mapping[int, T]) -> Iterator[tuple[Tensor, T]]:
         return ((parameter_of[index], value) for index, value in saved.items())

@@ -271,8 +271,7 @@ class Compressor(ABC):
             numel: Number of elements of the shard.
             device: Device of the shard.
         """
-        is_kept = self.has_feedback and not self.is_identity
-        kind = feedback.Residual if is_kept else feedback.Memory
+        kind = feedback.Residual if self.has_feedback and not self.is_identity else feedback.Memory
         return kind(numel, device)
 
     def _check_gathers_gradients(self, setting: Setting, reason: str) -> None:
@@ -375,7 +374,6 @@ class Codec(Compressor):
         ValueError: If an option is out of its range, or excludes another option.
     """
 
-    brings_momentum: ClassVar[bool] = False
     is_summable: ClassVar[bool] = False
     largest: ClassVar[float] = math.inf
     wire_dtype: ClassVar[torch.dtype | None] = None

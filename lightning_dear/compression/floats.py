@@ -1,7 +1,6 @@
 """Codecs that send each value as a float, of 16 bits (half the bytes) or of 32 bits (unchanged)."""
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -56,7 +55,6 @@ class _HalfFloat(_Float):
                 place.copy_(tile.clamp(-largest, largest))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Fp32(_Float):
     """Sends fp32 values unchanged: C(x) = x.
 
@@ -72,7 +70,6 @@ class Fp32(_Float):
         field(wire, self.wire_dtype, 0, rows.shape[1]).copy_(rows)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Bf16(_HalfFloat):
     """Rounds to bfloat16: C(x) = x (1 + e), |e| <= 2^-8, in 2 bytes an element.
 
@@ -85,7 +82,6 @@ class Bf16(_HalfFloat):
     wire_dtype: ClassVar[torch.dtype] = torch.bfloat16
 
 
-@dataclass(frozen=True, kw_only=True)
 class Fp16(_HalfFloat):
     """Rounds to IEEE half precision: C(x) = x (1 + e), |e| <= 2^-11, in 2 bytes an element.
 

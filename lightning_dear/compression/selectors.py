@@ -116,10 +116,8 @@ def sample_stride(k: int) -> int:
     width of the matrix would sample only some of its columns. Widths are mostly products of 2, 3, 5
     and 7. So the stride has none of these factors.
     """
-    stride = max(1, min(100, k // 64))
-    while math.gcd(stride, 2 * 3 * 5 * 7) != 1:
-        stride -= 1
-    return stride
+    longest = max(1, min(100, k // 64))
+    return next(one for one in range(longest, 0, -1) if math.gcd(one, 2 * 3 * 5 * 7) == 1)
 
 
 def sampled_floor(rows: Tensor, k: int, num_deviations: float = 0.0) -> Tensor:
@@ -343,7 +341,6 @@ class LocalThreshold:
             [n] int64 places and [n] fp32 values, none of them 0. n is k, or between 2 k / 3 and
             4 k / 3, or the number of values other than 0 if that is less.
         """
-        self._next = self.value
         if not is_exact and self.value > 0:
             places = all_reaching(values, self.value)
             found = values.index_select(0, places)

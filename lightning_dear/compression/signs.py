@@ -143,7 +143,6 @@ class OneBit(_BlockSigns):
         tile.mul_(scales[..., :1]).add_(others)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SignSGD(Codec):
     """Sends the sign of each element, for a vote: C(x) = -1 if x < 0, and otherwise +1.
 

@@ -38,7 +38,6 @@ Found = tuple[Tensor, Tensor]
 """(places, values): [n] int64 places, and the [n] fp32 values in these places."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class SparseAllReduce(FewOfMany):
     """Base of sparse all-reduces: each rank sends about k values of its gradient plus residual.
 
@@ -175,7 +174,6 @@ class ByThreshold(SparseAllReduce):
         return threshold.find(waiting, k, is_exact=self.is_exact(step))
 
 
-@dataclass(frozen=True, kw_only=True)
 class TopkA(ByThreshold):
     """Sends about the k largest elements of acc to all other ranks; u is the sum on each rank.
 
@@ -194,7 +192,6 @@ class TopkA(ByThreshold):
     all_reduces: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, kw_only=True)
 class Gaussiank(SparseAllReduce):
     """Does what `TopkA` does, with a threshold computed as if acc were normally distributed.
 
@@ -246,7 +243,6 @@ def _nudged(distances: Tensor, floor: float, k: int) -> float:
     return floor
 
 
-@dataclass(frozen=True, kw_only=True)
 class TopkDSA(ByThreshold):
     """Sends each rank's k largest elements of acc to owners of equal regions, which send all sums.
 
@@ -279,7 +275,6 @@ class TopkDSA(ByThreshold):
         return (2 * k + min(2 * some, 1) * numel) * (world_size - 1) / world_size
 
 
-@dataclass(frozen=True, kw_only=True)
 class GTopk(ByThreshold):
     """Adds the k largest elements of two ranks' acc, and passes the k largest sums on, up a tree.
 
@@ -410,9 +405,8 @@ class OkTopk(ByThreshold):
         # The local threshold may select up to MOST x k values before it is set anew.
         most = k if self.is_static else int(selectors.MOST * k)
         most_sent = int(min(most, self.message_cap * k / world_size))
-        if self.is_static:
-            return most, most_sent, k // world_size
-        return most, most_sent, int(min(k, self.owner_cap * k / world_size))
+        most_owned = min(k, self.owner_cap * k / world_size)
+        return most, most_sent, k // world_size if self.is_static else int(most_owned)
 
     @override
     def are_regions_due(self, step: int) -> bool:

@@ -143,7 +143,6 @@ class TernGrad(_BlockLevels):
         return integers.copy_(codes.bitwise_xor_(2).sub_(2))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Natural(Codec):
     """Rounds at random to a power of two, and sends its sign and exponent in one byte.
 

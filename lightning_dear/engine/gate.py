@@ -86,15 +86,12 @@ def owners(module: Module, parameters: Sequence[Parameter]) -> dict[Module, dict
     Waits for no parameter. `module` itself counts as a submodule.
     """
     indices = {id(parameter): index for index, parameter in enumerate(parameters)}
-    found = {
-        part: {
-            name: indices[id(parameter)]
-            for name, parameter in plain_parameters(part).items()
-            if id(parameter) in indices
-        }
-        for part in module.modules()
-    }
-    return {part: own for part, own in found.items() if own}
+    found: dict[Module, dict[str, int]] = {}
+    for part in module.modules():
+        for name, parameter in plain_parameters(part).items():
+            if id(parameter) in indices:
+                found.setdefault(part, {})[name] = indices[id(parameter)]
+    return found
 
 
 def has_gate(module: Module) -> bool:

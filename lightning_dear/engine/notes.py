@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_dear.collectives.launch_log import Report, difference, hash_of
 from lightning_dear.collectives.work import Collectives
+from lightning_dear.collectives.world import World
 from lightning_dear.engine.batch_weights import BatchWeights
 from lightning_dear.optimizers.pieces import SteppedPieces
 from lightning_dear.telemetry.statistics import Instruments
@@ -89,6 +90,39 @@ class Signal:
         (self.heard,) = maxima
         if self.heard:
             self.on_heard(self.heard)
+
+
+class Sums:
+    """Note: numbers of this rank, which all ranks add up. Each rank has a place of its own.
+
+    Args:
+        world: All ranks, and the number of this rank.
+
+    Attributes:
+        own: This rank's numbers in the next round, as many on all ranks; to be assigned to. Empty
+            means that nothing travels.
+        heard: Sums over ranks that the last round has brought, or an empty sequence.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.own: Sequence[float] = ()
+        self.heard: Sequence[float] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """8 bytes for each number of each rank."""
+        return 8 * len(self.own) * self._world.size
+
+    def say(self) -> bytes:
+        """Returns this rank's numbers in its own place, and 0 in all others; see `Note`."""
+        own = pack(f"{len(self.own)}d", *self.own)
+        return (bytes(self._world.rank * len(own)) + own).ljust(self.num_bytes, b"\0")
+
+    def hear(self, maxima: Sequence[int], *, is_of_round_before: bool = False) -> None:
+        """Adds up the numbers of all ranks; see `Note`."""
+        of_ranks = iter_unpack(f"{len(self.own)}d", bytes(maxima)) if maxima else ()
+        self.heard = [sum(one) for one in zip(*of_ranks, strict=True)]
 
 
 class Notes:

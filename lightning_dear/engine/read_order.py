@@ -137,18 +137,14 @@ class ReadMode(TorchFunctionMode):
         super().__init__()
         self._on_read = on_read
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__get__":
             reads_data = getattr(func.__self__, "__name__", "") in _DATA_GETTERS
         else:
             reads_data = name not in _METADATA
         if reads_data:
-            self._report(args)
-            if kwargs:
-                self._report(kwargs.values())
+            self._report((args, kwargs))
         return func(*args, **(kwargs or {}))
 
     def _report(self, values: Iterable[Any]) -> None:

@@ -173,14 +173,12 @@ class StepTimer:
         forward, forward_end = self._spans["forward"]
         backward, backward_end = self._spans["backward"]
         step, step_end = self._spans["step"]
+        first_use_s = {i: seconds(mark) - seconds(forward) for i, mark in self._first_uses.items()}
         at_entry = {index: 0.0 for index, user in self._ungated.items() if user is None}
         return ModelTimes(
             forward_s=seconds(forward_end) - seconds(forward),
             backward_s=seconds(backward_end) - seconds(backward),
-            first_use_s={
-                **{i: seconds(mark) - seconds(forward) for i, mark in self._first_uses.items()},
-                **at_entry,
-            },
+            first_use_s=first_use_s | at_entry,
             step_s=seconds(step_end) - seconds(step),
             late_step_s=sum(seconds(end) - seconds(begin) for begin, end in self._late_steps),
             ready_s={i: seconds(mark) - seconds(backward) for i, mark in self._gradients.items()},

@@ -64,12 +64,20 @@ class DearModule(Module):
         self.has_run = False
         self.is_sync_blocked = False
         self._was_called = False
+        self._ending: Any = None
         if pipeline is not None:
-            self._ending = weakref.finalize(self, _end_deleted, pipeline, self.outer)
-            self._ending.atexit = False
+            self.take(pipeline, self.outer)
             _training.add(self)
-            for part in pipeline.parts:
-                _claim(part)
+
+    def take(self, pipeline: Pipeline, outer: OuterHalf) -> None:
+        """Trains through these from now on. An earlier pipeline must have been detached."""
+        if self._ending is not None:
+            self._ending.detach()
+        self.pipeline, self.outer = pipeline, outer
+        self._ending = weakref.finalize(self, _end_deleted, pipeline, outer)
+        self._ending.atexit = False
+        for part in pipeline.parts:
+            _claim(part)
 
     # Only this method is not traced. Compiled modules inside still run compiled.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

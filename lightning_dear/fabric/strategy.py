@@ -82,7 +82,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         gather: Literal["parameters", "gradients"] | None = None,
         hops: int | None = None,
         weights: Literal["samples"] | None = None,
-        local_steps: int | LocalSteps | None = None,
+        local_steps: int | str | LocalSteps | None = None,
         reduce_dtype: Literal["fp32"] | None = None,
         broadcast_buffers: bool = True,
         gradients_in_hooks: bool = True,
@@ -275,6 +275,10 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         for one in stepped:
             one.has_run = False
             one.outer.after_step(optimizer)
+            num_steps = min(part.num_steps for part in one.pipeline.parts)
+            if halves := self._end_of_dense_steps(one.pipeline, num_steps):
+                one.take(*halves)
+                connections.connect_scaler(self.precision, one.pipeline, modules.part_of)
         return output
 
     @override

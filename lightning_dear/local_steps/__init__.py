@@ -14,7 +14,8 @@ at different steps, so that the link is busy all the time.
 Published: DiLoCo (arXiv 2311.08105) and Streaming DiLoCo (arXiv 2501.18512).
 """
 
+from lightning_dear.local_steps.fragment import num_modules
 from lightning_dear.local_steps.outer_half import OuterHalf
-from lightning_dear.local_steps.schedule import LocalSteps
+from lightning_dear.local_steps.schedule import LocalSteps, hiding
 
-__all__ = ["LocalSteps", "OuterHalf"]
+__all__ = ["LocalSteps", "OuterHalf", "hiding", "num_modules"]

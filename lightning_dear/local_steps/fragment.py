@@ -1,5 +1,6 @@
 """A fragment: some of the parameters, their anchor, and the exchange that moves the anchor."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +19,7 @@ from lightning_dear.checkpoint.optimizer_state import gathered, sharded_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.collectives.work import Collectives, Work, uncounted
 from lightning_dear.engine.bucket_round import USED, BucketRound
-from lightning_dear.engine.notes import LaunchDigest, Note, Notes, Signal
+from lightning_dear.engine.notes import LaunchDigest, Note, Notes, Signal, Sums
 from lightning_dear.exchange import Traffic, new_exchange
 from lightning_dear.exchange.base import largest_of
 from lightning_dear.exchange.options import ExchangeOptions
@@ -97,13 +98,21 @@ class Fragment:
 
     Attributes:
         names: Names of the tensors.
+        number: Same as the argument.
         keeps_own: Same as the argument.
         anchor: Name -> the anchor's values, in the shape of the tensor. All ranks have the same.
         stepper: This rank's shard of the anchor, and the outer optimizer with its state.
         round: Reduces the pseudo-gradients.
         sent_at: Step after which the fragment was sent last; to be assigned to. None means that it
             is not under way.
+        is_stepped: Whether the outer optimizer has stepped in the exchange that is under way.
+        began: Mark of a timeline's clock at which it was sent last; to be assigned to. None means
+            that no timeline was recorded then.
         stop: Note: the largest wish to stop of any rank; see `merge`.
+        sums: Note: adds up figures that a monitor asks for. If numbers travel with an exchange, its
+            `norms` are measured.
+        norms: Norm of this rank's pseudo-gradient, times its weight in the mean, in the last
+            exchange; and the square of the norm of its shard of the mean.
     """
 
     def __init__(
@@ -117,13 +126,15 @@ class Fragment:
         keeps_own: bool = False,
     ) -> None:
         self.names, self._replica, self._options = [*tensors], replica, options
-        self.keeps_own = keeps_own
+        self.keeps_own, self.number = keeps_own, number
         self.sent_at: int | None = None
+        self.began: Any = None
         self.stop, self._bad = Signal(), Signal()
+        self.sums, self.norms = Sums(options.collectives.world), (0.0, 0.0)
         shadows = [_anchor_of(one) for one in tensors.values()]
         present = lambda: options.collectives  # noqa: E731
         outer = options.new_outer([*shadows])
-        own = *notes(outer), LaunchDigest(present, number), self.stop, self._bad
+        own = *notes(outer), LaunchDigest(present, number), self.stop, self._bad, self.sums
         self.stepper = ShardedOptimizer(outer)
         self._build(shadows, number, Notes(own, blocks=True))
         self.anchor = dict(zip(self.names, (one.data for one in shadows), strict=True))
@@ -131,7 +142,7 @@ class Fragment:
         # After the outer optimizer has stepped: its pieces and state, until the merge.
         self._stepped: Shards = self.stepper.shards
         self._gathers: Sequence[Work] = ()
-        self._is_stepped = False
+        self.is_stepped = False
         self._free()
 
     def _build(self, shadows: list[Parameter], number: int, notes: Notes) -> None:
@@ -230,6 +241,7 @@ class Fragment:
         is_finite = all(bool(torch.isfinite(largest_of(one.gradients))) for one in buckets)
         for bucket in buckets:
             bucket.gradients.mul_(scale) if is_finite else bucket.gradients.zero_()
+        self.norms = (norm_of(one.gradients for one in buckets) if self.sums.own else 0.0), 0.0
         number = 0 if is_finite else min(rank, 254) + 1
         self._bad.ask = lambda: number
         self.round.watch(self.round.order)
@@ -242,20 +254,22 @@ class Fragment:
 
         Does not block. When that is differs between ranks, but nothing that other code sees.
         """
-        if not self._is_stepped and self.round.is_complete:
+        if not self.is_stepped and self.round.is_complete:
             self.step()
 
     @torch.no_grad()
     def step(self) -> None:
         """Does what `advance` does, but blocks until all sums have arrived. Once an exchange."""
-        if self._is_stepped:
+        if self.is_stepped:
             return
-        self._is_stepped = True
+        self.is_stepped = True
         self.round.finish(())
         self._exchange.note_used(self.round.used, keeps=True)
         if self._bad.heard:
             return
         self._exchange.check()
+        if self.sums.own:
+            self.norms = self.norms[0], norm_of(one.mean for one in self._buffers.buckets) ** 2
         stepper, before = self.stepper, self.stepper.shards
         stepper.set_gradients(self.round.used)
         # The optimizer steps a copy of its state, so that checkpoints have the last merge's.
@@ -277,7 +291,7 @@ class Fragment:
             None, or a rank whose values were not finite when they were sent. Then nothing changes.
         """
         self.step()
-        bad, self.sent_at, self._is_stepped = self._bad.heard, None, False
+        bad, self.sent_at, self.is_stepped = self._bad.heard, None, False
         if bad:
             self.round.drop()
         else:
@@ -355,6 +369,11 @@ class Fragment:
     def release(self) -> None:
         """Ends the thread that waits for messages. Local."""
         self.round.release()
+
+
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """Returns the 2-norm of all elements of some tensors. Blocks until the device has it."""
+    return math.hypot(*map(float, map(torch.linalg.vector_norm, tensors)))
 
 
 def _copied_state(state: Mapping[Tensor, Any]) -> defaultdict[Tensor, Any]:

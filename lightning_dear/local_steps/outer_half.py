@@ -18,8 +18,8 @@ from lightning_dear.engine.module_tree import ModuleTree
 from lightning_dear.engine.notes import Signal
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value
-from lightning_dear.local_steps.rounds import OptimizerRounds
+from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value, norm_of
+from lightning_dear.local_steps.rounds import ExchangeWatch, OptimizerRounds
 from lightning_dear.local_steps.schedule import LocalSteps
 from lightning_dear.planning import FusionPlanner
 
@@ -79,12 +79,14 @@ class OuterHalf:
         # A later training must not use these process groups: messages may still be under way.
         reusable_groups.clear()
         seed = _agreed_seed(steps, collectives)
-        waiting = pipeline.training.instruments.waiting
-        shared = OuterOptions(collectives, options, fusion, steps.new_outer, waiting, seed)
-        parts, number, signal = list[OptimizerRounds](), first_number, Signal()
+        instruments, signal = pipeline.training.instruments, Signal()
+        instruments.follow(collectives)
+        watch, how = ExchangeWatch(instruments), (instruments.waiting, seed)
+        shared = OuterOptions(collectives, options, fusion, steps.new_outer, *how)
+        parts, number = list[OptimizerRounds](), first_number
         for part in pipeline.parts:
-            module = pipeline.training.module
-            parts.append(OptimizerRounds(module, part, steps, shared, number, signal))
+            what = pipeline.training.module, part, steps, shared
+            parts.append(OptimizerRounds(*what, number, signal, watch))
             number += len(parts[-1].groups)
         tree = pipeline.training.tree
         if averages_buffers and _buffers_of(tree):
@@ -92,6 +94,8 @@ class OuterHalf:
             replica = lambda: {name: [Value(one)] for name, one in _buffers_of(tree).items()}  # noqa: E731
             buffers = Fragment(replica, _buffers_of(tree), plain, number, keeps_own=True)
             parts[0].groups[-1].append(buffers)
+        spans = [one.schedule.interval + one.schedule.delay for one in parts]
+        instruments.exchange_steps = max(spans)
         return cls(parts, signal)
 
     @property
@@ -122,6 +126,41 @@ class OuterHalf:
         for part in self._parts:
             if part.optimizer is optimizer and not part.after_step():
                 self._recover()
+
+    @torch.no_grad()
+    def figures(self, *, on_all_ranks: bool = False, with_drift: bool = True) -> dict[str, float]:
+        """Returns figures of the last exchange, by name. Local. Empty without local steps.
+
+        All but "drift" are left out before the first merge. On a CUDA device, blocks until the
+        device has reached the last wait, and with drift until it has reached this call.
+
+        - "exchanges": number of fragments merged so far, by all optimizers.
+        - "exchange_exposed_s": seconds that training has waited for messages since the exchange
+          before. On a CUDA device they are timed as in `Instruments.statistics`.
+        - "exchange_wire_bytes": bytes of payload that this rank has sent since then.
+        - "pseudo_gradient_norm": 2-norm of the mean pseudo-gradient g of the exchange before.
+        - "agreement": of the same, |g| / mean over ranks of |g_r|, where g_r is the rank's own.
+          That is the mean cosine between g and g_r, each weighted by |g_r|. It is 1 if all
+          replicas have moved alike, and 1 / sqrt(world size) if they have nothing in common.
+        - "drift": 2-norm of replica - anchor over that of the anchor, now, on this rank.
+
+        Args:
+            on_all_ranks: Whether all ranks ask, after the same step. From the first such call on
+                norms are measured, and travel with the flags of exchanges: 16 bytes for each rank.
+                Without, "pseudo_gradient_norm" and "agreement" are left out.
+            with_drift: Whether "drift" is wanted, which reads all parameters.
+        """
+        if not self._parts:
+            return {}
+        watch = self._parts[0].watch
+        watch.sums_norms |= on_all_ranks
+        return {**watch.figures(), **({"drift": self._drift()} if with_drift else {})}
+
+    def _drift(self) -> float:
+        pairs = [pair for one in self.fragments if not one.keeps_own for pair in one.values]
+        moved = norm_of(anchor - value for anchor, value in pairs)
+        # While the module holds the anchor, the two have changed places.
+        return moved / (norm_of(pair[self.shows_anchor] for pair in pairs) or 1.0)
 
     def _recover(self) -> None:
         """Overwrites this rank's replica with the anchor, and forgets the inner state. Local."""

@@ -2,7 +2,9 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
@@ -19,8 +21,71 @@ from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value, cut, num_modules
 from lightning_dear.local_steps.schedule import LocalSteps, Schedule
 from lightning_dear.optimizers.pieces import parameters_of
+from lightning_dear.telemetry.statistics import Instruments, StepStatistics
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class ExchangeWatch:
+    """Figures of exchanges, for people who watch a training. All optimizers share one.
+
+    Norms of pseudo-gradients are measured only if that is asked for. Their sums over ranks travel
+    with the flags of the next exchange, so that they need no message of their own.
+
+    Attributes:
+        instruments: Measures waits and bytes.
+        sums_norms: Whether norms are measured; to be assigned to, after the same step on all ranks.
+        num_merged: Number of exchanges merged so far.
+    """
+
+    instruments: Instruments
+    sums_norms: bool = False
+    num_merged: int = 0
+
+    def __post_init__(self) -> None:
+        # Of the steps since the last merge, and of those before it since the merge before.
+        self._since = self._latest = StepStatistics(self.instruments.clock)
+        self._norms: dict[str, float] = {}
+        # `Fragment.norms` of the last merge, until an exchange takes them along.
+        self._untold = 0.0, 0.0
+
+    @contextmanager
+    def after_step(self) -> Iterator[None]:
+        """Counts what the `with` block costs, which sends and merges after a step."""
+        before = self.num_merged
+        with self.instruments.after_step() as own:
+            yield
+        self._since.add(own)
+        if self.num_merged > before:
+            self._latest, self._since = self._since, StepStatistics(self.instruments.clock)
+
+    def before_send(self, fragment: Fragment) -> None:
+        """Lets the next exchange of `fragment` add up the norms of the last merge."""
+        is_recorded = self.instruments.timeline is not None
+        fragment.began = self.instruments.clock.mark() if is_recorded else None
+        if not fragment.keeps_own:
+            fragment.sums.own = self._untold if self.sums_norms else ()
+            self._untold = 0.0, 0.0
+
+    def after_merge(self, fragment: Fragment) -> None:
+        """Takes over what the exchange of `fragment` has measured, and which sums it brought."""
+        timeline = self.instruments.timeline
+        if timeline is not None and fragment.began is not None:
+            name = "buffers" if fragment.keeps_own else f"fragment {fragment.number}"
+            timeline.record("exchange", name, fragment.began, timeline.clock.mark())
+        if not fragment.keeps_own:
+            self.num_merged, self._untold = self.num_merged + 1, fragment.norms
+            own, of_mean = fragment.sums.heard or (0.0, 0.0)
+            if own:
+                norm = math.sqrt(of_mean)
+                self._norms = {"pseudo_gradient_norm": norm, "agreement": norm / own}
+
+    def figures(self) -> dict[str, float]:
+        """Returns the figures of the last exchange; see `OuterHalf.figures`."""
+        latest = self._latest
+        of_it = {"exchange_exposed_s": latest.exposed_s, "exchange_wire_bytes": latest.wire_bytes}
+        return {"exchanges": self.num_merged, **of_it, **self._norms} if self.num_merged else {}
 
 
 class OptimizerRounds:
@@ -33,9 +98,11 @@ class OptimizerRounds:
         shared: What all fragments share.
         number: Number of the first fragment.
         signal: Carries wishes to stop. Hears of them at a merge.
+        watch: Gets figures of the exchanges.
 
     Attributes:
         part: Same as the argument.
+        watch: Same as the argument.
         optimizer: The user's optimizer.
         schedule: Which fragment is sent and merged after which step.
         groups: Fragments, by the number that the schedule gives them. Those of one number are sent
@@ -53,9 +120,10 @@ class OptimizerRounds:
         shared: OuterOptions,
         number: int,
         signal: Signal,
+        watch: ExchangeWatch,
     ) -> None:
         self.part, self.optimizer, self.count, self.finished_at = part, part.optimizer, 0, 0
-        self.collectives, self._signal = shared.collectives, signal
+        self.collectives, self._signal, self.watch = shared.collectives, signal, watch
         self._module, self._steps, self._shared, self._number = module, steps, shared, number
         held = parameters_of(part.optimizer)
         self.schedule: Schedule = steps.schedule(num_modules(module, held))
@@ -167,14 +235,21 @@ class OptimizerRounds:
 
     def after_step(self) -> bool:
         """See `OuterHalf.after_step`. Returns whether this rank's values are finite, if sent."""
+        with self.watch.after_step():
+            return self._exchange()
+
+    def _exchange(self) -> bool:
         self.count += 1
         is_finite, sent = True, self.schedule.sent_after(self.count)
         if sent is not None:
             for one in self.groups[sent]:
                 one.stop.ask = self._signal.ask
-                is_finite &= one.send(self.count)
+                is_finite &= self._send(one)
         for one in self._under_way:
             self._advance(one)
+            # In the order of the sends, on all ranks: a timeline waits for messages in that order.
+            if not one.is_stepped:
+                break
         merged = self.schedule.merged_after(self.count)
         if merged is not None:
             for one in self.groups[merged]:
@@ -182,6 +257,10 @@ class OptimizerRounds:
             self._follow()
             self.publish()
         return is_finite
+
+    def _send(self, fragment: Fragment) -> bool:
+        self.watch.before_send(fragment)
+        return fragment.send(self.count)
 
     def _advance(self, fragment: Fragment) -> None:
         """Lets the outer optimizer step, if that is due. On NCCL it is at fixed steps.
@@ -196,6 +275,8 @@ class OptimizerRounds:
 
     def _merge(self, fragment: Fragment, mix: float) -> None:
         rank = fragment.merge(mix)
+        if rank is None:
+            self.watch.after_merge(fragment)
         if fragment.stop.heard:
             self._signal.hear([fragment.stop.heard])
         if rank is not None:
@@ -236,7 +317,7 @@ class OptimizerRounds:
         groups = (group for number, group in enumerate(self.groups) if number != merged)
         rest = [*chain.from_iterable(groups)]
         for fragment in rest:
-            fragment.send(self.count)
+            self._send(fragment)
         for fragment in rest:
             self._merge(fragment, 0.0)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import ceil, log2
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -112,6 +113,41 @@ class LocalSteps:
         if self.every <= _FEW_STEPS:
             return partial(SGD, lr=1.0)
         return partial(SGD, lr=1.0, momentum=0.5, nesterov=True)
+
+
+_SMALL = 0.05
+"""Share of a step. With less exposed communication a step hides its messages well enough."""
+
+_MARGIN = 1.25
+"""Times of messages are multiplied by this, since they vary from round to round."""
+
+_LONGEST = 512
+"""Most steps of a round that `hiding` returns."""
+
+
+def hiding(measured: Sequence[tuple[float, float]], num_modules: int) -> LocalSteps | None:
+    """Returns the shortest round whose messages hide behind computing. Pure.
+
+    In a step that exchanges gradients both halves of all parameters travel, in at most the whole
+    step. The messages of one fragment need that time divided by the number of fragments.
+
+    Args:
+        measured: For each rank the median seconds of steps that exchange gradients, and how many of
+            them this rank has waited.
+        num_modules: Number of modules that own parameters.
+
+    Returns:
+        The options. None means that such steps hide their messages already.
+    """
+    if all(waited_s <= _SMALL * step_s for step_s, waited_s in measured):
+        return None
+    fastest_s = min(step_s - waited_s for step_s, waited_s in measured)
+    slowest_s = max(step_s for step_s, _ in measured)
+    num_steps = min(_MARGIN * slowest_s / max(fastest_s, slowest_s / _LONGEST), _LONGEST)
+    every = 2 ** ceil(log2(num_steps))
+    fragments = LocalSteps(every=every).schedule(num_modules).fragments
+    delay = min(ceil(num_steps / fragments), every - 1)
+    return LocalSteps(every=every, fragments=fragments, delay=delay)
 
 
 def _check_whole(name: str, value: Any, least: int) -> None:

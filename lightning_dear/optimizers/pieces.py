@@ -282,14 +282,13 @@ class SteppedPieces(ABC):
         in_bucket = {bucket.number: shard_pieces(bucket) for bucket in buffers.buckets}
         self.pieces = list(chain(*in_bucket.values()))
         group_of = [*map(group_numbers(self.optimizer).__getitem__, parameters)]
+        known, names = names_of(self.optimizer), dict[int, str]()
         for piece in self.pieces:
             parameter = parameters[piece.tensor_index]
             piece.is_plain = parameter.is_contiguous() and piece.numel == parameter.numel()
+            names[id(piece.parameter)] = known.get(id(parameter), "")
         self.device = parameters[0].device
         layouts = [(one.shape, one.stride()) for one in parameters]
-        known = names_of(self.optimizer)
-        owners = ((one.parameter, parameters[one.tensor_index]) for one in self.pieces)
-        names = {id(one): known[id(owner)] for one, owner in owners if id(owner) in known}
         self.shards = Shards(buffers, parameters, layouts, group_of, names, in_bucket)
 
     def detach(self) -> None:

@@ -205,8 +205,7 @@ class DeferredStep:
         self._attributes[TWIN] = True
         self._options = [_copied(group) for group in optimizer.param_groups]
         self._names = names_of(optimizer)
-        held = parameters_of(optimizer)
-        self._carried = {id(one): dict(vars(one)) for one in held if vars(one)}
+        self._carried = {id(one): dict(vars(one)) for one in parameters_of(optimizer) if vars(one)}
 
     def run(self, parameters: Mapping[int, Sequence[Tensor]]) -> None:
         """Steps some parameters, in place, with the gradients in their `.grad`.

@@ -178,10 +178,8 @@ class ShardedOptimizer(SteppedPieces):
         brings_masters = False
         for piece in self.pieces:
             parameter = self.shards.parameters[piece.tensor_index]
-            own = {
-                key: cut_state(key, value, parameter, piece)
-                for key, value in whole.get(parameter, {}).items()
-            }
+            entries = whole.get(parameter, {}).items()
+            own = {key: cut_state(key, value, parameter, piece) for key, value in entries}
             master = own.pop(MASTER_KEY, None)
             if master is not None and piece.role.has_master:
                 piece.parameter.copy_(master)
@@ -234,14 +232,12 @@ class ShardedOptimizer(SteppedPieces):
         for piece in self.pieces:
             if piece.role.has_master:
                 parameter = self.shards.parameters[piece.tensor_index]
-                weights = cut_state(MASTER_KEY, parameter.detach(), parameter, piece)
-                piece.parameter.copy_(weights)
+                piece.parameter.copy_(cut_state(MASTER_KEY, parameter.detach(), parameter, piece))
                 piece.was_stepped = False
 
     def _warn_of_shards(self, optimizer: Optimizer) -> None:
         """Pre-hook of `state_dict`: warns once if sharded state is missing, except in `packed`."""
-        is_filled = any(optimizer.state.values())
-        if self._has_state() and not is_filled and not self._has_warned:
+        if self._has_state() and not any(optimizer.state.values()) and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{type(optimizer).__name__}.state_dict() is without its state, which is sharded,"

@@ -21,14 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_dear.bucket import LOW_PRECISION, Piece
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers.pieces import (
-    NAMES,
-    carry_attributes,
-    is_uncuttable,
-    names_of,
-    parameters_of,
-    put_into,
-)
+from lightning_dear.optimizers import pieces
 from lightning_dear.optimizers.replicated import DeferredStep
 from lightning_dear.optimizers.sharded import inner_step
 from lightning_dear.planning.plan import ALIGNMENT
@@ -53,13 +46,18 @@ def why_not_elementwise(optimizer: Optimizer) -> str | None:
         Sentences for the user, with what to use instead. None means that the optimizer is one of
         `ELEMENTWISE` without unusual parameters, or that a trial found no difference.
     """
-    name, why = type(optimizer).__name__, None
+    name, why, held = type(optimizer).__name__, None, pieces.parameters_of(optimizer)
+    # Parameters of lazy layers are left out, since `check_module_states` refuses them.
+    strange = {*map(type, held)} - {Parameter, UninitializedParameter}
+    attributes = ((one, *pair) for one in held for pair in vars(one).items())
+    uncuttable = (key for one, key, value in attributes if pieces.is_uncuttable(value, one))
     if name.lower() in _WHOLE_TENSOR:
         why = "it works on whole tensors, not element by element"
-    elif strange := _strange_parameters(optimizer):
-        why = f"it holds parameters of class {strange[0]}, which may be more than their elements"
-    elif names := _uncuttable(optimizer):
-        why = f"the attribute '{names[0]}' of a parameter is a tensor of another shape"
+    elif strange:
+        kind = min(one.__name__ for one in strange)
+        why = f"it holds parameters of class {kind}, which may be more than their elements"
+    elif (key := next(uncuttable, None)) is not None:
+        why = f"the attribute '{key}' of a parameter is a tensor of another shape"
     elif keeper := _keeper(optimizer):
         why = f"it keeps parameters in its attribute '{keeper}', where their pieces are not found"
     elif type(optimizer) not in ELEMENTWISE:
@@ -85,7 +83,7 @@ def why_not_tensorwise(optimizer: Optimizer) -> str | None:
             f" that treats every tensor on its own ({_names(_KNOWN)}, or one that passes the same"
             " test), or strategy='ddp'."
         )
-    dtypes = {one.dtype for one in parameters_of(optimizer)}
+    dtypes = {one.dtype for one in pieces.parameters_of(optimizer)}
     if narrow := sorted(str(dtype) for dtype in dtypes if dtype in LOW_PRECISION):
         return (
             f"gather='gradients' steps {', '.join(narrow)} parameters without fp32 masters,"
@@ -95,27 +93,12 @@ def why_not_tensorwise(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _strange_parameters(optimizer: Optimizer) -> list[str]:
-    """Returns the names of the optimizer's parameter classes that are not torch's own.
-
-    Parameters of lazy layers are left out, since `check_module_states` refuses them.
-    """
-    kinds = set(map(type, parameters_of(optimizer)))
-    return sorted(one.__name__ for one in kinds - {Parameter, UninitializedParameter})
-
-
-def _uncuttable(optimizer: Optimizer) -> list[str]:
-    """Names of attributes of parameters that cannot be cut with them."""
-    pairs = ((one, pair) for one in parameters_of(optimizer) for pair in vars(one).items())
-    return [key for one, (key, value) in pairs if is_uncuttable(value, one)]
-
-
 def _keeper(optimizer: Optimizer) -> str | None:
     """Returns the name of an attribute that holds parameters, or their ids. None means none.
 
     Looks into lists, tuples, sets and mappings of the optimizer.
     """
-    held = set(map(id, parameters_of(optimizer)))
+    held = set(map(id, pieces.parameters_of(optimizer)))
     for name, value in vars(optimizer).items():
         if name in ("state", "param_groups") or not isinstance(value, Collection):
             continue
@@ -188,12 +171,11 @@ def choose_options(
     problem, remark = _problem(optimizers, options), None
     names = dict.fromkeys(type(o).__name__ for o in optimizers if type(o) not in ELEMENTWISE)
     if problem is not None and or_else is not None and _problem(optimizers, or_else) is None:
-        why = _without_remedy(problem)
-        options, problem = or_else, None
         remark = (
-            f"{why} So gather='gradients' is used: every rank gets whole gradients instead of"
-            " parameters, and has the whole optimizer state."
+            f"{_without_remedy(problem)} So gather='gradients' is used: every rank gets whole"
+            " gradients instead of parameters, and has the whole optimizer state."
         )
+        options, problem = or_else, None
     elif problem is None and names and not options.is_of_gradients:
         remark = (
             f"strategy='dear' steps {', '.join(names)} on parts of tensors: in a test with small"
@@ -272,7 +254,7 @@ _SHAPES = ((8, 12), (72, 96), (40,), (130,), (4, 6, 24), (16, 33, 3, 3), (4, 2, 
 _SCALES = (1e-7, 1e-4, 1.0, 0.0, 1e4, 1.0, 1e-9, 1.0, 30.0, 1.0, 1e2, 1.0, 1.0, 1.0, 1.0)
 """Factor of the gradients in each step of a trial."""
 
-_VARYING = {"params", NAMES, "lr", "initial_lr"}
+_VARYING = {"params", pieces.NAMES, "lr", "initial_lr"}
 
 
 class _Kind(NamedTuple):
@@ -307,7 +289,7 @@ def find_difference(optimizer: Optimizer, *, on_parts: bool) -> str | None:
     Returns:
         The difference, or the error of the trial, in words. None means no difference.
     """
-    held = parameters_of(optimizer)
+    held = pieces.parameters_of(optimizer)
     device = held[0].device if held else torch.device("cpu")
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -341,7 +323,7 @@ def _kinds(optimizer: Optimizer, *, tries_all: bool) -> list[_Kind]:
             dimensions as a parameter of the kind: some optimizers accept only matrices.
     """
     kinds: dict[str, _Kind] = {}
-    names = names_of(optimizer)
+    names = pieces.names_of(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         options = repr({key: value for key, value in group.items() if key not in _VARYING})
         for one in group["params"]:
@@ -397,7 +379,7 @@ class _Trial:
             for one in reversed(self.pieces):
                 deferred.run({one.bucket: [one.parameter]})
         elif self._way == "parts":
-            carry_attributes(self.pieces, self.wholes)
+            pieces.carry_attributes(self.pieces, self.wholes)
             for one in self.pieces:
                 self._put([one])
                 inner_step(self.twin)
@@ -411,9 +393,10 @@ class _Trial:
         pairs = ((one.parameter, self.wholes[one.tensor_index]) for one in self.pieces)
         return {key for piece, whole in pairs for key in vars(piece).keys() - vars(whole).keys()}
 
-    def _put(self, pieces: Sequence[Piece]) -> None:
+    def _put(self, stepped: Sequence[Piece]) -> None:
         for place, group in enumerate(self.twin.param_groups):
-            put_into(group, [one.parameter for one in pieces if one.bucket == place], self._names)
+            tensors = [one.parameter for one in stepped if one.bucket == place]
+            pieces.put_into(group, tensors, self._names)
 
     def _set_gradients(self, number: int) -> None:
         most = max(map(math.prod, _SHAPES))
@@ -453,7 +436,7 @@ def _like(example: Tensor, shape: Sequence[int], device: torch.device) -> Parame
     for key, value in vars(example).items():
         if isinstance(value, Tensor) and value.shape == example.shape:
             value = _new_tensor(shape, device).to(value.dtype)
-        if not is_uncuttable(value, made):
+        if not pieces.is_uncuttable(value, made):
             setattr(made, key, value)
     return made
 
@@ -474,7 +457,7 @@ def _new_twin(optimizer: Optimizer, places: Sequence[int], in_place_of_others: T
         in_place_of_others: Small tensor that replaces each parameter in the optimizer's attributes,
             so that no large tensor is copied.
     """
-    memo = {id(one): in_place_of_others for one in parameters_of(optimizer)}
+    memo = {id(one): in_place_of_others for one in pieces.parameters_of(optimizer)}
     # The constructor is not called, because its arguments are not known.
     twin: Any = object.__new__(type(optimizer))
     kept = optimizer.state.items()

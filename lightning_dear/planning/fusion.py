@@ -7,7 +7,7 @@ order is the order in which forward first reads tensors.
 
 import math
 from collections.abc import Callable, Iterable
-from itertools import pairwise
+from itertools import groupby, pairwise
 from numbers import Real
 from typing import Protocol, TypeVar
 
@@ -80,7 +80,7 @@ class ThresholdFusion:
         """
         first_mb, cap_mb = self.caps_mb(world_size)
         name = f"threshold({cap_mb:g} MiB, first {first_mb:g} MiB)"
-        caps = (first_mb * MIB, cap_mb * MIB) if world_size > 1 else ()
+        caps = (first_mb * MIB, cap_mb * MIB) if world_size > 1 else (math.inf, math.inf)
         return _fuse(name, tensors, world_size, *caps)
 
     def plans_of_caps(
@@ -142,7 +142,7 @@ class SingleFusion:
 
     def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
         """Returns the plan that the class describes: see `FusionPlanner`. Pure."""
-        return _fuse(self.name, tensors, world_size)
+        return _fuse(self.name, tensors, world_size, math.inf, math.inf)
 
 
 def fuse_groups(
@@ -166,22 +166,14 @@ def fuse_groups(
     """
     by_index = {tensor.index: tensor for tensor in tensors}
     members = [[by_index.pop(index) for index in group] for group in groups]
-    left: dict[str, list[TensorSpec]] = {}
-    for tensor in by_index.values():
-        left.setdefault(tensor.family, []).append(tensor)
-    parts = [
-        [(tensor, 0, tensor.numel) for tensor in sorted(group, key=use_key)]
-        for group in (*members, *left.values())
-    ]
+    left = sorted(by_index.values(), key=lambda tensor: tensor.family)
+    members += [list(family) for _, family in groupby(left, lambda tensor: tensor.family)]
+    parts = [[(one, 0, one.numel) for one in sorted(group, key=use_key)] for group in members]
     return _plan_of(name, tensors, world_size, parts)
 
 
 def _fuse(
-    name: str,
-    tensors: Specs,
-    world_size: int,
-    first_cap_bytes: float = float("inf"),
-    cap_bytes: float = float("inf"),
+    name: str, tensors: Specs, world_size: int, first_cap_bytes: float, cap_bytes: float
 ) -> BucketPlan:
     """Returns the plan of greedy fusion in first-use order; see `ThresholdFusion`.
 
@@ -195,12 +187,10 @@ def _fuse(
         first_cap_bytes: Most bytes of the bucket nearest the input, of each family.
         cap_bytes: Most bytes of each other bucket.
     """
-    groups: dict[tuple[str, bool], list[TensorSpec]] = {}
-    for tensor in sorted(tensors, key=use_key):
-        groups.setdefault((tensor.family, tensor.is_used), []).append(tensor)
+    in_order = sorted(tensors, key=lambda tensor: (tensor.family, *use_key(tensor)))
     unit = layout.ALIGNMENT * world_size
     buckets: list[list[Part]] = []
-    for group in groups.values():
+    for _, group in groupby(in_order, lambda tensor: (tensor.family, tensor.is_used)):
         # The first bucket of each group is the one nearest the input.
         bucket, filled, open_cap_bytes = list[Part](), 0, first_cap_bytes
         for tensor in group:

@@ -383,7 +383,7 @@ def with_whole_tensors(plan: BucketPlan, tensors: Specs) -> BucketPlan:
     num_parts = Counter(part.tensor for bucket in plan.buckets for part in bucket.slices)
     if max(num_parts.values(), default=1) == 1:
         return replace(plan, all_reduced=())
-    by_index = {tensor.index: tensor for tensor in tensors}
+    by_index = {tensor.index: (tensor, 0, tensor.numel) for tensor in tensors}
 
     def cut_tensor(part: Slice) -> int | None:
         return part.tensor if num_parts[part.tensor] > 1 else None
@@ -394,12 +394,11 @@ def with_whole_tensors(plan: BucketPlan, tensors: Specs) -> BucketPlan:
         # Each run is a slice of one cut tensor, or several tensors that lie whole in this bucket.
         for _, run in groupby(bucket.slices, cut_tensor):
             # The whole cut tensor goes where its first slice was; its later slices are left out.
-            members = [by_index[part.tensor] for part in run if part.start == 0]
-            if not members:
+            ranges = [by_index[part.tensor] for part in run if part.start == 0]
+            if not ranges:
                 continue
             if number in plan.uncompressed:
                 uncompressed.append(len(buckets))
-            ranges = [(tensor, 0, tensor.numel) for tensor in members]
             buckets.append(bucket_of(ranges, plan.world_size))
     name, order = f"{plan.name}, no tensor cut", reduce_order(buckets, tensors)
     return BucketPlan(name, plan.world_size, tuple(buckets), order, (), tuple(uncompressed))

@@ -102,12 +102,11 @@ def merged(
     free_s = begin_s = end_s = size = 0.0
     for number, (nbytes, at_s) in enumerate(zip(sizes, ready_s, strict=True)):
         # This is the whole rule; see the docstring.
-        if groups and at_s - begin_s < alpha_s:
-            groups[-1].append(number)
-            size += nbytes
-        else:
-            groups.append([number])
-            free_s, size = end_s, nbytes
+        if not groups or at_s - begin_s >= alpha_s:
+            groups.append([])
+            free_s, size = end_s, 0.0
+        groups[-1].append(number)
+        size += nbytes
         begin_s = max(free_s, at_s)
         end_s = begin_s + alpha_s + beta_s * size
     return groups
@@ -289,8 +288,7 @@ def _plan_of(chosen: Sequence[Sequence[_Group]], model: StepModel) -> BucketPlan
     plan = fusion.fuse_groups("", model.tensors, model.world_size, [group for group, _ in groups])
     # Buckets are in another order than groups. The first tensor of a bucket tells its group.
     left = {index for group, is_left in groups if is_left for index in group}
-    first_tensors = [bucket.slices[0].tensor for bucket in plan.buckets]
-    uncompressed = (number for number, first in enumerate(first_tensors) if first in left)
+    uncompressed = (n for n, one in enumerate(plan.buckets) if one.slices[0].tensor in left)
     return replace(plan, uncompressed=tuple(uncompressed))
 
 

@@ -86,8 +86,6 @@ def _group_cost(codec: CodecCost, itemsize: int, model: StepModel) -> GroupCost:
         return Linear(linear.alpha, linear.beta / (num_shards * itemsize))
 
     def sent(row: Linear | None) -> Linear:
-        if world_size == 1:
-            return Linear()
         size = Linear(0.0, itemsize) if row is None else Linear(world_size * row.alpha, row.beta)
         alpha_s = link.reduce_scatter_s(size.alpha, world_size)
         return Linear(alpha_s, link.beta_s * sent_bytes(size.beta, world_size) / itemsize)
@@ -144,38 +142,23 @@ def pre_merged(tensors: Specs, most: int) -> list[list[TensorSpec]]:
         # limit.
         runs, filled = [], 0
         for tensor in tensors:
-            if runs and min(filled, tensor.nbytes) < size:
-                runs[-1].append(tensor)
-                filled += tensor.nbytes
-            else:
-                runs.append([tensor])
-                filled = tensor.nbytes
+            if not runs or min(filled, tensor.nbytes) >= size:
+                runs.append([])
+                filled = 0
+            runs[-1].append(tensor)
+            filled += tensor.nbytes
         size *= 2
     return runs
 
 
-def families_of_pieces(
-    tensors: Specs, times: ModelTimes, max_pieces: int
-) -> list[tuple[int, list[Piece]]]:
-    """Returns (bytes of an element, pieces in the order of gradients) of each family.
-
-    The largest family comes first. Each has at most `max_pieces` pieces. Tensors without a gradient
-    in the recorded step are left out.
-    """
-
-    def piece_of(run: Sequence[TensorSpec]) -> Piece:
-        return Piece(
-            tuple(t.index for t in run),
-            sum(t.nbytes for t in run),
-            sum(aligned(t.numel) * t.itemsize for t in run),
-            max(times.ready_s.get(t.index, times.backward_s) for t in run),
-            min(times.first_use_s.get(t.index, times.forward_s) for t in run),
-        )
-
-    return [
-        (family[0].itemsize, [piece_of(run) for run in pre_merged(family, max_pieces)])
-        for family in backward_order(tensors, times)
-    ]
+def _piece_of(run: Sequence[TensorSpec], times: ModelTimes) -> Piece:
+    return Piece(
+        tuple(t.index for t in run),
+        sum(t.nbytes for t in run),
+        sum(aligned(t.numel) * t.itemsize for t in run),
+        max(times.ready_s.get(t.index, times.backward_s) for t in run),
+        min(times.first_use_s.get(t.index, times.forward_s) for t in run),
+    )
 
 
 @dataclass(eq=False)
@@ -313,29 +296,31 @@ class Course:
         return float(self.least_s(rows, begin)[0])
 
 
-def course_of(pieces: Sequence[Piece], itemsize: int, model: StepModel) -> Course:
+def _course_of(family: Sequence[TensorSpec], model: StepModel, max_pieces: int) -> Course:
     """Returns the `Course` of one family, as if the model had no other families.
 
     Args:
-        pieces: Pieces of the family, in the order of their gradients.
-        itemsize: Bytes of an element.
+        family: Tensors of the family, in the order of their gradients.
         model: Training that is planned for.
+        max_pieces: Most pieces.
     """
+    times, codecs, itemsize = model.times, model.codecs, family[0].itemsize
+    pieces = [_piece_of(run, times) for run in pre_merged(family, max_pieces)]
     nbytes = max(sum(piece.nbytes for piece in pieces), 1)
-    steps_s = model.times.step_s / nbytes, model.times.late_step_s / nbytes
-    codecs = model.codecs
+    steps_s = times.step_s / nbytes, times.late_step_s / nbytes
     kinds = (codecs.compressed, codecs.uncompressed) if codecs.may_mix else (codecs.compressed,)
     costs = [_group_cost(kind, itemsize, model) for kind in kinds]
-    return Course(pieces, costs, model.times, ALIGNMENT * model.world_size * itemsize, steps_s)
+    return Course(pieces, costs, times, ALIGNMENT * model.world_size * itemsize, steps_s)
 
 
 def courses_of(model: StepModel, max_pieces: int) -> list[Course]:
     """Returns a `Course` for each family, with at most `max_pieces` pieces; largest family first.
 
-    Each is made as if there were no other families.
+    Each is made as if there were no other families. Tensors without a gradient in the recorded step
+    are left out.
     """
-    families = families_of_pieces(model.tensors, model.times, max_pieces)
-    return [course_of(pieces, itemsize, model) for itemsize, pieces in families]
+    families = backward_order(model.tensors, model.times)
+    return [_course_of(family, model, max_pieces) for family in families]
 
 
 def members_of(pieces: Sequence[Piece], cuts: Iterable[int]) -> list[list[int]]:

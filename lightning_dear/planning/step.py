@@ -180,10 +180,6 @@ class Busy(NamedTuple):
     is_wait: bool = False
 
 
-_Key = tuple[int, tuple[str, int]]
-"""(step number, key of the collective)."""
-
-
 class LinkQueue:
     """Simulates the link, which carries launched collectives one at a time.
 
@@ -200,7 +196,8 @@ class LinkQueue:
         self.spans: list[Carried] = []
         self._free_s = 0.0
         self._count = 0
-        self._ends_s: dict[_Key, float] = {}
+        # (step number, key of the collective) -> end.
+        self._ends_s: dict[tuple[int, tuple[str, int]], float] = {}
         # `_coming` is ordered by the time at which a collective may begin. Once the time has come,
         # the collective moves to `_waiting`, which is ordered by priority.
         self._coming: list[tuple[float, int, int, Message]] = []
@@ -343,8 +340,7 @@ class PlannedStep(ABC):
         steps whole buckets, it is then stepped.
         """
         buckets, gathered = self.plan.buckets, self.plan.gather_order
-        uses = sorted((self.times.first_use_of(buckets[number]), number) for number in gathered)
-        events = [(at_s, self.before_use(number)) for at_s, number in uses]
+        events = [(self.times.first_use_of(buckets[n]), self.before_use(n)) for n in gathered]
         return interleaved(FORWARD, self.times.forward_s, events)
 
     def before_use(self, number: int) -> list[Op]:

@@ -136,8 +136,7 @@ def _all_reducing(plans: Sequence[BucketPlan], model: StepModel, share: float) -
     if best.all_reduced and step_s(best) < min(map(step_s, plans)):
         chosen += [best, changed[best]]
     if share == 1:
-        world_size = model.world_size
-        tried = [refine.everything_all_reduced(tensors, world_size, d) for d in _DDP_DIVISORS]
+        tried = [refine.everything_all_reduced(tensors, model.world_size, d) for d in _DDP_DIVISORS]
         everything = min(tried, key=step_s)
         if step_s(everything) <= _MAX_DDP_RATIO * min(map(step_s, [*plans, *chosen])):
             chosen.append(everything)
@@ -306,14 +305,12 @@ class BayesianSearch:
             return self.start
         if len(self._measured) >= self.num_trials or not left:
             return None
-        if len(self._measured) < 3:
-            # These two caps are far apart, so that the Gaussian process knows the whole range.
-            caps = sorted(self.plans)
-            number = (len(caps) - 1) * (0.2 if len(self._measured) == 1 else 0.8)
-            cap_mb = min(left, key=lambda cap: (abs(caps.index(cap) - number), cap))
-        else:
-            cap_mb = left[self._most_promising(left)]
-        return self.plans[cap_mb]
+        if len(self._measured) > 2:
+            return self.plans[left[self._most_promising(left)]]
+        # These two caps are far apart, so that the Gaussian process knows the whole range.
+        caps = sorted(self.plans)
+        number = (len(caps) - 1) * (0.2 if len(self._measured) == 1 else 0.8)
+        return self.plans[min(left, key=lambda cap: (abs(caps.index(cap) - number), cap))]
 
     def tell(self, plan: BucketPlan, step_s: float) -> None:
         """Stores a measurement of one of `plans`.

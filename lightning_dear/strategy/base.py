@@ -25,10 +25,10 @@ from lightning_dear.compression import resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
-from lightning_dear.local_steps import LocalSteps, OuterHalf
+from lightning_dear.local_steps import OuterHalf
 from lightning_dear.planning import BucketPlan, resolve_fusion, save_plan
 from lightning_dear.registration import register
-from lightning_dear.strategy import checkpoint_io, connections, refusals, starting
+from lightning_dear.strategy import checkpoint_io, connections, local, refusals, starting
 from lightning_dear.telemetry.statistics import StepStatistics
 from lightning_dear.telemetry.timeline import Timeline
 
@@ -108,10 +108,9 @@ class PipelineStrategy(ABC):
             schedule.check_use(self._fusion)
         self.compression_schedule = schedule
         self._split = None if split is None else BatchSplit(split, self._fusion)
-        self._outer, steps = OuterHalf(), given["local_steps"]
-        self._local_steps = LocalSteps(every=steps) if isinstance(steps, int) else steps
-        if self._local_steps is not None:
-            refusals.check_local_steps(self._options, self._fusion, given)
+        self._outer, self._local = OuterHalf(), local.LocalStepsOption(given["local_steps"])
+        if self._local.steps is not None:
+            local.check_local_steps(self._options, self._fusion, given)
         self._own_callbacks = schedule, self._split
 
     def _configure_launcher(self) -> None:
@@ -173,7 +172,7 @@ class PipelineStrategy(ABC):
         With local steps the pipeline has this rank alone, once `dense_steps` steps were made.
         Otherwise the outer half does nothing. The arguments are those of `_new_pipeline`.
         """
-        steps, is_one = self._local_steps, collectives.world.size == 1
+        steps, is_one = self._local.steps, collectives.world.size == 1
         if steps is not None and is_one:
             rank_zero_info("local_steps has no effect with one rank. It trains as plain torch.")
         if steps is None or is_one or num_steps < steps.dense_steps:
@@ -198,8 +197,7 @@ class PipelineStrategy(ABC):
         Returns:
             The new halves. None means that nothing is to be done.
         """
-        steps, world = self._local_steps, dense.collectives.world
-        if steps is None or world.size == 1 or num_steps < steps.dense_steps:
+        if not self._local.is_due(dense, num_steps):
             return None
         for part in dense.parts:
             part.sync_replicas()
@@ -348,10 +346,19 @@ class PipelineStrategy(ABC):
         """
         return {} if self._present is None else self._present.parts[0].encoding_figures()
 
+    def exchange_figures(self, **asks: bool) -> dict[str, float]:
+        """Returns figures of local steps' last exchange, such as "agreement", of the first model.
+
+        Local. `OuterHalf.figures` describes them, and the arguments `on_all_ranks` and
+        `with_drift`. Empty without local steps and outside a fit.
+        """
+        return next((one.figures(**asks) for one in self._outer_halves), {})
+
     @property
     def statistics(self) -> StepStatistics | None:
         """Times and bytes of any optimizer's last step. None before the first step.
 
+        With local steps they include those of exchanges that are sent or merged after the step.
         On a GPU waits are timed only after the first read, so that it is None for two more steps.
         """
         return None if self._present is None else self._present.training.instruments.statistics

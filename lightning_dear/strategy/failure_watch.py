@@ -18,7 +18,7 @@ from lightning_dear import private_names
 from lightning_dear.collectives.store import new_store_client
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.strategy import failures
-from lightning_dear.strategy.failures import STORE_WAIT_S, WATCH_POLL_S, Failure, FailureBoard
+from lightning_dear.strategy.failures import STORE_WAIT_S, WATCH_POLL_S, FailureBoard, Line
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ a rank that notices the failure by itself ends, and its error says more."""
 _latest: FailureBoard | None = None
 
 
-def first_failure() -> Failure | None:
+def first_failure() -> Line | None:
     """Returns the first failure of this process's latest run. None if it has read of none."""
     return None if _latest is None else _latest.seen
 

@@ -76,16 +76,6 @@ _NO_CAUSE = "No rank has reported a cause of its own. See what each printed firs
 _IS_LATE = re.compile(r"[Tt]imed out|[Tt]imeout")
 
 
-class Failure(NamedTuple):
-    """Names the rank that failed first, with its error in one line."""
-
-    rank: int
-    message: str
-
-    def __str__(self) -> str:
-        return f"Rank {self.rank} failed first: {self.message}"
-
-
 def describe(exception: BaseException) -> str:
     """Returns the exception's type, and its message, of which at most 2000 characters."""
     text = str(exception)[:_MAX_MESSAGE_CHARS]
@@ -132,6 +122,10 @@ class Line(NamedTuple):
     kind: str
     text: str
 
+    def __str__(self) -> str:
+        """Returns a sentence that names the rank as the one that failed first: see `seen`."""
+        return f"Rank {self.rank} failed first: {self.text}"
+
 
 class FailureBoard:
     """Shares failures and wishes to stop between the ranks of one run, through a key in the store.
@@ -159,7 +153,7 @@ class FailureBoard:
         self.rank = rank
         self.world_size = world_size
         self.has_failed = False
-        self.seen: Failure | None = None
+        self.seen: Line | None = None
         self.asked = 0
         self.trip_s = 0.0
         # `tuple()` is empty.
@@ -193,8 +187,7 @@ class FailureBoard:
         """Writes a failure on the board. The first one with a cause of its own becomes `seen`."""
         message = self._own = describe(exception)
         kind = "consequence" if is_consequence(exception) else "cause"
-        line = Line(rank, kind, message)
-        self._ask(lambda store: self._write_with_launches(store, line))
+        self._ask(lambda store: self._write_with_launches(store, Line(rank, kind, message)))
 
     def leave(self, how: str) -> None:
         """Writes on the board why this rank has ended without failing, for ranks that still wait.
@@ -231,8 +224,7 @@ class FailureBoard:
             with _keeping:
                 # Another thread may have read more lines meanwhile.
                 self._lines = max(self._lines, read, key=len)
-        causes = (Failure(one.rank, one.text) for one in self._lines if one.kind == "cause")
-        self.seen = next(causes, None)
+        self.seen = next((one for one in self._lines if one.kind == "cause"), None)
         return self.seen is not None
 
     def _texts(self, *kinds: str) -> dict[int, str]:

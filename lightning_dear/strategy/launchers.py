@@ -6,8 +6,6 @@ gets the overrides and the folder of the job that is running. Children end with 
 next job starts its own ranks.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os
@@ -68,7 +66,7 @@ _REPLACED = re.compile(
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 """Variables that tell Lightning and torch which ranks were started. `job_end` removes them."""
 
-_launched: list[JobLauncher] = []
+_launched: "list[JobLauncher]" = []
 """Launchers that have started children in the present job, which `job_end` waits for."""
 
 
@@ -370,7 +368,7 @@ def child_command(local_rank: int) -> tuple[list[str], str | None]:
     return [*_program(Path(cwd)), *job_arguments(config, local_rank)], cwd
 
 
-def job_arguments(config: HydraConf, local_rank: int) -> list[str]:
+def job_arguments(config: "HydraConf", local_rank: int) -> list[str]:
     """Returns command-line arguments that make Hydra run the same job again.
 
     Args:

@@ -25,7 +25,6 @@ from lightning_dear.compression.groups import Groups
 from lightning_dear.engine.module_tree import ignored_names
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.local_steps import LocalSteps, OuterHalf
 from lightning_dear.names import is_meant
 from lightning_dear.planning import FusionPlanner, search
 
@@ -327,76 +326,6 @@ def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
             f"{option} plans with the costs of one compressor, and compressors= of the compression"
             " schedule has others for some parameters. Use fusion='threshold' with it."
         )
-
-
-def check_local_steps(
-    options: ExchangeOptions, fusion: FusionPlanner, given: Mapping[str, Any]
-) -> None:
-    """Refuses options that do not fit local steps.
-
-    Args:
-        options: The exchange options.
-        fusion: Planner of the buckets.
-        given: The strategy's options by name.
-
-    Raises:
-        ValueError: If one does not fit. The message names it, and says why.
-    """
-    codec = options.compressor
-    why = {
-        f"fusion={option_of(fusion)}": isinstance(fusion, search.SearchingPlanner)
-        and "it measures steps in which gradients travel. Use fusion='threshold'",
-        "gather='gradients'": given["gather"] == "gradients"
-        and "the anchor is gathered, and any optimizer steps whole tensors. Leave it out",
-        "decouple=False": not options.decouple and "the anchor is reduce-scattered. Leave it out",
-        "reduce_dtype": options.reduce_dtype and "messages are in fp32. Leave it out",
-        f"compressor={codec and codec.name!r}": (
-            codec is not None
-            and (options.is_of_gradients or options.all_reduces or codec.votes)
-            and "it cannot send differences of weights to their owners. Use 'int8', 'int4' or"
-            " TopK(halves='reduce')"
-        ),
-        "compression_schedule": given.get("compression_schedule") is not None
-        and "it counts steps that exchange gradients. Pass compressor= alone",
-        "weights or split": (given["weights"] or given.get("split")) is not None
-        and "replicas count alike. Leave them out",
-        "save_distributed_checkpoint": given.get("save_distributed_checkpoint")
-        and "local state is not saved in folders. Leave it out",
-    }
-    for option, reason in why.items():
-        if reason:
-            raise ValueError(f"local_steps does not work with {option}: {reason}.")
-
-
-def say_how_local(outer: OuterHalf, trainer: Any) -> None:
-    """Tells the user on rank 0 what local steps do, and warns of too few rounds in a fit.
-
-    Args:
-        outer: Outer half. Without local steps nothing is said.
-        trainer: The trainer, when a fit begins.
-    """
-    if not outer.is_on:
-        return
-    for remark, warning in outer.remarks(trainer.estimated_stepping_batches):
-        rank_zero_info(remark)
-        if warning:
-            rank_zero_warn(warning)
-
-
-def check_averaging(steps: LocalSteps | None, trainer: Any) -> None:
-    """Refuses callbacks that average weights, which differ between ranks with local steps.
-
-    Raises:
-        ValueError: If the trainer has one, and there are local steps.
-    """
-    kinds = ("StochasticWeightAveraging", "WeightAveraging")
-    for callback in () if steps is None else trainer.callbacks:
-        if any(kind.__name__ in kinds for kind in type(callback).__mro__):
-            raise ValueError(
-                f"local_steps does not work with {type(callback).__name__}: it would average each"
-                " rank's own weights. Leave it out. The anchor, which validation and checkpoints"
-                " have, is an average already."
-            )
 
 
 def check_module_states(module: Module) -> None:

@@ -64,14 +64,17 @@ class HostClock:
         thread = self._threads.setdefault(lane, Background(f"dear-timeline-{lane}"))
         return thread.submit(arrive_and_record).result
 
-    def finish(self) -> None:
+    def finish(self, *, waits: bool = True) -> None:
         """Blocks until all observed collectives have been recorded, and ends the threads.
 
         A collective that is observed later starts a new thread.
+
+        Args:
+            waits: Whether to block. If not, the threads end by themselves once all is recorded.
         """
         # Replaced before the loop, since another thread may add a lane in the meantime.
         threads, self._threads = self._threads, {}
-        for thread in threads.values():
+        for thread in threads.values() if waits else ():
             thread.finish()
 
 
@@ -137,9 +140,14 @@ class StreamClock:
             record(start, self.mark())
         return arrive
 
-    def finish(self) -> None:
-        """Blocks until the device has done all of its work, and so has reached all marks."""
-        self._cuda.synchronize(self._device)
+    def finish(self, *, waits: bool = True) -> None:
+        """Blocks until the device has done all of its work, and so has reached all marks.
+
+        Args:
+            waits: Whether to block. If not, this does nothing.
+        """
+        if waits:
+            self._cuda.synchronize(self._device)
 
 
 Clock = HostClock | StreamClock

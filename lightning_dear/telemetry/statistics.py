@@ -81,21 +81,25 @@ class Instruments:
 
     Args:
         clock: Clock of the device on which the pipeline trains.
-        collectives: Collectives whose sent bytes are counted and whose spans are recorded.
+        collectives: Collectives whose sent bytes are counted and whose spans are recorded. With
+            local steps those of the inner half; see `follow` for the others.
 
     Attributes:
         clock: Same as the argument.
         timeline: Timeline in which spans are recorded at present. None means no recording.
         marks: List to which each wait appends the marks of its beginning and its end; to be
             assigned to. None means that nothing is appended.
+        exchange_steps: Same as in `Timeline`; to be assigned to.
     """
 
     def __init__(self, clock: Clock, collectives: Collectives) -> None:
         self.clock = clock
-        self._collectives = collectives
         self.timeline: Timeline | None = None
         self.marks: list[Any] | None = None
-        self._sent_bytes = 0
+        self.exchange_steps = 0
+        self._collectives = self._outer = collectives
+        # Bytes that have been counted in a step, of each of these collectives.
+        self._counted = {collectives: 0}
         self._step_began: Any = None
         self._is_asked = clock.is_free
         self._last = self._current = self._new_statistics()
@@ -123,9 +127,14 @@ class Instruments:
         """
         self.timeline = timeline
         if timeline is not None:
-            timeline.clock = self.clock
-        self._collectives.observer = None if timeline is None else timeline.observe
-        self._collectives.showing = None if timeline is None else timeline.span
+            timeline.clock, timeline.exchange_steps = self.clock, self.exchange_steps
+        for one in self._counted:
+            one.observer = None if timeline is None else timeline.observe
+            one.showing = None if timeline is None else timeline.span
+
+    def follow(self, collectives: Collectives) -> None:
+        """Counts bytes and records spans of the outer half's collectives, too; see `after_step`."""
+        self._outer, self._counted[collectives] = collectives, collectives.ledger.total()
 
     @contextmanager
     def span(self, lane: str) -> Iterator[None]:
@@ -181,11 +190,32 @@ class Instruments:
 
         `statistics` returns the measurements of the ended step from now on.
         """
-        sent_bytes = self._collectives.ledger.total()
+        sent_bytes = self._newly_sent(self._collectives)
         if self._current is not None:
-            self._current.wire_bytes = sent_bytes - self._sent_bytes
-        self._sent_bytes = sent_bytes
+            self._current.wire_bytes = sent_bytes
         self._last, self._current = self._current, self._new_statistics()
+
+    @contextmanager
+    def after_step(self) -> Iterator["StepStatistics"]:
+        """Counts the `with` block, which exchanges after a step, in that step's `statistics`, too.
+
+        Yields:
+            Statistics of the block alone. They have bytes of the collectives of `follow`, all that
+            were sent since the last such block, once this block has ended.
+        """
+        of_next, self._current = self._current, StepStatistics(self.clock)
+        # There is no `finally`: after an exception no step follows.
+        yield self._current
+        own, self._current = self._current, of_next
+        own.wire_bytes = self._newly_sent(self._outer)
+        if self._last is not None:
+            self._last.add(own)
+
+    def _newly_sent(self, collectives: Collectives) -> int:
+        """Returns the bytes that were sent since the last call with these collectives."""
+        before = self._counted[collectives]
+        self._counted[collectives] = collectives.ledger.total()
+        return self._counted[collectives] - before
 
 
 def _in_profiler(name: str) -> AbstractContextManager[object]:
@@ -216,6 +246,12 @@ class StepStatistics:
         self._clock = clock
         self.waits: dict[str, list[tuple[Any, Any]]] = {"reduce_scatter": [], "all_gather": []}
         self.wire_bytes = 0
+
+    def add(self, other: "StepStatistics") -> None:
+        """Adds waits and bytes of `other`. Does not block."""
+        self.wire_bytes += other.wire_bytes
+        for lane, waits in other.waits.items():
+            self.waits[lane] += waits
 
     def _exposed_s(self, lane: str) -> float:
         """Returns the sum of the waits in `lane`, in seconds."""

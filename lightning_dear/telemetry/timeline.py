@@ -1,6 +1,7 @@
 """Records what one rank did when, as spans; draws them, and writes them as a Chrome trace."""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +24,7 @@ _LANES = {
     "all_gather": ("results travel\n(all-gather)", "#b279a2", "#e0bfd6"),
     "other": ("flags, buffers travel", "#79706e", "#bab0ac"),
     "first_hop": ("of that, within hosts\n(first hops)", "#79706e", "#bab0ac"),
+    "exchange": ("exchanges of fragments\n(send to merge)", "#eeca3b", "#f6e5a1"),
 }
 """Lane, which is a kind of span -> (row of the picture, colours that neighbouring spans take in
 turn).
@@ -30,7 +32,8 @@ turn).
 `encode` and `decode` show both halves of the exchange. `other` shows messages of flags (which tell
 which parameters got a gradient) and of the module's buffers. `wait` shows waits for collectives. In
 a collective with two hops, `first_hop` shows the first hop, within the host. The span of the whole
-collective, in its own lane, contains that time, too."""
+collective, in its own lane, contains that time, too. With local steps `exchange` shows each
+exchange of a fragment, from the step that sends it to the end of its merge."""
 
 _TRAVEL = ("reduce_scatter", "all_gather", "other")
 """Lanes of collectives. `first_hop` is left out, since its spans are parts of spans in these."""
@@ -61,10 +64,13 @@ class Timeline:
     Attributes:
         clock: Clock that makes the marks. `Instruments.record_in` replaces it with the clock of the
             device.
+        exchange_steps: Number of steps in a row in which, with local steps, an exchange surely
+            begins and ends. `Instruments.record_in` sets it. 0 means that there are none.
     """
 
     def __init__(self) -> None:
         self.clock: Clock = HostClock()
+        self.exchange_steps = 0
         self._marked: list[tuple[str, str, Any, Any]] = []
 
     @property
@@ -163,43 +169,47 @@ def _in_turn(spans: Iterable[Span]) -> list[Span]:
     return turns
 
 
-def _summary(spans: Sequence[Span], begin_s: float, next_s: float) -> str:
-    """Returns the title of the picture: how long the first step's data travel, and what is hidden.
+def _summary(spans: Sequence[Span], begin_s: float, last_s: float, num_steps: int) -> str:
+    """Returns the title of the picture: how long data travel, and what of that is hidden.
 
-    All-gathers of the first step may still run during the second forward. So a collective counts if
-    it was launched before the second forward begins. All waits count, whenever they were.
+    All-gathers of a step may still run during the next forward. So a collective counts if it was
+    launched before the last forward begins. All waits count, whenever they were.
 
     Args:
-        spans: Spans of the first two steps.
+        spans: Spans of the steps.
         begin_s: Beginning of the first forward, in seconds.
-        next_s: Beginning of the second forward, in seconds.
+        last_s: Beginning of the last forward, in seconds.
+        num_steps: Number of steps between the two.
     """
 
     def covered_s(*lanes: str) -> float:
         own = [one for one in spans if one.lane in lanes]
-        first = [one for one in own if one.lane == "wait" or one.start_s < next_s]
+        first = [one for one in own if one.lane == "wait" or one.start_s < last_s]
         return sum(one.end_s - one.start_s for one in _in_turn(first))
 
     travel_s = covered_s(*_TRAVEL)
     # The time in which data travel while the rank does not wait.
     hidden_s = covered_s("wait", *_TRAVEL) - covered_s("wait")
+    lasted = f"for {num_steps} steps" if num_steps > 1 else "from forward to forward"
     return (
-        f"{(next_s - begin_s) * 1e3:.1f} ms from forward to forward. Data travel for"
+        f"{(last_s - begin_s) * 1e3:.1f} ms {lasted}. Data travel for"
         f" {travel_s * 1e3:.1f} ms, {hidden_s / (travel_s or 1.0):.0%} of it hidden:"
         " computing goes on meanwhile."
     )
 
 
-def plot_timeline(spans: Sequence[Span], path: Path, late: str = "") -> None:
-    """Draws the spans that begin before the third forward, and writes the picture to `path`.
+def plot_timeline(spans: Sequence[Span], path: Path, late: str = "", num_batches: int = 2) -> None:
+    """Draws the spans of the first batches, and writes the picture to `path`.
 
-    Collectives, encodings and decodings of a lane are drawn without overlaps: each bar begins at
-    the beginning of its span, or at the end of the bar before it, whichever is later.
+    Collectives, exchanges, encodings and decodings of a lane are drawn without overlaps: each bar
+    begins at the beginning of its span, or at the end of the bar before it, whichever is later.
 
     Args:
         spans: Spans, as `Timeline.spans` returns them.
         path: File to write; overwritten. Its suffix tells the format, such as ".png".
         late: Second line of the title: which rank is late. Empty if that is not known.
+        num_batches: Number of batches to draw, 2 or more. What begins in the forward of the batch
+            after them, or later, is left out.
 
     Raises:
         ModuleNotFoundError: If matplotlib is missing; the extra `apps` installs it.
@@ -208,13 +218,16 @@ def plot_timeline(spans: Sequence[Span], path: Path, late: str = "") -> None:
     from matplotlib.figure import Figure
 
     begins_s = [one.start_s for one in spans if one.lane == "forward"]
-    shown = [one for one in spans if not begins_s[2:] or one.start_s < begins_s[2]]
+    until_s = (begins_s[num_batches:] or [math.inf])[0]
+    shown = [one for one in spans if one.start_s < until_s]
     end_s = max((one.end_s for one in shown), default=0.0)
     lanes = {lane: [one for one in shown if one.lane == lane] for lane in _LANES}
     rows = [*dict.fromkeys(_LANES[lane][0] for lane, own in lanes.items() if own)]
     figure = Figure(figsize=(13, 2 + 0.6 * len(rows)), layout="constrained")
     axes = figure.add_subplot(xlim=(0, end_s or 1.0), xlabel="ms (numbers: buckets)")
-    axes.set_title(f"{_summary(shown, *[*begins_s, end_s, end_s][:2])}\n{late}".rstrip())
+    bounds_s = begins_s[:num_batches] if begins_s[1:] else [*begins_s, end_s]
+    title = _summary(shown, bounds_s[0], bounds_s[-1], len(bounds_s) - 1)
+    axes.set_title(f"{title}\n{late}".rstrip())
     for lane, own in lanes.items():
         row, *colors = _LANES[lane]
         for number, span in enumerate(own if row == _COMPUTING else _in_turn(own)):

@@ -88,15 +88,14 @@ def _cost(
         for place, lengths in enumerate((*of_ranks, shards, sizes))
     )
     row = fitted_line(shards, [codec.wire_bytes(shard) for shard in shards])
-    # If not, parameters or mean gradients are gathered uncompressed.
-    sends_bytes_back = options.encodes_both and not codec.is_identity
     return CodecCost(
         replace(encode, alpha=encode.alpha + launches_s[0]),
         decode_sum,
         replace(encode_shard, alpha=encode_shard.alpha + launches_s[1]),
         decode,
         reduce_bytes=row,
-        gather_bytes=row if sends_bytes_back else None,
+        # If not, parameters or mean gradients are gathered uncompressed.
+        gather_bytes=row if options.encodes_both and not codec.is_identity else None,
     )
 
 
@@ -251,8 +250,7 @@ def launch_seconds(pipeline: Pipeline) -> tuple[float, float]:
         device, so that the time to launch delays nothing.
     """
     collectives = pipeline.collectives
-    device = pipeline.parts[0].parameters[0].device
-    if device.type != "cpu":
+    if pipeline.parts[0].parameters[0].device.type != "cpu":
         return 0.0, 0.0
     shape = collectives.world.size, _ROW_BYTES
     rows, incoming = (torch.zeros(shape, dtype=torch.uint8) for _ in range(2))

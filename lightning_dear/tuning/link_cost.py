@@ -67,10 +67,8 @@ def measure_collectives(
     """
     total_bytes = min(max(model_bytes // 8, _LEAST_BYTES), _MOST_BYTES)
     long_bytes = min(max(model_bytes // 2, total_bytes), _MOST_LONG_BYTES)
-    planned = {
-        **{name: (count, total_bytes // part) for name, (count, part) in _TRAINS.items()},
-        "long": (_NUM_LONG, long_bytes // _NUM_LONG),
-    }
+    planned = {name: (count, total_bytes // part) for name, (count, part) in _TRAINS.items()}
+    planned["long"] = _NUM_LONG, long_bytes // _NUM_LONG
     halves, all_reduces = {}, {}
     for name, (count, nbytes) in planned.items():
         numel = aligned(nbytes // 4, ALIGNMENT * collectives.world.size)
@@ -106,8 +104,7 @@ def train_times(
     # only when they are used, which would be during the collective.
     made = partial(torch.empty, dtype=torch.float32, device=device)
     buffers = [made(numel).zero_() for _ in range(count)]
-    scratch = collectives.scratch_numel(numel)
-    received = [made(scratch).zero_() for _ in buffers]
+    received = [made(collectives.scratch_numel(numel)).zero_() for _ in buffers]
 
     def reduce_scatter(place: int) -> Work:
         buffer = buffers[place]
@@ -150,5 +147,4 @@ def slowest(collectives: Collectives, own: list[float]) -> list[float]:
     Returns:
         The times, the same on all ranks.
     """
-    everyones: list[list[float]] = collectives.all_gather_object(own)
-    return [max(repeat) for repeat in zip(*everyones, strict=True)]
+    return [max(repeat) for repeat in zip(*collectives.all_gather_object(own), strict=True)]

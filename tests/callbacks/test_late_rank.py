@@ -75,7 +75,7 @@ def _sleepy(
         **options: Of the strategy.
     """
     titles: list[str] = []
-    timeline.plot_timeline = lambda *given: titles.append(given[-1])  # type: ignore[assignment]
+    timeline.plot_timeline = lambda *given: titles.append(given[2])  # type: ignore[assignment]
     has = os.environ["RANK"] in watches
     callbacks: list[Callback] = [DearMonitor(), TimelineCallback(5, str(folder))] if has else []
     num_samples = 2 * NUM_STEPS * int(os.environ["WORLD_SIZE"])

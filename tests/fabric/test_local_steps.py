@@ -13,6 +13,7 @@ from torch.optim import AdamW
 
 from tests.distributed.harness import distributed
 from tests.fabric.running import dear, new_fabric
+from tests.lightning.fitting import assert_ranks_agree
 from tests.lightning.test_local_steps import batch_of, new_net, reference_of, steps
 
 
@@ -20,7 +21,7 @@ class Training:
     """A model that `fabric.setup` returned."""
 
     def __init__(self, **options: Any) -> None:
-        self.fabric = new_fabric(dear(local_steps=steps(fragments=None), **options))
+        self.fabric = new_fabric(dear(local_steps=steps(fragments=None, **options)))
         self.strategy: Any = self.fabric.strategy
         self.raw = new_net()
         optimizer = AdamW(self.raw.parameters(), lr=0.01)
@@ -100,3 +101,16 @@ def test_an_end_without_an_exchange_warns() -> None:
     for name, value in reference_of(6, fragments=4).anchor.items():
         assert torch.equal(training.weights[name], value)
     assert isinstance(training.raw, nn.Sequential)
+
+
+@distributed(world_sizes=(2,))
+def test_dense_steps_come_first() -> None:
+    training = Training(dense_steps=4)
+    training.run(range(4))
+    assert_ranks_agree([[*training.weights.values()]])
+    training.run(range(4, 11))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, training.weights["0.weight"])
+    assert not torch.equal(everyone[0], everyone[1])
+    training.strategy.finish_local_steps()
+    assert_ranks_agree([[*training.weights.values()]])

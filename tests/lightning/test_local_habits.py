@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from time import sleep
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 from torch.optim import SGD, AdamW
 
+from lightning_dear import DearStrategy
+from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.collectives.work import Work
 from lightning_dear.local_steps import LocalSteps
 from tests.distributed.harness import distributed, run_ranks
 from tests.lightning.fitting import dear, new_trainer
@@ -27,6 +34,7 @@ from tests.lightning.test_local_steps import (
     fit,
     loader,
     new_net,
+    reference_of,
     same_on_all_ranks,
     steps,
     weights,
@@ -143,6 +151,20 @@ def test_dense_steps_come_first() -> None:
     assert same_on_all_ranks(weights(again))
 
 
+@distributed(world_sizes=(2,))
+def test_optimizer_state_goes_over() -> None:
+    counts: list[int] = []
+
+    class Counts(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            (optimizer,) = trainer.optimizers
+            state = trainer.strategy.optimizer_state(optimizer, on_all_ranks=True)["state"]
+            counts.append(int(state[0]["step"]))
+
+    fit(dear(local_steps=steps(dense_steps=3)), Module(), 6, Counts())
+    assert counts == [1, 2, 3, 4, 5, 6]
+
+
 @distributed(world_sizes=(2, 3))
 def test_parameters_that_come_later_are_exchanged() -> None:
     class Grows(Module):
@@ -206,3 +228,68 @@ def test_a_stop_request_acts_at_the_merge_that_carried_it(tmp_path: Path) -> Non
     assert all(torch.equal(seen[0][2][name], seen[1][2][name]) for name in seen[0][2])
     saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
     assert all(torch.equal(saved["state_dict"][n], v) for n, v in seen[0][2].items())
+
+
+def _failing(rank: int, at: int) -> tuple[str, dict[str, Tensor]]:
+    class Fails(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == at and trainer.global_rank == rank:
+                raise KeyError("spoilt batch")
+
+    module = Module()
+    try:
+        # The rank that has failed keeps its connections open here, unlike one that has ended.
+        strategy = DearStrategy(local_steps=steps(), timeout=timedelta(seconds=4))
+        fit(strategy, module, 12, Fails())
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}", weights(module)
+    return "nothing", weights(module)
+
+
+def _anchors(numbers: Sequence[int]) -> list[dict[str, Tensor]]:
+    return [reference_of(number).anchor for number in numbers]
+
+
+@pytest.mark.parametrize("at", [3, 4])
+def test_after_a_failure_weights_are_the_last_merged_anchor(at: int) -> None:
+    """Without a message, since other ranks may be gone. One rank may have merged once more."""
+    (said, after), (own, other) = run_ranks(_failing, 2, 1, at, init_process_group=False)
+    assert "spoilt batch" in own
+    assert said != "nothing"
+    (anchors, _) = run_ranks(_anchors, 2, [2, 4, 6])
+    for values in (after, other):
+        assert any(
+            all(torch.equal(values[f"net.{name}"], one) for name, one in anchor.items())
+            for anchor in anchors
+        )
+
+
+class _Reports(Callback):
+    def __init__(self) -> None:
+        self.is_on: list[bool] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.is_on.append(trainer.strategy._outer.is_on)
+
+
+@distributed(world_sizes=(2,))
+def test_auto_finds_a_round_where_steps_wait(tmp_path: Path) -> None:
+    """And goes on with it from a checkpoint, without measuring again."""
+
+    def late(*args: Any) -> Work:
+        return launch(*args).then(partial(sleep, 0.05))
+
+    launch, seen = PairwiseCollectives.launch_max, _Reports()
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=20)
+    strategy = dear(local_steps="auto")
+    with mock.patch.object(PairwiseCollectives, "launch_max", late):
+        fit(strategy, Module(), 20, seen, saver, enable_checkpointing=True)
+    assert seen.is_on == [*[False] * 8, *[True] * 12]
+    found = strategy._local.steps
+    assert found.every >= 4
+    dist.barrier()
+    path = str(next(tmp_path.glob("*.ckpt")))
+    again, seen = dear(local_steps="auto"), _Reports()
+    fit(again, Module(), 20, seen, ckpt_path=path, max_epochs=2)
+    assert again._local.steps == found
+    assert seen.is_on == [True] * 20

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_dear.collectives.work import reusable_groups
 from lightning_dear.local_steps import LocalSteps
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import ddp, dear, new_trainer
@@ -210,3 +211,17 @@ def test_every_step_is_ddp() -> None:
     fit(ddp(), theirs, 100)
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
     assert max(float((left - right).abs().max()) for left, right in pairs) < 1e-5
+
+
+@distributed(world_sizes=(2,))
+def test_a_second_fit_gets_other_groups() -> None:
+    """Messages of the first may still be under way, such as after an error."""
+
+    class Looks(Callback):
+        def on_train_start(self, *_: Any) -> None:
+            assert not reusable_groups
+
+    for _ in range(2):
+        module = Module()
+        fit(dear(local_steps=steps()), module, 5, Looks())
+        assert same_on_all_ranks(weights(module))

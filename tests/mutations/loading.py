@@ -13,8 +13,8 @@ LOADING = [
     Mutation(
         "masters that begin with weights loaded without masters",
         "ShardedOptimizer._forget",
-        "                piece.parameter.copy_(weights)\n",
-        "                pass\n",
+        "piece.parameter.copy_(cut_state(MASTER_KEY, parameter.detach(), parameter, piece))\n",
+        "pass\n",
         (f"{RESTORING}::test_a_state_from_before_the_first_step_starts_anew",),
     ),
     Mutation(
@@ -128,8 +128,8 @@ LOADING = [
     Mutation(
         "loaded residuals on the parameters' device",
         "unpacked.copied",
-        "        return flat.to(parameter.device, copy=True)\n",
-        "        return flat.clone()\n",
+        "as_flat(values, storage_strides(parameter)).to(parameter.device, copy=True)\n",
+        "as_flat(values, storage_strides(parameter)).clone()\n",
         (f"{NAMES}::test_what_is_loaded_lies_where_its_parameter_does",),
     ),
 ]

@@ -17,6 +17,7 @@ from tests.mutations.kept import KEPT
 from tests.mutations.launches import LAUNCHES
 from tests.mutations.loaders import LOADERS
 from tests.mutations.loading import LOADING
+from tests.mutations.local_steps import LOCAL_STEPS
 from tests.mutations.low_rank import LOW_RANK
 from tests.mutations.mutation import Mutation, row
 from tests.mutations.rounds import ROUNDS
@@ -80,7 +81,7 @@ STRATEGY = [
     Mutation(
         "clipping and unscaling on shards",
         "DearStrategy._connect",
-        "        connections.connect_precision(self.precision_plugin, self.pipeline_of())\n",
+        "            connections.connect_precision(self.precision_plugin, pipeline)\n",
         "",
         row("clipping by norm", "clipping by value"),
     ),
@@ -149,6 +150,7 @@ MUTATIONS = [
     *LAUNCHES,
     *LOADERS,
     *LOADING,
+    *LOCAL_STEPS,
     *CODEC_PLANS,
     *COMPARING,
     *ROUNDS,

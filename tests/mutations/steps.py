@@ -386,7 +386,7 @@ FLUSHES = [
     ),
     Mutation(
         "launching nothing where a model is deleted",
-        "DearModule.__init__",
+        "DearModule.take",
         "_end_deleted, pipeline",
         "_end_of, pipeline",
         (DELETED,),

@@ -21,7 +21,7 @@ from lightning_dear.planning import (
 from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.predicting import best_cuts
-from lightning_dear.planning.programme import Course, course_of, families_of_pieces
+from lightning_dear.planning.programme import Course, courses_of
 from lightning_dear.planning.search import described
 from tests.planning.models import (
     ITEMSIZE,
@@ -51,8 +51,8 @@ def _course(
     model: Model, link: LinkCost, codecs: CodecCosts, world_size: int = WORLD_SIZE
 ) -> Course:
     tensors, times = model
-    [(itemsize, pieces)] = families_of_pieces(tensors, times, len(tensors))
-    return course_of(pieces, itemsize, StepModel((), world_size, times, link, codecs))
+    [course] = courses_of(StepModel(tensors, world_size, times, link, codecs), len(tensors))
+    return course
 
 
 @settings(max_examples=40)

@@ -26,8 +26,7 @@ from lightning_dear.planning.programme import (
     Grouping,
     Piece,
     best_groupings,
-    course_of,
-    families_of_pieces,
+    courses_of,
     members_of,
 )
 from tests.planning.models import ITEMSIZE, codecs, links, unaligned_chains, world_sizes
@@ -57,11 +56,10 @@ def test_every_grouping_of_joined_neighbours_takes_what_is_predicted(
     model: Model, world_size: int, link: LinkCost, codecs: CodecCosts, most: int
 ) -> None:
     tensors, times = model[0], replace(model[1], step_s=3.0, late_step_s=2.0)
-    [(_, pieces)] = families_of_pieces(tensors, times, most)
-    course = course_of(pieces, ITEMSIZE, StepModel((), world_size, times, link, codecs))
+    [course] = courses_of(StepModel(tensors, world_size, times, link, codecs), most)
     found = best_groupings(course)
     for grouping in found[:8]:
-        plan = _plan_of(grouping, pieces, tensors, world_size)
+        plan = _plan_of(grouping, course.pieces, tensors, world_size)
         predicted_s = predict(plan, tensors, times, link, codecs).step_s
         assert grouping.step_s == pytest.approx(predicted_s, rel=1e-9)
     # The bound of what is left of a step leaves the best one in.
@@ -91,8 +89,7 @@ def test_padding_is_encoded_and_sent_and_not_stepped_by_hand() -> None:
     together = fuse_groups("", tensors, 4, [[1, 0]])
     steps_s = [predict(plan, tensors, times, link, codecs).step_s for plan in (apart, together)]
     assert steps_s == [197, 1 + 1 + 193 + 1]
-    [(_, pieces)] = families_of_pieces(tensors, times, 2)
-    course = course_of(pieces, ITEMSIZE, StepModel((), 4, times, link, codecs))
+    [course] = courses_of(StepModel(tensors, 4, times, link, codecs), 2)
     assert [course.step_s([1, 2]), course.step_s([2])] == pytest.approx(steps_s)
     assert best_groupings(course)[0].cuts == (2,)
 
@@ -103,9 +100,8 @@ def test_a_bucket_that_is_full_costs_no_more_alone() -> None:
         for index, numel in enumerate([1, 64, 64])
     ]
     times = ModelTimes(0.0, 0.0, dict.fromkeys(range(3), 0.0), dict.fromkeys(range(3), 0.0))
-    [(_, pieces)] = families_of_pieces(tensors, times, 3)
     link = LinkCost(alpha_s=0.0, beta_s=1 / (64 * ITEMSIZE))
-    course = course_of(pieces, ITEMSIZE, StepModel((), 2, times, link, NO_CODEC))
+    [course] = courses_of(StepModel(tensors, 2, times, link), 3)
     # 128 and 128 elements, one after the other, or 256 at once: a second for 128 in each half.
     assert course.step_s([2, 3]) == course.step_s([3]) == 4
     assert course.step_s([1, 2, 3]) == 6

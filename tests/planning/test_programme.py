@@ -29,13 +29,7 @@ from lightning_dear.planning import programme as programme_module
 from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.planning.measured import NO_CODEC, CodecCost, Linear
 from lightning_dear.planning.predict import StepModel
-from lightning_dear.planning.programme import (
-    Piece,
-    best_groupings,
-    course_of,
-    families_of_pieces,
-    pre_merged,
-)
+from lightning_dear.planning.programme import Course, best_groupings, courses_of, pre_merged
 from tests.planning.models import (
     ITEMSIZE,
     UNIT,
@@ -68,8 +62,12 @@ def _plans(tensors: list[TensorSpec], world_size: int, may_mix: bool) -> Iterato
             yield replace(plan, uncompressed=tuple(n for n, is_left in enumerate(left) if is_left))
 
 
-def _pieces(tensors: list[TensorSpec], times: ModelTimes) -> list[Piece]:
-    return families_of_pieces(tensors, times, len(tensors))[0][1]
+def _course(
+    model: Model, link: LinkCost, codecs: CodecCosts = NO_CODEC, world_size: int = WORLD_SIZE
+) -> Course:
+    tensors, times = model
+    [course] = courses_of(StepModel(tensors, world_size, times, link, codecs), len(tensors))
+    return course
 
 
 @settings(max_examples=60)
@@ -96,9 +94,7 @@ def test_exact_with_a_codec(
         StepModel(tensors, world_size, replace(times, allows_cuts=False), link, codecs)
     )
     assert step_s(whole) == pytest.approx(best_s, rel=1e-9)
-    course = course_of(
-        _pieces(tensors, times), ITEMSIZE, StepModel((), world_size, times, link, codecs)
-    )
+    course = _course((tensors, times), link, codecs, world_size)
     assert best_groupings(course)[0].step_s == pytest.approx(best_s, rel=1e-9)
     assert codecs.may_mix or not plan.uncompressed
 
@@ -112,7 +108,7 @@ def test_exact_for_ten_tensors(
     model: Model, world_size: int, link: LinkCost, codecs: CodecCosts
 ) -> None:
     tensors, times = model
-    course = course_of(_pieces(*model), ITEMSIZE, StepModel((), world_size, times, link, codecs))
+    course = _course(model, link, codecs, world_size)
     found_s = best_groupings(course)[0].step_s
     best_s = min(
         predict(plan, tensors, times, link, codecs).step_s
@@ -127,7 +123,7 @@ def test_exact_for_both_halves_without_a_codec(
     model: Model, world_size: int, link: LinkCost
 ) -> None:
     tensors, times = model
-    course = course_of(_pieces(*model), ITEMSIZE, StepModel((), world_size, times, link, NO_CODEC))
+    course = _course(model, link, NO_CODEC, world_size)
     plans = _plans(tensors, world_size, may_mix=False)
     best_s = min(predict(plan, tensors, times, link).step_s for plan in plans)
     assert best_groupings(course)[0].step_s == pytest.approx(best_s)
@@ -227,9 +223,7 @@ def test_of_too_many_ways_the_promising_are_kept(monkeypatch: pytest.MonkeyPatch
     link = LinkCost(alpha_s=0.5, beta_s=1 / (UNIT * ITEMSIZE))
     int8 = CodecCost(Linear(0.3, 0.2 / UNIT), *[Linear(0.1, 0.1 / UNIT)] * 3, *[Linear(0, 1)] * 2)
     costs = CodecCosts(int8, CodecCost(encode=Linear(0.1)), may_mix=True)
-    course = course_of(
-        _pieces(tensors, times), ITEMSIZE, StepModel((), WORLD_SIZE, times, link, costs)
-    )
+    course = _course((tensors, times), link, costs)
     best_s = best_groupings(course)[0].step_s
     assert best_groupings(course, known_s=best_s)[0].step_s == best_s
     monkeypatch.setattr(programme_module, "MAX_WAYS", 4)
@@ -244,9 +238,7 @@ def test_where_no_way_is_short_enough_simple_plans_remain(monkeypatch: pytest.Mo
     link = LinkCost(alpha_s=0.5, beta_s=1 / (UNIT * ITEMSIZE))
     int8 = CodecCost(Linear(0.3, 0.2 / UNIT), *[Linear(0.1, 0.1 / UNIT)] * 3, *[Linear(0, 1)] * 2)
     costs = CodecCosts(int8, CodecCost(encode=Linear(0.1)), may_mix=True)
-    course = course_of(
-        _pieces(tensors, times), ITEMSIZE, StepModel((), WORLD_SIZE, times, link, costs)
-    )
+    course = _course((tensors, times), link, costs)
     assert best_groupings(course, known_s=0.0) == []
     monkeypatch.setattr(predicting, "_SLACK", 0.0)
     plan = MergeCompFusion().best_plan(StepModel(tensors, WORLD_SIZE, times, link, costs))
@@ -270,8 +262,8 @@ def test_families_stay_apart_and_tensors_without_gradient_are_left_out() -> None
 @given(unaligned_chains(max_size=30), st.integers(1, 12))
 def test_small_neighbours_are_joined_until_few_enough_are_left(model: Model, most: int) -> None:
     tensors, times = model
-    pieces = _pieces(tensors, times)
-    [(_, joined)] = families_of_pieces(tensors, times, most)
+    step = StepModel(tensors, WORLD_SIZE, times, LinkCost(0.0, 0.0))
+    pieces, joined = (courses_of(step, count)[0].pieces for count in (len(tensors), most))
     assert len(joined) <= most
     if len(pieces) <= most:
         assert joined == pieces

@@ -27,8 +27,8 @@ from lightning_dear.private_names import PrivateName
 from lightning_dear.strategy import failure_watch, failures
 from lightning_dear.strategy.failure_watch import FailureWatch, first_failure
 from lightning_dear.strategy.failures import (
-    Failure,
     FailureBoard,
+    Line,
     describe,
     is_consequence,
     pack,
@@ -54,7 +54,7 @@ def boards(store: dist.Store) -> list[FailureBoard]:
     return [FailureBoard("attempt", rank, NUM_RANKS) for rank in range(NUM_RANKS)]
 
 
-def first(board: FailureBoard) -> Failure | None:
+def first(board: FailureBoard) -> Line | None:
     """The first failure with a cause of its own; None if there is none, or no store."""
     board._ask(board.read)
     return board.seen
@@ -139,7 +139,7 @@ def test_the_first_cause_stays(boards: list[FailureBoard]) -> None:
     boards[0].report(0, RuntimeError(CLOSED))
     boards[1].report(1, ValueError("bad batch\nof two lines"))
     boards[2].report(2, KeyError("later"))
-    expected = Failure(1, "ValueError: bad batch\\nof two lines")
+    expected = Line(1, "cause", "ValueError: bad batch\\nof two lines")
     assert [first(board) for board in boards] == [expected] * NUM_RANKS
     assert str(expected) == "Rank 1 failed first: ValueError: bad batch\\nof two lines"
 
@@ -566,7 +566,7 @@ def test_rank_0_stays_until_its_failure_has_been_read(
     monkeypatch.setattr(failures, "REPORT_WAIT_S", 5.0)
     watches = watch_all(60.0)
     in_time(lambda: watches[0].handle(ValueError("bad batch")), 4.0)
-    expected = Failure(0, "ValueError: bad batch")
+    expected = Line(0, "cause", "ValueError: bad batch")
     assert [watch.board.seen for watch in watches[1:]] == [expected] * 2
     assert first_failure() == expected
 

@@ -21,7 +21,7 @@ from omegaconf import open_dict, read_write
 
 from lightning_dear.paths import conf_dir
 from lightning_dear.strategy import launchers
-from lightning_dear.strategy.failures import Failure
+from lightning_dear.strategy.failures import Line
 from lightning_dear.strategy.launchers import (
     JobLauncher,
     configure_launcher,
@@ -174,7 +174,7 @@ def test_a_failure_here_ends_hanging_children_with_the_process(make_launcher, mo
 def test_the_first_failure_is_printed_last(make_launcher, monkeypatch, capfd):
     monkeypatch.setattr(launchers, "GRACE_S", 30.0)
     monkeypatch.setattr(
-        launchers.failure_watch, "first_failure", lambda: Failure(1, "ValueError: bad batch")
+        launchers.failure_watch, "first_failure", lambda: Line(1, "cause", "ValueError: bad batch")
     )
     made = make_launcher("import sys; print('noise', file=sys.stderr)")
 
@@ -290,7 +290,7 @@ def test_a_launch_after_a_failed_one_is_watched_again(make_launcher, monkeypatch
 _CHILD = """
 import time
 from lightning_dear.strategy import launchers
-from lightning_dear.strategy.failures import Failure
+from lightning_dear.strategy.failures import Line
 launchers.GRACE_S = 0.1
 launchers.watch_parent()
 print("watching", flush=True)

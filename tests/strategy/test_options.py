@@ -101,9 +101,9 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
         "Unknown weights {value!r}; valid names: samples, or None",
     ),
     "local_steps": (
-        (None, 8, LocalSteps(every=4, delay=3)),
-        ("8", 1.5, True, 0, -1, [8]),
-        "(local_steps must be int or LocalSteps or None, got '?{value}|must be 1 or more)",
+        (None, 8, "auto", LocalSteps(every=4, delay=3)),
+        ("8", 0, -1),
+        "(local_steps must be a number, 'auto', LocalSteps.* got '{value}'|must be 1 or more)",
     ),
     "reduce_dtype": (
         (None, "fp32"),

@@ -1,0 +1,167 @@
+"""The option `local_steps`: what it means, what does not fit it, and what is said about it."""
+
+import time
+from collections.abc import Mapping
+from itertools import chain, pairwise
+from statistics import median
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_dear.callbacks.fusion_tuner import option_of
+from lightning_dear.checkpoint.files import CHECKPOINT_KEY
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.local_steps import LocalSteps, OuterHalf, hiding, num_modules
+from lightning_dear.optimizers.pieces import parameters_of
+from lightning_dear.planning import FusionPlanner, SearchingPlanner
+
+_NUM_TIMED = 8
+"""Steps that local_steps="auto" measures. The first two, in which plans are made, do not count."""
+
+_FOUND = "local_steps"
+"""Key, under `CHECKPOINT_KEY`, of the options that local_steps="auto" has found."""
+
+
+class LocalStepsOption:
+    """The user's option `local_steps`. "auto" finds a round that hides behind computing.
+
+    For "auto" the first steps exchange gradients, and are timed.
+
+    Args:
+        option: The option's value.
+
+    Attributes:
+        steps: The options of local steps. None means that each step exchanges gradients.
+        resumed: What this package has put into the checkpoint that training goes on from; to be
+            assigned to.
+
+    Raises:
+        ValueError: If a number is less than 1, or a name is not "auto".
+    """
+
+    def __init__(self, option: int | str | LocalSteps | None) -> None:
+        if isinstance(option, str) and option != "auto":
+            raise ValueError(
+                f"local_steps must be a number, 'auto', LocalSteps(...) or None, got {option!r}."
+            )
+        self._is_auto = self._searches = option == "auto"
+        first = LocalSteps(dense_steps=_NUM_TIMED) if isinstance(option, str) else option
+        self.steps = LocalSteps(every=first) if isinstance(first, int) else first
+        self.resumed: Mapping[str, Any] = {}
+        # Of each timed step: when it ended, and the seconds that this rank waited in it.
+        self._timed: list[tuple[float, float]] = []
+
+    def is_due(self, dense: Pipeline, num_steps: int) -> bool:
+        """Whether steps that exchange gradients are over. To be called between two steps.
+
+        Collective, and blocks, at the end of the steps that "auto" measures.
+
+        Args:
+            dense: Pipeline over all ranks.
+            num_steps: Number of steps so far.
+        """
+        # Batches whose gradients accumulate make no step.
+        if self._searches and num_steps >= len(self._timed):
+            self._search(dense)
+        is_alone = dense.collectives.world.size == 1
+        return not is_alone and self.steps is not None and num_steps >= self.steps.dense_steps
+
+    def _search(self, dense: Pipeline) -> None:
+        saved = self.resumed.get(CHECKPOINT_KEY, {}).get(_FOUND)
+        statistics = dense.training.instruments.statistics
+        self._timed.append((time.monotonic(), 0.0 if statistics is None else statistics.exposed_s))
+        if saved is None and len(self._timed) <= _NUM_TIMED:
+            return
+        self._searches = False
+        self.steps = self._found(dense) if saved is None else LocalSteps(**saved)
+        rank_zero_info(
+            "local_steps='auto': each step exchanges gradients, which hides behind computing."
+            if self.steps is None
+            else f"local_steps='auto': LocalSteps({', '.join(f'{k}={v}' for k, v in self._how())})."
+        )
+
+    def _found(self, dense: Pipeline) -> LocalSteps | None:
+        times_s = [end_s - begin_s for (begin_s, _), (end_s, _) in pairwise(self._timed[2:])]
+        own = median(times_s), median(waited_s for _, waited_s in self._timed[3:])
+        measured = dense.collectives.all_gather_object(own)
+        held = chain.from_iterable(map(parameters_of, dense.optimizers))
+        return hiding(measured, num_modules(dense.training.module, held))
+
+    def _how(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(self.steps, name)) for name in ("every", "fragments", "delay")]
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Puts what "auto" has found into a checkpoint dict, which is mutated. Local."""
+        if self._is_auto and not self._searches and self.steps is not None:
+            checkpoint[CHECKPOINT_KEY][_FOUND] = dict(self._how())
+
+
+def check_local_steps(
+    options: ExchangeOptions, fusion: FusionPlanner, given: Mapping[str, Any]
+) -> None:
+    """Refuses options that do not fit local steps.
+
+    Args:
+        options: The exchange options.
+        fusion: Planner of the buckets.
+        given: The strategy's options by name.
+
+    Raises:
+        ValueError: If one does not fit. The message names it, and says why.
+    """
+    codec = options.compressor
+    why = {
+        f"fusion={option_of(fusion)}": isinstance(fusion, SearchingPlanner)
+        and "it measures steps in which gradients travel. Use fusion='threshold'",
+        "gather='gradients'": given["gather"] == "gradients"
+        and "the anchor is gathered, and any optimizer steps whole tensors. Leave it out",
+        "decouple=False": not options.decouple and "the anchor is reduce-scattered. Leave it out",
+        "reduce_dtype": options.reduce_dtype and "messages are in fp32. Leave it out",
+        f"compressor={codec and codec.name!r}": (
+            codec is not None
+            and (options.is_of_gradients or options.all_reduces or codec.votes)
+            and "it cannot send differences of weights to their owners. Use 'int8', 'int4' or"
+            " TopK(halves='reduce')"
+        ),
+        "compression_schedule": given.get("compression_schedule") is not None
+        and "it counts steps that exchange gradients. Pass compressor= alone",
+        "weights or split": (given["weights"] or given.get("split")) is not None
+        and "replicas count alike. Leave them out",
+        "save_distributed_checkpoint": given.get("save_distributed_checkpoint")
+        and "local state is not saved in folders. Leave it out",
+    }
+    for option, reason in why.items():
+        if reason:
+            raise ValueError(f"local_steps does not work with {option}: {reason}.")
+
+
+def say_how_local(outer: OuterHalf, trainer: Any) -> None:
+    """Tells the user on rank 0 what local steps do, and warns of too few rounds in a fit.
+
+    Args:
+        outer: Outer half. Without local steps nothing is said.
+        trainer: The trainer, when a fit begins.
+    """
+    if not outer.is_on:
+        return
+    for remark, warning in outer.remarks(trainer.estimated_stepping_batches):
+        rank_zero_info(remark)
+        if warning:
+            rank_zero_warn(warning)
+
+
+def check_averaging(steps: LocalSteps | None, trainer: Any) -> None:
+    """Refuses callbacks that average weights, which differ between ranks with local steps.
+
+    Raises:
+        ValueError: If the trainer has one, and there are local steps.
+    """
+    kinds = ("StochasticWeightAveraging", "WeightAveraging")
+    for callback in () if steps is None else trainer.callbacks:
+        if any(kind.__name__ in kinds for kind in type(callback).__mro__):
+            raise ValueError(
+                f"local_steps does not work with {type(callback).__name__}: it would average each"
+                " rank's own weights. Leave it out. The anchor, which validation and checkpoints"
+                " have, is an average already."
+            )

@@ -1,0 +1,171 @@
+"""What local steps must not do without."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+LAW = "tests/local_steps/test_law.py"
+CODECS = "tests/local_steps/test_codecs.py"
+SCHEDULE = "tests/local_steps/test_schedule.py"
+FITS = "tests/lightning/test_local_steps.py"
+HABITS = "tests/lightning/test_local_habits.py"
+FABRIC = "tests/fabric/test_local_steps.py"
+BITS = f"{LAW}::test_bits_of_the_reference"
+
+LOCAL_STEPS = [
+    Mutation(
+        "an exchange that would be sent before the first step",
+        "Schedule.merged_after",
+        "if step > self.delay else None",
+        "",
+        (f"{SCHEDULE}::test_each_exchange_is_sent_once_and_merged_once",),
+    ),
+    Mutation(
+        "the mean over ranks of pseudo-gradients",
+        "Fragment.send",
+        "bucket.gradients.mul_(scale) if is_finite",
+        "None if is_finite",
+        (BITS,),
+    ),
+    Mutation(
+        "a fragment whose shard waits beside the anchor",
+        "Fragment._build",
+        "Role.LAGGING",
+        "Role.SHARDED",
+        (BITS,),
+    ),
+    Mutation(
+        "gathered values that wait beside the anchor",
+        "Fragment._build",
+        ", is_staged=True",
+        "",
+        (BITS,),
+    ),
+    Mutation(
+        "the replica's own share in a merge",
+        "Fragment.merge",
+        "value.to(anchor.dtype), mix)",
+        "value.to(anchor.dtype), 0.5 * mix)",
+        (BITS,),
+    ),
+    Mutation(
+        "zeros between tensors in messages",
+        "Fragment._take",
+        "            bucket.gradients.zero_()\n",
+        "            bucket.gradients.fill_(float('nan'))\n",
+        (f"{CODECS}::test_all_ranks_have_one_anchor_after_every_merge",),
+    ),
+    Mutation(
+        "residuals of an exchange that was merged",
+        "Fragment.merge",
+        "            self.round.end_step()\n",
+        "            self.round.drop()\n",
+        (f"{CODECS}::test_what_was_sent_and_what_is_left_is_what_ranks_had",),
+    ),
+    Mutation(
+        "leaving out an exchange of values that are not finite",
+        "Fragment.step",
+        "        if self._bad.heard:\n            return\n",
+        "",
+        (f"{FITS}::test_a_rank_with_nan_takes_the_anchor_and_others_go_on",),
+    ),
+    Mutation(
+        "the anchor where a rank's values are not finite",
+        "OuterHalf.after_step",
+        "                self._recover()\n",
+        "                pass\n",
+        (f"{FITS}::test_a_rank_with_nan_takes_the_anchor_and_others_go_on",),
+    ),
+    Mutation(
+        "sending what is left at the end",
+        "OptimizerRounds.flush",
+        "        for fragment in rest:\n            self._send(fragment)\n"
+        "        for fragment in rest:\n            self._merge(fragment, 0.0)\n",
+        "",
+        (BITS,),
+    ),
+    Mutation(
+        "the anchor at validation",
+        "DearStrategy._before_hook",
+        "            self._outer.show_anchor()\n",
+        "            pass\n",
+        (f"{FITS}::test_validation_and_files_have_the_anchor",),
+    ),
+    Mutation(
+        "the anchor in checkpoints",
+        "DearStrategy.lightning_module_state_dict",
+        "        self._outer.show_anchor()\n",
+        "",
+        (f"{FITS}::test_validation_and_files_have_the_anchor",),
+    ),
+    Mutation(
+        "the outer optimizer's state in files",
+        "OuterHalf.load",
+        "            fragment.load(state)\n",
+        "            pass\n",
+        (f"{FITS}::test_a_file_goes_on_with_the_outer_state",),
+    ),
+    Mutation(
+        "a mean of BatchNorm's buffers",
+        "OuterHalf.of",
+        "        if averages_buffers and _buffers_of(tree):\n",
+        "        if not averages_buffers:\n",
+        (f"{FITS}::test_validation_in_a_fit_is_that_of_ddp_on_the_saved_weights",),
+    ),
+    Mutation(
+        "masters of 16-bit parameters in a merge",
+        "OptimizerRounds.publish",
+        "            bucket.publish()\n",
+        "            pass\n",
+        (f"{HABITS}::test_16_bit_parameters_train_by_masters",),
+    ),
+    Mutation(
+        "optimizer state that goes over with local steps",
+        "PipelineStrategy._end_of_dense_steps",
+        "            optimizer.load_state_dict(state)\n",
+        "            pass\n",
+        (f"{HABITS}::test_optimizer_state_goes_over",),
+    ),
+    Mutation(
+        "fragments of parameters that come later",
+        "OptimizerRounds._exchange",
+        "            self._follow()\n",
+        "",
+        (f"{HABITS}::test_parameters_that_come_later_are_exchanged",),
+    ),
+    Mutation(
+        "wishes to stop that travel with exchanges",
+        "OptimizerRounds._exchange",
+        "                one.stop.ask = self._signal.ask\n",
+        "",
+        (f"{HABITS}::test_a_stop_request_acts_at_the_merge_that_carried_it",),
+    ),
+    Mutation(
+        "comparing learning rates in exchanges",
+        "RoundDigest.value",
+        "*(sorted(one.items()) for one in options)",
+        "0",
+        (f"{HABITS}::test_other_learning_rates_are_named",),
+    ),
+    Mutation(
+        "comparing options between ranks",
+        "local_steps:_agreed_seed",
+        "        if options != said[0][0]:\n",
+        "        if False:\n",
+        (f"{HABITS}::test_ranks_with_other_options_are_refused",),
+    ),
+    Mutation(
+        "the anchor in evaluation under Fabric",
+        "DearModule.forward",
+        "                self.outer.show_anchor()\n",
+        "                pass\n",
+        (f"{FABRIC}::test_evaluation_and_the_end_have_the_anchor",),
+    ),
+    Mutation(
+        "process groups of local steps' own",
+        "OuterHalf.of",
+        "        reusable_groups.clear()\n",
+        "",
+        (f"{FITS}::test_a_second_fit_gets_other_groups",),
+    ),
+]
