@@ -1,6 +1,6 @@
 """Local steps: how many times DDP's steps each setting takes to the loss with which it ends."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,7 @@ def _claims(
     for what, one in cfg.claims.items():
         runs = [(one.model, *word.split()) for word in one.runs]
         said = [_ratio(times, (model, setting, int(steps))) for model, setting, steps in runs]
-        yield Claim(what, one.get("published", "none"), ", ".join(said), "measured")
+        yield Claim(what, "ours", ", ".join(said), "measured")
 
 
 def _ratio(times: Mapping[Run, float | None], run: Run) -> str:
@@ -101,15 +101,21 @@ def _ratio(times: Mapping[Run, float | None], run: Run) -> str:
 
 
 def _picture(summary: Rows) -> Any:
-    """Draw the ratios of each model: a group for each number of steps, a bar for each setting."""
-    if not summary:
+    """Draw the ratios of each model: a group for each setting, a bar for each number of steps."""
+    times = {
+        (row["model"], row["setting"], row["steps"]): row["times_steps"]
+        for row in summary
+        if row["setting"] != REFERENCE
+    }
+    if not times:
         return None
-    panels: dict[str, dict[str, Sequence[float | None]]] = {}
-    lengths = sorted({row["steps"] for row in summary if row["setting"] != REFERENCE})
-    times = {(row["model"], row["setting"], row["steps"]): row["times_steps"] for row in summary}
-    for model, setting, _ in times:
-        if setting != REFERENCE:
-            bars = [times.get((model, setting, steps)) for steps in lengths]
-            panels.setdefault(model, {})[setting] = bars
-    groups = [f"{steps} steps" for steps in lengths]
-    return grouped_bars(panels, groups, "steps over DDP's", "Steps to the same loss, over DDP's", 1)
+    models, settings, lengths = (list(dict.fromkeys(part)) for part in zip(*times, strict=True))
+    panels = {
+        str(model): {
+            f"{steps} steps": [times.get((model, setting, steps)) for setting in settings]
+            for steps in lengths
+        }
+        for model in models
+    }
+    what = "Steps to the same loss, over DDP's"
+    return grouped_bars(panels, [str(one) for one in settings], "steps over DDP's", what, 1)

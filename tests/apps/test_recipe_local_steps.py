@@ -28,7 +28,9 @@ def record(folder: Path, sibling: str, ends: Mapping[str, float], unit: str = "n
     own = folder / "measured" / sibling
     own.mkdir(parents=True)
     rows = [f"{entry},0.01,3,{unit},9.0,0.001,{end}" for entry, end in ends.items()]
-    (own / "summary.csv").write_text("\n".join(["entry,lr,num_seeds,unit,mean,sd,median", *rows]) + "\n")
+    (own / "summary.csv").write_text(
+        "\n".join(["entry,lr,num_seeds,unit,mean,sd,median", *rows]) + "\n"
+    )
 
 
 def made(folder: Path, *siblings: str, **claims: list[str]) -> Report:
