@@ -25,6 +25,10 @@ CHECKPOINT_KEY = "lightning_dear"
 """Key of a checkpoint dict. Its value is a dict that only this package reads, with the format
 number under "format"."""
 
+LOCAL_KEY = "local_state"
+"""Key under `CHECKPOINT_KEY`, in folders of local steps: a dict with the state of all ranks. Its
+entry "ranks" is a dict: rank -> what only that rank reads. `folder.load` leaves out the others."""
+
 FORMAT = 1
 """Format number of the checkpoints that this version writes. It is raised whenever older versions
 would read a new checkpoint wrongly."""

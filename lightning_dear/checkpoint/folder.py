@@ -22,6 +22,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_dear.checkpoint import files
 
@@ -43,8 +44,8 @@ def save(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
 
     Args:
         path: Path of the folder, equal on all ranks, on storage that all ranks share.
-        checkpoint: Lightning's checkpoint dict. The entries of its `optimizer_states` may be
-            `ShardedState`.
+        checkpoint: Lightning's checkpoint dict. Dicts in it may be `ShardedState`. Names of tensors
+            that only one rank writes must be rank 0's, too, with stand-ins.
 
     Raises:
         ValueError: If `path` is a URL, or if a tensor is on the meta device and is not a stand-in
@@ -71,7 +72,11 @@ def save(path: str | Path, checkpoint: Mapping[str, Any]) -> None:
 
 
 def load(
-    path: str | Path, *, weights_only: bool | None = None, check_digests: bool = True
+    path: str | Path,
+    *,
+    weights_only: bool | None = None,
+    check_digests: bool = True,
+    reader: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """Returns the checkpoint dict of a folder, with whole tensors on the CPU. Local.
 
@@ -85,6 +90,8 @@ def load(
             variable of torch says otherwise. False lets the checkpoint run code of its own.
         check_digests: Whether to compare all bytes with the digests that were written. Without it a
             changed byte may go unnoticed.
+        reader: Rank that reads, and number of ranks. With local steps it also gets its own state
+            (`files.LOCAL_KEY`) if as many ranks have saved. None means without that.
 
     Raises:
         FileNotFoundError: If the folder does not exist.
@@ -106,10 +113,36 @@ def load(
     file = files.read(path, skeleton, check_digests=check_digests)
 
     def whole() -> Any:
-        tensors = read_tensors(folder, file["tensors"], file["places"], check_digests)
+        stand_ins = _wanted(file["checkpoint"], file["tensors"], reader)
+        tensors = read_tensors(folder, stand_ins, file["places"], check_digests)
         return put_together(file["checkpoint"], tensors)
 
     return files.read(folder, whole, check_digests=False)
+
+
+def _wanted(
+    skeleton: Any, stand_ins: Mapping[str, Tensor], reader: tuple[int, int] | None
+) -> Mapping[str, Tensor]:
+    """Returns the stand-ins of tensors to read: without local state that is not the reader's.
+
+    Mutates `skeleton`, which gets no names of other tensors.
+    """
+    own = skeleton.get(files.CHECKPOINT_KEY, {})
+    local = own.get(files.LOCAL_KEY)
+    if local is None:
+        return stand_ins
+    prefix = f"{files.CHECKPOINT_KEY}.{files.LOCAL_KEY}."
+    if reader is None or len(local["ranks"]) != reader[1]:
+        del own[files.LOCAL_KEY]
+        return {name: one for name, one in stand_ins.items() if not name.startswith(prefix)}
+    rank, prefix = reader[0], f"{prefix}ranks."
+    local["ranks"] = {rank: local["ranks"][rank]}
+    ours = (prefix, f"{prefix}{rank}.")
+    return {
+        name: one
+        for name, one in stand_ins.items()
+        if not name.startswith(ours[0]) or name.startswith(ours[1])
+    }
 
 
 def is_folder(path: str | Path) -> bool:

@@ -110,13 +110,13 @@ class _Walk:
         self._seen: dict[tuple[Any, ...], Any] = {}
         for state in checkpoint.get("optimizer_states", ()):
             if isinstance(state, ShardedState):
-                self._chunks |= {id(stand_in): chunks for stand_in, chunks in state.chunks}
                 self._parameters |= {_place(parameter) for parameter in state.parameters}
 
     def taken_apart(self, value: Any, path: _Path) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         if isinstance(value, ShardedState):
+            self._chunks |= {id(stand_in): chunks for stand_in, chunks in value.chunks}
             value = dict(value)
         if type(value) in (dict, OrderedDict):
             # `copy.copy` also copies attributes, such as `_metadata` of a module's state dict,
@@ -137,7 +137,11 @@ class _Walk:
                     f"checkpoint['{'.'.join(path)}'] is a tensor without data (on the meta device)."
                     " Save a tensor with data under this key, or leave the key out."
                 )
-            return self._named(value, path, self._chunks[id(value)], is_rank_0s=False)
+            # A stand-in that occurs several times, as a view of memory, is written once.
+            if (key := (id(value),)) not in self._seen:
+                chunks = self._chunks[id(value)]
+                self._seen[key] = self._named(value, path, chunks, is_rank_0s=False)
+            return self._seen[key]
         # Subclasses, sparse and quantized tensors are more than a flat list of elements, so they
         # stay in the skeleton and are pickled.
         if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized:

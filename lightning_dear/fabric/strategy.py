@@ -20,6 +20,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies import launchers, strategy
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.pytorch.overrides import distributed as overrides
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, device
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -390,7 +391,9 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
             rest = super().load_checkpoint(path, state, *args, **kwargs)
         if state:
             for name, one in state.items() if isinstance(state, dict) else ():
-                _outer_of(one).load(rest, name)
+                remark, _ = _outer_of(one).load(rest, name)
+                if remark:
+                    rank_zero_info(remark)
             rest.pop(CHECKPOINT_KEY, None)
         return rest
 

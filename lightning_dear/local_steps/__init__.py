@@ -9,13 +9,14 @@ at different steps, so that the link is busy all the time.
     schedule.py     the option `LocalSteps`, and which fragment is sent and merged after which step
     fragment.py     one fragment: its parameters, its anchor, its messages, its outer optimizer
     rounds.py       counts an optimizer's steps, and sends and merges its fragments
+    local_state.py  what each rank has of its own, in checkpoint folders
     outer_half.py   all optimizers of a module; puts the anchor into the module
 
 Published: DiLoCo (arXiv 2311.08105) and Streaming DiLoCo (arXiv 2501.18512).
 """
 
-from lightning_dear.local_steps.fragment import num_modules
 from lightning_dear.local_steps.outer_half import OuterHalf
+from lightning_dear.local_steps.rounds import num_modules
 from lightning_dear.local_steps.schedule import LocalSteps, hiding
 
 __all__ = ["LocalSteps", "OuterHalf", "hiding", "num_modules"]

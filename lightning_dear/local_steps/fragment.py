@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_dear.bucket import Role, allocate, storage_strides
-from lightning_dear.checkpoint.optimizer_state import gathered, sharded_state
+from lightning_dear.checkpoint.optimizer_state import ShardedState, gathered, sharded_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.collectives.work import Collectives, Work, uncounted
 from lightning_dear.engine.bucket_round import USED, BucketRound
@@ -23,7 +22,7 @@ from lightning_dear.engine.notes import LaunchDigest, Note, Notes, Signal, Sums
 from lightning_dear.exchange import Traffic, new_exchange
 from lightning_dear.exchange.base import largest_of
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers.masters import MASTER_KEY
+from lightning_dear.optimizers.masters import without_masters
 from lightning_dear.optimizers.pieces import Shards
 from lightning_dear.optimizers.sharded import ShardedOptimizer, inner_step
 from lightning_dear.planning import FusionPlanner, TensorSpec
@@ -279,6 +278,8 @@ class Fragment:
         stepper.clear_gradients()
         self._stepped, stepper.shards = stepper.shards, before
         self._gathers = [self._exchange.launch_gather(one) for one in self._buffers.buckets]
+        # The exchange can only be merged now: checkpoints have its residuals.
+        self._exchange.commit()
 
     @torch.no_grad()
     def merge(self, mix: float) -> int | None:
@@ -318,10 +319,7 @@ class Fragment:
             state = sharded_state(stepper, collectives)
             how = collectives, stepper.device
             whole = gathered(state, *how, on_rank_0=not on_all_ranks)["state"]
-        return {
-            self.names[index]: {key: value for key, value in own.items() if key != MASTER_KEY}
-            for index, own in whole.items()
-        }
+        return {self.names[index]: own for index, own in without_masters(whole).items()}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
@@ -334,6 +332,72 @@ class Fragment:
             if own := state.get(name):
                 optimizer.state[shadow] = dict(own)
         self.stepper.adopt_state()
+
+    def spread(self) -> tuple[ShardedState, ShardedState]:
+        """Returns what a checkpoint folder has of the fragment. Collective. Blocks.
+
+        Waits until all sums of an exchange under way have arrived. The module must hold the anchor.
+
+        Returns:
+            The outer optimizer's state of the last merge, by name, and what `resume` takes.
+        """
+        collectives, stepper = self._options.collectives, self.stepper
+        if self.sent_at is not None and not self.is_stepped:
+            # The step reads the anchor, in whose place the replica is at present.
+            self.swap()
+            self.step()
+            self.swap()
+        is_stepped, before = self.is_stepped and not self._bad.heard, stepper.shards
+        if is_ahead := is_stepped or bool(self._exchange.coded):
+            # Shards are ahead of the anchor: they are saved, whatever state there is.
+            stepper.note_written()
+        with uncounted(collectives):
+            last = now = sharded_state(stepper, collectives)
+            if is_stepped:
+                stepper.shards = self._stepped
+                now = sharded_state(stepper, collectives)
+                stepper.shards = before
+        plain = without_masters(last["state"])
+        by_name = {self.names[index]: own for index, own in plain.items()}
+        now = self.residuals.add_to_sharded(now)
+        if not is_ahead:
+            now["state"] = plain
+        what = {"sent_at": self.sent_at, "bad": self._bad.heard, "state": dict(now)}
+        return ShardedState(by_name, last.chunks, ()), ShardedState(what, now.chunks, ())
+
+    @torch.no_grad()
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Takes over what `spread` has returned, with whole tensors, at the same world size.
+
+        Collective. Does not block. The anchor and, by `load`, the state of the last merge must be
+        there. An exchange that was under way is so again: its stepped shards are sent again.
+        """
+        stepper, last, optimizer = self.stepper, self.stepper.shards, self.stepper.optimizer
+        stepper.shards = replace(last, state=defaultdict(dict))
+        options = [dict(group) for group in optimizer.param_groups]
+        optimizer.load_state_dict(saved["state"])
+        for group, own in zip(optimizer.param_groups, options, strict=True):
+            group.update(own)
+        stepper.adopt_state()
+        self.sent_at, self._bad.heard = saved["sent_at"], saved["bad"]
+        if self.sent_at is None:
+            return
+        self._take()
+        self.is_stepped = True
+        if not self._bad.heard:
+            self._stepped, stepper.shards = stepper.shards, last
+            for coded in self._exchange.coded:
+                # As before the gather was encoded: random numbers depend on it.
+                coded.counts["gather"] = max(0, coded.counts["gather"] - 1)
+            self._gathers = [self._exchange.launch_gather(one) for one in self._buffers.buckets]
+
+    @torch.no_grad()
+    def write_replica(self, own: Mapping[str, Tensor]) -> None:
+        """Overwrites the replica's values with `own`, whole tensors by name. Local."""
+        whole = [own[name] for name in self.names]
+        flat = [one.as_strided((one.numel(),), (1,)) for one in whole]
+        for saved, value in self._pairs(flat, whole):
+            value.copy_(saved)
 
     @torch.no_grad()
     def take_replica(self) -> None:
@@ -392,78 +456,3 @@ def _anchor_of(tensor: Tensor) -> Parameter:
         tensor.shape, storage_strides(tensor), dtype=dtype, device=tensor.device
     )
     return Parameter(made.copy_(tensor.detach()))
-
-
-# --- which parameters are in which fragment -------------------------------------------------------
-
-
-def cut(
-    module: Module, parameters: Iterable[Parameter], fragments: int | Sequence[Sequence[str]]
-) -> list[dict[str, Parameter]]:
-    """Cuts parameters into fragments, each as a dict from their names. Pure.
-
-    Args:
-        module: Module that owns the parameters.
-        parameters: Parameters to cut.
-        fragments: Number of fragments: runs of modules in the order of their registration, of about
-            equal size. A tied parameter belongs to the first of its modules. Or for each fragment
-            names of modules and parameters.
-
-    Raises:
-        ValueError: If a name is unknown, if a parameter is in no fragment or in two, or if there
-            are fewer modules than fragments.
-    """
-    held, every = set(parameters), dict(module.named_parameters())
-    named = {name: one for name, one in every.items() if one in held}
-    if not isinstance(fragments, int):
-        return _by_names(named, [*every], fragments)
-    runs: dict[str, dict[str, Parameter]] = {}
-    for name, parameter in named.items():
-        runs.setdefault(name.rpartition(".")[0], {})[name] = parameter
-    modules = [*runs.values()]
-    sizes = [sum(one.nbytes for one in its.values()) for its in modules]
-    ends = [0, *accumulate(sizes)]
-    cuts = [0]
-    for turn in range(1, fragments):
-        ideal = ends[-1] * turn / fragments
-        # At least one module is left for each further fragment.
-        places = range(cuts[-1] + 1, len(modules) - (fragments - turn) + 1)
-        cuts.append(min(places, key=lambda place: abs(ends[place] - ideal)))
-    bounds = zip(cuts, [*cuts[1:], len(modules)], strict=True)
-    return [
-        {name: one for its in modules[begin:end] for name, one in its.items()}
-        for begin, end in bounds
-    ]
-
-
-def num_modules(module: Module, parameters: Iterable[Parameter]) -> int:
-    """Returns how many modules own any of the parameters. A tied one counts for its first."""
-    held = set(parameters)
-    named = module.named_parameters()
-    return len({name.rpartition(".")[0] for name, one in named if one in held})
-
-
-def _by_names(
-    named: Mapping[str, Parameter], known: Sequence[str], fragments: Sequence[Sequence[str]]
-) -> list[dict[str, Parameter]]:
-    def is_in(name: str, owner: str) -> bool:
-        return name == owner or name.startswith(f"{owner}.")
-
-    for owner in (owner for owners in fragments for owner in owners):
-        if not any(is_in(name, owner) for name in known):
-            valid = ", ".join(dict.fromkeys(name.partition(".")[0] for name in known))
-            raise ValueError(
-                f"LocalSteps(fragments=...) names {owner!r}, and no parameter is there. Write names"
-                f" of modules or parameters, such as {valid}."
-            )
-    made: list[dict[str, Parameter]] = [{} for _ in fragments]
-    for name, parameter in named.items():
-        homes = [n for n, owners in enumerate(fragments) if any(is_in(name, o) for o in owners)]
-        if len(homes) != 1:
-            raise ValueError(
-                f"The parameter {name!r} is in {len(homes) or 'no'} fragments of"
-                " LocalSteps(fragments=...). Name each in one of them, or pass a number: ranks"
-                " exchange what is in fragments."
-            )
-        made[homes[0]][name] = parameter
-    return made

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_dear.checkpoint.files import CHECKPOINT_KEY
+from lightning_dear.checkpoint.files import CHECKPOINT_KEY, LOCAL_KEY
+from lightning_dear.checkpoint.optimizer_state import ShardedState
 from lightning_dear.collectives.work import Collectives, reusable_groups
 from lightning_dear.engine.module_tree import ModuleTree
 from lightning_dear.engine.notes import Signal
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.local_steps import local_state
 from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value, norm_of
 from lightning_dear.local_steps.rounds import ExchangeWatch, OptimizerRounds
 from lightning_dear.local_steps.schedule import LocalSteps
@@ -38,8 +40,9 @@ class OuterHalf:
 
     Args:
         parts: One for each optimizer.
-
         signal: Carries each rank's wish to stop, which travels with each exchange.
+        tree: The tree of modules. None means that there are no parts.
+        saves_local: Whether folders have local state, see `LocalSteps`.
 
     Attributes:
         signal: Same as the argument. None without local steps.
@@ -47,9 +50,15 @@ class OuterHalf:
     """
 
     def __init__(
-        self, parts: "Sequence[OptimizerRounds]" = (), signal: Signal | None = None
+        self,
+        parts: Sequence[OptimizerRounds] = (),
+        signal: Signal | None = None,
+        tree: ModuleTree | None = None,
+        *,
+        saves_local: bool = True,
     ) -> None:
         self._parts, self.signal, self.shows_anchor = parts, signal, False
+        self._tree, self._saves_local = tree, saves_local
 
     @classmethod
     def of(
@@ -96,7 +105,7 @@ class OuterHalf:
             parts[0].groups[-1].append(buffers)
         spans = [one.schedule.interval + one.schedule.delay for one in parts]
         instruments.exchange_steps = max(spans)
-        return cls(parts, signal)
+        return cls(parts, signal, tree, saves_local=steps.local_state)
 
     @property
     def is_on(self) -> bool:
@@ -202,28 +211,84 @@ class OuterHalf:
             part.finished_at = part.count
         self.restore()
 
-    def save(self, checkpoint: dict[str, Any], model: str = "") -> None:
+    # Lightning may save under inference mode (NCCL), and tensors made there refuse later updates.
+    @torch.inference_mode(False)
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        model: str = "",
+        of_rank: Mapping[str, Any] | None = None,
+    ) -> str:
         """Puts the outer optimizers' state of the last merges into a checkpoint dict. Mutates it.
 
-        Collective. Blocks. Only on rank 0 the state has data.
+        Collective. Blocks. Only on rank 0 the state has data. For a folder each rank has a part.
+        The module then holds the anchor afterwards.
 
         Args:
             checkpoint: The dict, which has an entry of `stamp`.
             model: Name of the model, if the checkpoint has several.
-        """
-        states = [fragment.state() for fragment in self.fragments if not fragment.keeps_own]
-        if states:
-            of_all = {name: own for state in states for name, own in state.items()}
-            checkpoint[CHECKPOINT_KEY][_OUTER + model] = of_all
+            of_rank: For a folder: what else this rank has of its own. None means a file.
 
-    def load(self, checkpoint: Mapping[str, Any], model: str = "") -> None:
-        """Takes over the outer optimizers' state that a checkpoint dict has. Local.
-
-        Names of parameters count, so that fragments may be others. What is missing stays as it is.
+        Returns:
+            Sentence for the user, or "".
         """
-        state = checkpoint.get(CHECKPOINT_KEY, {}).get(_OUTER + model, {})
+        own = checkpoint[CHECKPOINT_KEY]
+        if not self._parts:
+            return ""
+        if of_rank is None:
+            states = [fragment.state() for fragment in self.fragments if not fragment.keeps_own]
+            own[_OUTER + model] = {name: one for state in states for name, one in state.items()}
+            return ""
+        self.show_anchor()
+        fragments = [*self.fragments]
+        # Outer optimizers step in the order of the sends, on all ranks.
+        turns = sorted(range(len(fragments)), key=lambda turn: fragments[turn].sent_at or 0)
+        by_turn = {turn: fragments[turn].spread() for turn in turns}
+        spread = [by_turn[turn] for turn in range(len(fragments))]
+        last = {name: its for state, _ in spread for name, its in state.items()}
+        chunks = chain.from_iterable(state.chunks for state, _ in spread)
+        own[_OUTER + model] = ShardedState(last, chunks, ())
+        world = self._parts[0].collectives.world
+        inner = local_state.keep_ranks_apart(checkpoint, world.rank)
+        if not inner or not self._saves_local:
+            return ""
+        under_way = [state for _, state in spread]
+        what = self._parts, under_way, inner, self._buffers, of_rank
+        own[LOCAL_KEY], nbytes = local_state.gathered_state(*what)
+        return (
+            f"The folder has {nbytes / 2**20:.1f} MiB of state that each of {world.size} ranks has"
+            " of its own. LocalSteps(local_state=False) leaves it out."
+        )
+
+    def load(self, checkpoint: Mapping[str, Any], model: str = "") -> tuple[str, Mapping[str, Any]]:
+        """Takes over what a checkpoint dict has of local steps. Collective. Blocks.
+
+        The module must hold its weights, and inner optimizers its states. With local state of this
+        rank all ranks go on as they were. If not, they go on from the anchor, with the outer
+        optimizers' state: names of parameters count, so that fragments may be others. What is
+        missing stays as it is.
+
+        Returns:
+            Sentence for the user, or "", and what `save` got as `of_rank`, or nothing.
+        """
+        saved = checkpoint.get(CHECKPOINT_KEY, {})
+        for part in self._parts:
+            for fragment in part.fragments if part.take_masters() else ():
+                fragment.take_replica()
+        if not self._parts or _OUTER + model not in saved:
+            return "", {}
         for fragment in self.fragments:
-            fragment.load(state)
+            fragment.load(saved[_OUTER + model])
+        local = saved.get(LOCAL_KEY)
+        own = None if local is None else local_state.resume(local, self._parts, self._buffers)
+        if own is not None:
+            return "", own
+        why = "has no local state for as many ranks" if local is None else "has other fragments"
+        return f"All ranks go on from the anchor, not bit for bit: the checkpoint {why}.", {}
+
+    @property
+    def _buffers(self) -> Mapping[str, Tensor]:
+        return {} if self._tree is None else dict(self._tree.named_buffers())
 
     def settle(self) -> None:
         """Merges what is under way, before other weights are loaded. Collective. Blocks."""

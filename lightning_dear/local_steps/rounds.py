@@ -2,11 +2,12 @@
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,9 @@ from lightning_dear.collectives.launch_log import hash_of
 from lightning_dear.collectives.work import Collectives, under_way
 from lightning_dear.engine.notes import Digest, OptionValues, Signal, check_options, options_of
 from lightning_dear.engine.step import OptimizerPipeline
-from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value, cut, num_modules
+from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value
 from lightning_dear.local_steps.schedule import LocalSteps, Schedule
+from lightning_dear.optimizers.masters import MASTER_KEY, differs
 from lightning_dear.optimizers.pieces import parameters_of
 from lightning_dear.telemetry.statistics import Instruments, StepStatistics
 
@@ -129,6 +131,7 @@ class OptimizerRounds:
         self.schedule: Schedule = steps.schedule(num_modules(module, held))
         self._seen: object = None
         self._values: Mapping[Parameter, Sequence[Value]] = {}
+        self._masters: Mapping[Parameter, Tensor] = {}
         self.groups: list[list[Fragment]] = [[] for _ in range(self.schedule.fragments)]
         self._cut({})
 
@@ -213,13 +216,45 @@ class OptimizerRounds:
                 parameter = stepper.shards.parameters[piece.tensor_index]
                 values.setdefault(parameter, []).append(Value(piece.parameter, piece.start))
             self._values = values
-        return {name: self._values.get(one) or [Value(one.data)] for name, one in named.items()}
+        whole = {one: [Value(self._masters.get(one, one.data))] for one in named.values()}
+        return {name: self._values.get(one) or whole[one] for name, one in named.items()}
+
+    def take_masters(self) -> bool:
+        """Makes loaded masters of 16-bit parameters the replica's values, until a plan has them.
+
+        Local. The first step of a fit makes the plan. Masters of weights that were changed since
+        they were saved do not count.
+
+        Returns:
+            Whether there are any.
+        """
+        state: Mapping[Any, Any] = self.optimizer.state if self.part.plans.active is None else {}
+        own = ((one, its[MASTER_KEY]) for one, its in state.items() if MASTER_KEY in its)
+        self._masters = {one: its for one, its in own if not differs(its, one, is_rounded=True)}
+        return bool(self._masters)
+
+    def load_inner(self, state: dict[str, Any]) -> None:
+        """Loads the inner optimizer's state, without masters, which stay as they are. Local."""
+        self.optimizer.load_state_dict(state)
+        for parameter, master in self._masters.items():
+            self.optimizer.state[parameter][MASTER_KEY] = master
+        self.part.prepare_state("local steps")
+
+    @property
+    def layout(self) -> list[Any]:
+        """What must be the same for local state to be loaded: when what is sent and merged."""
+        every, number, delay, _ = self.schedule
+        names = [[list(one.names) for one in group] for group in self.groups]
+        return [every, number, delay, names]
 
     def publish(self) -> None:
         """Rounds masters to 16-bit parameters, and tells autograd that parameters changed."""
         active = self.part.plans.active
         for bucket in () if active is None else active.flat.buckets:
             bucket.publish()
+        for parameter, master in self._masters.items() if active is None else ():
+            parameter.data.copy_(master)
+        self.part.stepper.note_written()
         torch.autograd.graph.increment_version(parameters_of(self.optimizer))
 
     @property
@@ -353,3 +388,78 @@ class RoundDigest(Digest):
         name = type(self._rounds.optimizer).__name__
         check_options(f"step with different options: {name}", [inner for _, inner, _ in reports])
         check_options("have different outer optimizers", [outer for *_, outer in reports])
+
+
+# --- which parameters are in which fragment -------------------------------------------------------
+
+
+def cut(
+    module: Module, parameters: Iterable[Parameter], fragments: int | Sequence[Sequence[str]]
+) -> list[dict[str, Parameter]]:
+    """Cuts parameters into fragments, each as a dict from their names. Pure.
+
+    Args:
+        module: Module that owns the parameters.
+        parameters: Parameters to cut.
+        fragments: Number of fragments: runs of modules in the order of their registration, of about
+            equal size. A tied parameter belongs to the first of its modules. Or for each fragment
+            names of modules and parameters.
+
+    Raises:
+        ValueError: If a name is unknown, if a parameter is in no fragment or in two, or if there
+            are fewer modules than fragments.
+    """
+    held, every = set(parameters), dict(module.named_parameters())
+    named = {name: one for name, one in every.items() if one in held}
+    if not isinstance(fragments, int):
+        return _by_names(named, [*every], fragments)
+    runs: dict[str, dict[str, Parameter]] = {}
+    for name, parameter in named.items():
+        runs.setdefault(name.rpartition(".")[0], {})[name] = parameter
+    modules = [*runs.values()]
+    sizes = [sum(one.nbytes for one in its.values()) for its in modules]
+    ends = [0, *accumulate(sizes)]
+    cuts = [0]
+    for turn in range(1, fragments):
+        ideal = ends[-1] * turn / fragments
+        # At least one module is left for each further fragment.
+        places = range(cuts[-1] + 1, len(modules) - (fragments - turn) + 1)
+        cuts.append(min(places, key=lambda place: abs(ends[place] - ideal)))
+    bounds = zip(cuts, [*cuts[1:], len(modules)], strict=True)
+    return [
+        {name: one for its in modules[begin:end] for name, one in its.items()}
+        for begin, end in bounds
+    ]
+
+
+def num_modules(module: Module, parameters: Iterable[Parameter]) -> int:
+    """Returns how many modules own any of the parameters. A tied one counts for its first."""
+    held = set(parameters)
+    named = module.named_parameters()
+    return len({name.rpartition(".")[0] for name, one in named if one in held})
+
+
+def _by_names(
+    named: Mapping[str, Parameter], known: Sequence[str], fragments: Sequence[Sequence[str]]
+) -> list[dict[str, Parameter]]:
+    def is_in(name: str, owner: str) -> bool:
+        return name == owner or name.startswith(f"{owner}.")
+
+    for owner in (owner for owners in fragments for owner in owners):
+        if not any(is_in(name, owner) for name in known):
+            valid = ", ".join(dict.fromkeys(name.partition(".")[0] for name in known))
+            raise ValueError(
+                f"LocalSteps(fragments=...) names {owner!r}, and no parameter is there. Write names"
+                f" of modules or parameters, such as {valid}."
+            )
+    made: list[dict[str, Parameter]] = [{} for _ in fragments]
+    for name, parameter in named.items():
+        homes = [n for n, owners in enumerate(fragments) if any(is_in(name, o) for o in owners)]
+        if len(homes) != 1:
+            raise ValueError(
+                f"The parameter {name!r} is in {len(homes) or 'no'} fragments of"
+                " LocalSteps(fragments=...). Name each in one of them, or pass a number: ranks"
+                " exchange what is in fragments."
+            )
+        made[homes[0]][name] = parameter
+    return made

@@ -35,6 +35,10 @@ class LocalSteps:
             momentum 0.5, or without momentum if `every` is 8 or less.
         dense_steps: Number of steps at the start of a fit that exchange gradients in each step, as
             without local steps.
+        local_state: Whether checkpoint folders (`save_distributed_checkpoint=True`) also have what
+            each rank has of its own: its replica, inner optimizer state, loss scale, buffers, and
+            what is under way. Resuming on as many ranks is then bit for bit. False means that all
+            ranks go on from the anchor, as from a file.
 
     Raises:
         ValueError: If a value is out of its range, or if `fragments` does not divide `every`.
@@ -47,6 +51,7 @@ class LocalSteps:
     mix: float | None = None
     outer: Callable[[list[Any]], Optimizer] | None = None
     dense_steps: int = 0
+    local_state: bool = True
 
     def __post_init__(self) -> None:
         _check_whole("every", self.every, 1)

@@ -6,7 +6,7 @@ for parameters whose differences a compressor encodes.
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from lightning_dear.bucket import LOW_PRECISION
 MASTER_KEY = "master_weight"
 """Key of an optimizer's state for a parameter: its master. The optimizer steps the master. A 16-bit
 parameter gets the rounded values. A parameter whose differences are encoded lags behind it."""
+
+
+T = TypeVar("T")
 
 
 class AdoptedState(NamedTuple):
@@ -66,6 +69,19 @@ def differs(master: Tensor | None, parameter: Tensor, *, is_rounded: bool = Fals
         return False
     dtype = parameter.dtype if is_rounded else master.dtype
     return not torch.allclose(parameter.to(dtype), master.to(dtype), 0, 0, equal_nan=True)
+
+
+def without_masters(state: Mapping[T, Mapping[str, Any]]) -> dict[T, dict[str, Any]]:
+    """Returns the state of parameters without masters. Parameters without other state are left out.
+
+    Args:
+        state: A parameter's index or name -> its state. Not mutated.
+    """
+    kept = (
+        (one, {key: value for key, value in own.items() if key != MASTER_KEY})
+        for one, own in state.items()
+    )
+    return {one: own for one, own in kept if own}
 
 
 def drop_masters(optimizer: Optimizer) -> bool:

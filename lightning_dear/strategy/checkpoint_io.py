@@ -1,6 +1,7 @@
 """Writes checkpoint files atomically, and reads checkpoints with checks on all ranks."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def checked(
     check_digests: bool,
     weights_only: bool | None = None,
     is_trainers: bool = False,
+    reader: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """Returns the checkpoint in `path`, without masters if another strategy wrote it.
 
@@ -80,6 +82,7 @@ def checked(
         check_digests: Whether to compare local files with the digests in them.
         weights_only: For a folder, the argument of `folder.load`.
         is_trainers: Whether to refuse a checkpoint without "state_dict", which no Trainer wrote.
+        reader: For a folder, the argument of `folder.load`.
 
     Raises:
         ValueError: If the checkpoint is damaged or no checkpoint, or has another format number. If
@@ -90,7 +93,8 @@ def checked(
     wrong: Exception | None = None
     try:
         if folder.is_folder(path):
-            checkpoint = folder.load(path, weights_only=weights_only, check_digests=check_digests)
+            how = partial(folder.load, path, check_digests=check_digests, reader=reader)
+            checkpoint = how(weights_only=weights_only)
         else:
             local = str(path).removeprefix("file://")
             checkpoint = files.read(local, load, check_digests=check_digests)

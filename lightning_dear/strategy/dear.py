@@ -5,7 +5,6 @@ The methods stand in the order of a fit. `engine/pipeline.py` describes what the
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -35,12 +34,10 @@ from lightning_dear.compression import Compressor, NoCompression
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.local_steps import LocalSteps, OuterHalf
 from lightning_dear.planning import FusionPlanner
+from lightning_dear.strategy import checkpoint_io as io
 from lightning_dear.strategy import connections, failure_watch, failures, launchers, local, refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy, meanwhile
-from lightning_dear.strategy.checkpoint_io import checked, save_folder
 from lightning_dear.strategy.loaders import Loaders
-
-log = logging.getLogger(__name__)
 
 
 class DearStrategy(PipelineStrategy, DDPStrategy):
@@ -208,6 +205,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         for part in pipeline.parts:
             part.inherit(before)
         self._failures.follow(collectives)
+        self._local.resumed = {}
         # Only now: if a line above raises, the next fit inherits the old pipeline's state.
         self._take(pipeline, outer)
         self._insert_guard(trainer)
@@ -215,7 +213,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def _take(self, pipeline: Pipeline, outer: OuterHalf) -> None:
         """Trains with these halves from now on. Collective. Blocks."""
         self._pipeline, self._outer, self._connected = pipeline, outer, ()
-        outer.load(self._local.resumed)
+        self._local.load(outer, self.precision_plugin)
         if not outer.is_on:
             pipeline.before_change = self._failures.agree_on_change
         self._connect()
@@ -280,9 +278,10 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._loaders.begin_batch()
+        # Not in `training_step`, which runs within the optimizer's step.
         if halves := self._end_of_dense_steps(self.pipeline_of(), self._trainer.global_step):
             self._take(*halves)
-        self._loaders.begin_batch()
         if batch_idx == 0:
             self.pipeline_of().training.buffers.asks = True
 
@@ -359,7 +358,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         self._local.resumed = {files.CHECKPOINT_KEY: checkpoint.get(files.CHECKPOINT_KEY, {})}
-        self._outer.load(self._local.resumed)
+        self._local.load(self._outer, self.precision_plugin)
 
     @override
     def optimizer_state(
@@ -394,11 +393,11 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         """
         files.stamp(checkpoint)
         if "optimizer_states" in checkpoint:
-            self._outer.save(checkpoint)
-            self._local.save(checkpoint)
+            precision = self.precision_plugin if self._saves_folders else None
+            self._local.save(self._outer, checkpoint, precision)
         if self._saves_folders:
             # Rank 0's name is used, as a name may hold a time of day, which differs by rank.
-            save_folder(checkpoint, self.broadcast(filepath), storage_options)
+            io.save_folder(checkpoint, self.broadcast(filepath), storage_options)
         else:
             if folder.is_folder(filepath):
                 self.remove_checkpoint(filepath)
@@ -417,8 +416,9 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         read = partial(super().load_checkpoint, checkpoint_path, *args, **kwargs)
         # Lightning 2.5 does not pass `weights_only`.
         weights = kwargs.get("weights_only", *args[:1])
-        checks = {"check_digests": self._checks_digests, "is_trainers": True}
-        return checked(read, checkpoint_path, weights_only=weights, **checks)
+        own = None if self._local.steps is None else (self.global_rank, self.world_size)
+        checks = {"check_digests": self._checks_digests, "is_trainers": True, "reader": own}
+        return io.checked(read, checkpoint_path, weights_only=weights, **checks)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -6,6 +6,7 @@ from itertools import chain, pairwise
 from statistics import median
 from typing import Any
 
+from lightning.fabric.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_dear.callbacks.fusion_tuner import option_of
@@ -91,8 +92,38 @@ class LocalStepsOption:
     def _how(self) -> list[tuple[str, Any]]:
         return [(name, getattr(self.steps, name)) for name in ("every", "fragments", "delay")]
 
-    def save(self, checkpoint: dict[str, Any]) -> None:
-        """Puts what "auto" has found into a checkpoint dict, which is mutated. Local."""
+    def load(self, outer: OuterHalf, precision: Precision) -> None:
+        """Goes on from `resumed` once local steps are on, and forgets it. Collective. Blocks.
+
+        Tells the user on rank 0 if that is not bit for bit.
+
+        Args:
+            outer: The outer half. Without local steps nothing is done.
+            precision: The precision plug-in. Mutated: gets the loss scale that this rank had.
+        """
+        if not outer.is_on:
+            return
+        remark, own = outer.load(self.resumed)
+        if remark:
+            rank_zero_info(remark)
+        if own.get("precision"):
+            precision.load_state_dict(own["precision"])
+        self.resumed = {}
+
+    def save(
+        self, outer: OuterHalf, checkpoint: dict[str, Any], precision: Precision | None
+    ) -> None:
+        """Puts the outer half, and what "auto" has found, into a checkpoint. Collective. Blocks.
+
+        Args:
+            outer: The outer half.
+            checkpoint: Lightning's checkpoint dict. Mutated.
+            precision: For a folder the precision plug-in, whose loss scale differs by rank. None
+                means an ordinary file.
+        """
+        of_rank = None if precision is None else {"precision": precision.state_dict()}
+        if remark := outer.save(checkpoint, of_rank=of_rank):
+            rank_zero_info(remark)
         if self._is_auto and not self._searches and self.steps is not None:
             checkpoint[CHECKPOINT_KEY][_FOUND] = dict(self._how())
 
@@ -128,8 +159,6 @@ def check_local_steps(
         and "it counts steps that exchange gradients. Pass compressor= alone",
         "weights or split": (given["weights"] or given.get("split")) is not None
         and "replicas count alike. Leave them out",
-        "save_distributed_checkpoint": given.get("save_distributed_checkpoint")
-        and "local state is not saved in folders. Leave it out",
     }
     for option, reason in why.items():
         if reason:

@@ -60,11 +60,13 @@ class BlockLength:
     Attributes:
         num_warm_up_steps: Number of first steps that are not timed. At least 3, because the first
             one is recorded and the second one is the first with a plan.
-        num_steps: Number of timed steps.
+        num_steps: Number of timed steps, a multiple of `period`.
+        period: Steps after which the same work comes again: those of a round of local steps.
     """
 
     num_warm_up_steps: int
     num_steps: int
+    period: int = 1
 
     def __post_init__(self) -> None:
         """Raise ValueError if no timed step would be in steady state."""
@@ -77,6 +79,11 @@ class BlockLength:
     def max_steps(self) -> int:
         """Number of steps to fit: one more, which only marks the end of the last timed step."""
         return self.num_warm_up_steps + self.num_steps + 1
+
+    def of_rounds(self, period: int) -> "BlockLength":
+        """Return a length of whole rounds of `period` steps, at least as long as this one."""
+        warm_up, steps = self.num_warm_up_steps, self.num_steps
+        return BlockLength(-(-warm_up // period) * period, -(-steps // period) * period, period)
 
 
 class Endless:
@@ -108,11 +115,13 @@ class RankBlock:
             rank per second. machine_use: share of the machine's cores that was busy, 0 to 1.
             others_use: machine_use without encoding and decoding. codec_s: CPU seconds of encoding
             and decoding in a step. num_buckets: number of buckets in the strategy's plan.
+        period: See `BlockLength`.
     """
 
     rank: int
     steps: Floats
     load: Line
+    period: int = 1
 
 
 @dataclass(frozen=True)
@@ -232,7 +241,7 @@ class StepProbe(Profiler):
             "num_buckets": self._num_buckets,
         }
         known = {name: None if math.isnan(value) else value for name, value in load.items()}
-        return RankBlock(rig.rank, self.steps(), known)
+        return RankBlock(rig.rank, self.steps(), known, self._length.period)
 
 
 def run_block(

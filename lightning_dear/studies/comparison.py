@@ -26,8 +26,8 @@ _FIGURES = {
 """Title -> column of summary.csv, its format and its factor."""
 
 LEGEND = (
-    "step: median of the rounds, each the median of its steps. ratio: step over the first entry's,"
-    "\nmedian and spread of the rounds.\n"
+    "step: median of the rounds, each the median of its steps, or with local steps their mean.\n"
+    "ratio: step over the first entry's, median and spread of the rounds.\n"
     "RS/AG wait: step time that stood still for reduce-scatters and all-gathers.\n"
     "codec: CPU time of encoding and decoding, a rank's in a step.\n"
     "MB/step leaves a host: 10^6 bytes by its interface's counter, headers included.\n"

@@ -4,15 +4,23 @@ They combine parts of PyTorch, and need no change of the user's model.
 """
 
 import inspect
+import socket
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -21,6 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dear.local_steps import LocalSteps
+from lightning_dear.local_steps.rounds import cut, num_modules
+from lightning_dear.optimizers.pieces import parameters_of
 from lightning_dear.planning import BucketPlan, MGWFBPFusion, PlanSearch
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.search import NoContest, described
@@ -105,6 +116,134 @@ class Fsdp2Strategy(ModelParallelStrategy):
         for module in sharded:
             module.set_reshard_after_forward(False, recurse=False)
         super().setup(trainer)
+
+
+class TorchftStrategy(DDPStrategy):
+    """Local steps by torchft (Streaming DiLoCo): each rank is a replica of one process.
+
+    Schedule, fragments, mixing and outer optimizer are those of `DearStrategy(local_steps=)`, each
+    fragment in one all-reduce. Takes `DDPStrategy`'s options, which wrap nothing here. All ranks
+    must build the same weights, from one seed. Validation and saved weights are each rank's own.
+
+    Args:
+        local_steps: Number of steps of a round, or all options. `delay` must be less than a round's
+            steps over its fragments, and there may be no `dense_steps`.
+
+    Attributes:
+        statistics: Seconds of the last step that torchft took for its exchanges, quorums included.
+
+    Raises:
+        ValueError: If torchft is not installed.
+    """
+
+    statistics: Any = None
+
+    def __init__(self, local_steps: int | LocalSteps = 32, **options: Any) -> None:
+        if find_spec("torchft") is None:
+            raise ValueError(
+                "strategy=torchft needs torchft, which nothing else here needs. Install it: pip"
+                " install torchft==0.2.0"
+            )
+        super().__init__(**options)
+        self._steps = LocalSteps(every=local_steps) if isinstance(local_steps, int) else local_steps
+        self._ends: list[Callable[[], Any]] = []
+
+    @property
+    @override
+    def world_size(self) -> int:
+        """1: each rank trains alone. With more Lightning would ask rank 0 before each batch."""
+        return 1
+
+    @override
+    def configure_ddp(self) -> None:
+        """Leave the module as it is."""
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Raise ValueError if the module has several optimizers."""
+        super().setup(trainer)
+        if len(self.optimizers) != 1:
+            raise ValueError(
+                f"strategy=torchft trains with one optimizer, not {len(self.optimizers)}. Return"
+                " one from configure_optimizers, or leave strategy=torchft out."
+            )
+        inner: Any = self.optimizers[0]
+        began: list[float] = []
+        inner.register_step_post_hook(lambda *_: began.append(perf_counter()))
+        self._start(inner)
+        inner.register_step_post_hook(lambda *_: self._note(perf_counter() - began.pop()))
+
+    def _note(self, seconds: float) -> None:
+        waits = {"exposed_reduce_scatter_s": seconds, "exposed_all_gather_s": 0.0}
+        self.statistics = SimpleNamespace(**waits)
+
+    def _start(self, optimizer: Optimizer) -> None:
+        """Start torchft's servers, and let it exchange after steps of `optimizer`. Collective."""
+        names = "coordination", "local_sgd", "manager", "process_group"
+        servers, local_sgd, managers, groups = (import_module(f"torchft.{one}") for one in names)
+        long, host, world_size = timedelta(minutes=10), self._own_address(), dist.get_world_size()
+        store: Any = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        house = None
+        if self.is_global_zero:
+            times = {"join_timeout_ms": 60_000, "heartbeat_timeout_ms": 60_000}
+            house = servers.LighthouseServer("[::]:0", world_size, quorum_tick_ms=10, **times)
+        port = self.broadcast(house.address().rpartition(":")[2] if house else "")
+        manager = managers.Manager(
+            pg=groups.ProcessGroupGloo(timeout=long),
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=world_size,
+            use_async_quorum=False,
+            **dict.fromkeys(("timeout", "quorum_timeout", "connect_timeout"), long),
+            rank=0,
+            world_size=1,
+            store_addr=host,
+            store_port=store.port,
+            lighthouse_addr=f"http://{self.broadcast(host)}:{port}",
+            replica_id=f"replica{self.global_rank}",
+            hostname=host,
+            init_sync=False,
+        )
+        module, held = self.lightning_module, parameters_of(optimizer)
+        assert module is not None
+        every, number, delay, mix = self._steps.schedule(num_modules(module, held))
+        fragments = cut(module, held, self._steps.fragments or number)
+        diloco = local_sgd.DiLoCo(
+            manager,
+            [nn.ParameterList(named.values()) for named in fragments],
+            optimizer,
+            # One for all fragments would step all of them in each merge.
+            [self._steps.new_outer([*named.values()]) for named in fragments],
+            every,
+            use_bucketization=True,
+            fragment_sync_delay=delay,
+            fragment_update_alpha=mix,
+        )
+        diloco.__enter__()
+        # What is under way at the end must arrive before a rank goes.
+        self._ends += [partial(_wait_for_all, diloco), self.barrier, manager.shutdown]
+        self._ends += [partial(diloco.__exit__, None, None, None)]
+        self._servers = store, house  # they live as long as they are held
+
+    def _own_address(self) -> str:
+        """Return the address of this host on its way to rank 0. Sends nothing."""
+        assert self.cluster_environment is not None
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((self.cluster_environment.main_address, 1))
+            return str(probe.getsockname()[0])
+
+    @override
+    def teardown(self) -> None:
+        for end in self._ends:
+            end()
+        self._ends.clear()
+        super().teardown()
+
+
+def _wait_for_all(diloco: Any) -> None:
+    for fragment in diloco._fragments:
+        for work in fragment._allreduce_work:
+            work.wait()
 
 
 def default_ddp_caps(scale: float) -> dict[str, Any]:

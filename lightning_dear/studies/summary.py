@@ -53,6 +53,7 @@ def block_of(turn: Turn, ranks: Sequence[RankBlock], number: int = 0, note: str 
     """Return a line of blocks.csv from the measurements of all ranks, rounded to the microsecond.
 
     A figure of a step is the mean over ranks, and a figure of the block is the median over steps.
+    With local steps it is the median over rounds, each the mean of its steps: few of them exchange.
     compute_s is the step's time without the two waits. The mean is used, not the slowest rank,
     because a rank that is late in one step is faster in the next. The slowest ranks of all steps
     would add up to more than the time that passed: by up to 2 % if ranks are loosely coupled, and
@@ -67,7 +68,8 @@ def block_of(turn: Turn, ranks: Sequence[RankBlock], number: int = 0, note: str 
     steps = np.mean([rank.steps for rank in ranks], axis=0)
     columns = dict(zip(FIGURES, steps.T, strict=True))
     columns["compute_s"] = columns["step_s"] - sum(columns[name] for name in _WAITS[1:])
-    figures = {name: float(np.median(column)) for name, column in columns.items()}
+    rounds = {name: column.reshape(-1, ranks[0].period) for name, column in columns.items()}
+    figures = {name: float(np.median(of.mean(axis=1))) for name, of in rounds.items()}
     figures |= _loads([rank.load for rank in ranks])
     known = {name: _rounded(value) for name, value in figures.items()}
     return {**known, **turn._asdict(), "number": number, "num_steps": len(steps), "note": note}

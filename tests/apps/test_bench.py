@@ -30,6 +30,7 @@ from lightning_dear.apps.bench.build import (
     one_way_s,
     point_of,
     replay_overrides,
+    round_of,
     scale_caps,
 )
 from lightning_dear.apps.bench.comparison import found_plan
@@ -110,6 +111,15 @@ def test_an_entry_may_be_spelt_out() -> None:
         assert ddp.overrides == ("strategy=ddp", "strategy.bucket_cap_mb=null")
         assert (mine.name, mine.rounds, mine.length) == ("mine", 3, BlockLength(3, 4))
         assert composed(mine.overrides).fusion.bucket_cap_mb == 3
+
+
+def test_the_steps_of_a_round_are_read_from_an_entry() -> None:
+    steps = "{_target_: lightning_dear.local_steps.LocalSteps, delay: 2}"
+    with job():
+        for local, expected in (("null", 1), ("8", 8), (steps, 32)):
+            assert round_of(composed([f"strategy.local_steps={local}"])) == expected
+        assert round_of(composed(["strategy=ddp"])) == 1
+        assert round_of(composed(["strategy=torchft", "strategy.local_steps=16"])) == 16
 
 
 def test_a_grid_is_one_option_with_its_values() -> None:

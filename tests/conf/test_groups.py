@@ -26,6 +26,7 @@ OPTIONAL_MODULES = {
     "densenet201": "torchvision",
     "vgg16": "torchvision",
     "inception_v4": "timm",
+    "torchft": "torchft",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "mlflow": "mlflow",
@@ -81,6 +82,7 @@ def test_every_scheduler_is_built(option, tmp_path):
 @pytest.mark.parametrize("option", options_of("strategy"))
 @pytest.mark.parametrize("cluster", ["local", "single_process"])
 def test_every_strategy_gets_a_trainer(option, cluster, tmp_path):
+    needs_installed(option)
     overrides = (f"strategy={option}", f"cluster={cluster}", "callbacks=none", "logger=none")
     with composed(tmp_path, *overrides) as config:
         trainer = train.build_trainer(config)

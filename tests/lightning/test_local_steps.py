@@ -55,7 +55,7 @@ class Module(LightningModule):
         self.seen: list[dict[str, Tensor]] = []
         self.losses: list[Tensor] = []
 
-    def training_step(self, batch: Tensor, _: int) -> Tensor:
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.net(batch).square().mean()
 
     def validation_step(self, batch: Tensor, _: int) -> None:
@@ -192,6 +192,9 @@ def test_a_rank_with_nan_takes_the_anchor_and_others_go_on() -> None:
             if trainer.global_step == 6 and dist.get_rank() == 1:
                 with torch.no_grad():
                     module.net[1].weight.fill_(float("nan"))
+            # Its fragment, the first, is sent after step 9.
+            if trainer.global_step >= 9:
+                assert all(bool(one.isfinite().all()) for one in module.parameters())
 
     module = Module()
     fit(dear(local_steps=steps()), module, 16, Spoils())

@@ -21,6 +21,7 @@ from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.local_steps import LocalSteps, OuterHalf
 from lightning_dear.planning import ThresholdFusion
 from tests.distributed.harness import distributed
+from tests.distributed.rank import on_hosts
 from tests.local_steps.reference import Law, Reference
 
 LAYERS = 4
@@ -119,3 +120,26 @@ def test_ranks_really_differ_between_merges() -> None:
     dist.all_gather_object(weights, ours.model[0].weight.detach().clone())
     assert all(torch.equal(one, weights[0]) for one in weights)
     ours.outer.detach()
+
+
+@pytest.mark.parametrize("compressor", ["none", "int8"])
+@distributed(world_sizes=(4,))
+def test_two_hosts_of_two_ranks(compressor: str) -> None:
+    """Sums of hosts come first: close to the reference, and alike on all ranks."""
+    new_inner, names = partial(SGD, lr=0.1), FRAGMENTS[2]
+    steps = LocalSteps(every=4, fragments=names, delay=1, mix=0.5, outer=NESTEROV)
+    reference = Reference(new_model(), new_inner, 4, Law(4, names, 1, 0.5, NESTEROV))
+    with on_hosts(2):
+        ours = Ours(steps, new_inner, compressor)
+    (fragment, *_) = ours.outer.fragments
+    assert fragment._options.collectives.hops == 2
+    ours.run(range(1, 14))
+    reference.run(13, step)
+    ours.outer.finish()
+    reference.flush()
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, [one.detach() for one in ours.model.parameters()])
+    assert all(map(torch.equal, everyone[0], everyone[3]))
+    tolerance = 1e-6 if compressor == "none" else 5e-3
+    for name, own in ours.model.named_parameters():
+        assert torch.allclose(own, reference.anchor[name], atol=tolerance)

@@ -101,7 +101,7 @@ LOCAL_STEPS = [
     Mutation(
         "the outer optimizer's state in files",
         "OuterHalf.load",
-        "            fragment.load(state)\n",
+        "            fragment.load(saved[_OUTER + model])\n",
         "            pass\n",
         (f"{FITS}::test_a_file_goes_on_with_the_outer_state",),
     ),

@@ -17,6 +17,7 @@ from tests.mutations.kept import KEPT
 from tests.mutations.launches import LAUNCHES
 from tests.mutations.loaders import LOADERS
 from tests.mutations.loading import LOADING
+from tests.mutations.local_state import LOCAL_STATE
 from tests.mutations.local_steps import LOCAL_STEPS
 from tests.mutations.low_rank import LOW_RANK
 from tests.mutations.mutation import Mutation, row
@@ -150,6 +151,7 @@ MUTATIONS = [
     *LAUNCHES,
     *LOADERS,
     *LOADING,
+    *LOCAL_STATE,
     *LOCAL_STEPS,
     *CODEC_PLANS,
     *COMPARING,

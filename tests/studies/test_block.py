@@ -103,6 +103,15 @@ def test_batches_are_given_again_and_again() -> None:
         Endless([])
 
 
+def test_a_block_of_local_steps_has_whole_rounds() -> None:
+    assert BlockLength(3, 4).of_rounds(1) == BlockLength(3, 4)
+    assert BlockLength(3, 4).of_rounds(32) == BlockLength(32, 32, 32)
+    assert BlockLength(9, 16).of_rounds(8) == BlockLength(16, 16, 8)
+    length = BlockLength(3, 4).of_rounds(8)
+    measured = run_block(RIG, new_trainer, Slow(), [torch.ones(3)], length)
+    assert (len(measured.steps), measured.period) == (8, 8)
+
+
 @pytest.mark.parametrize("lengths", [(2, 5), (3, 0)])
 def test_a_block_without_steady_steps_is_refused(lengths: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="steps=.*(Set 3|Choose 1) or more"):

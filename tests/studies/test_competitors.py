@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,11 +16,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_dear import DearStrategy
+from lightning_dear.local_steps import LocalSteps
+from lightning_dear.local_steps.fragment import cut
 from lightning_dear.paths import conf_dir
+from lightning_dear.studies import competitors
 from lightning_dear.studies.block import Endless
 from lightning_dear.studies.competitors import (
     Bf16DDPStrategy,
     Fsdp2Strategy,
+    TorchftStrategy,
     ZeroDDPStrategy,
     default_ddp_caps,
     forget_mesh,
@@ -191,3 +197,23 @@ class Unsharded(Net):
 def test_fsdp2_refuses_a_model_that_shards_nothing() -> None:
     with pytest.raises(ValueError, match="fully_shard on no module"):
         fit(Fsdp2Strategy(tensor_parallel_size=1), Unsharded())
+
+
+def test_torchft_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(competitors, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install torchft"):
+        TorchftStrategy(local_steps=8)
+
+
+@pytest.mark.skipif(find_spec("torchft") is None, reason="needs torchft==0.2.0")
+@distributed(world_sizes=(2,))
+def test_torchft_keeps_the_same_schedule() -> None:
+    # Without delay and mixing, ranks agree after each merge, and law and fragments are the same.
+    steps = LocalSteps(every=2, fragments=2, delay=0, mix=0.0, outer=partial(torch.optim.SGD, lr=1))
+    theirs, module = fit(TorchftStrategy(local_steps=steps))
+    _, ours = fit(DearStrategy(local_steps=steps))
+    assert theirs.strategy.statistics.exposed_reduce_scatter_s > 0
+    # Our fit ends with a flush, after which all fragments are alike; theirs does not.
+    last = cut(module, module.parameters(), 2)[1]
+    for name in last:
+        torch.testing.assert_close(module.get_parameter(name), ours.get_parameter(name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise, permutations
 from pathlib import Path
 
@@ -34,6 +35,14 @@ def test_a_rank_that_is_late_in_one_step_and_short_in_the_next_makes_no_step_lon
     assert first["step_s"] == second["step_s"] == 3.0
     assert second["ratio"] == 1.0
     assert second["num_steps"] == 3
+
+
+def test_with_local_steps_the_step_that_merges_counts_in_its_round() -> None:
+    # Rounds of three steps, of which one waits. The median of all steps would show no wait.
+    ranks = [rank_block(rank, 1.0, 1.0, 4.0, 1.0, 1.0, 7.0, 1.0, 1.0, 1.0) for rank in range(2)]
+    local = block("dear", 0, *(replace(rank, period=3) for rank in ranks))
+    assert (local["step_s"], local["num_steps"]) == (2.0, 9)
+    assert block("dear", 0, *ranks)["step_s"] == 1.0
 
 
 def test_what_one_rank_did_not_measure_is_not_known() -> None:

@@ -13,6 +13,7 @@ from lightning_dear.apps import checks, job
 from lightning_dear.apps.bench.config import as_override
 from lightning_dear.apps.program import Program
 from lightning_dear.emulation import emulated_rig
+from lightning_dear.local_steps import LocalSteps
 from lightning_dear.planning import BucketPlan, FixedPlan
 from lightning_dear.planning.fusion import default_cap_mb
 from lightning_dear.strategy.launchers import configure_launcher
@@ -60,6 +61,12 @@ def build_strategy(cfg: DictConfig, plan: BucketPlan | None = None) -> Any:
 def is_ddp(cfg: DictConfig) -> bool:
     """Whether the strategy wraps the module in DistributedDataParallel."""
     return str(cfg.strategy._target_).endswith("DDPStrategy")
+
+
+def round_of(cfg: DictConfig) -> int:
+    """Return the steps of a round of the entry's local steps; 1 without local steps."""
+    steps = cfg.strategy.get("local_steps")
+    return int(steps.get("every", LocalSteps().every) if OmegaConf.is_config(steps) else steps or 1)
 
 
 def build_trainer(cfg: DictConfig, strategy: Any, **options: Any) -> Trainer:

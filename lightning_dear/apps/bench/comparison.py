@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -53,7 +53,10 @@ class Comparison:
     def __post_init__(self) -> None:
         """Compose the point's config, describe the point and load the batches."""
         self.cfg = config.at_point(self.setting)
-        self.entries = config.entries_of(self.cfg)
+        self.entries = [
+            replace(one, length=self._whole(one.overrides, one.length))
+            for one in config.entries_of(self.cfg)
+        ]
         self._usual = BlockLength(self.cfg.warm_up_steps, self.cfg.steps)
         # Ratios are to the first row, so COMPUTE_ALONE, which is no competitor, comes last.
         most = {entry.name: min(entry.rounds, self.cfg.rounds) for entry in self.entries}
@@ -137,8 +140,12 @@ class Comparison:
     def _runner(
         self, overrides: Sequence[str], length: BlockLength, plan: BucketPlan | None = None
     ) -> Run:
-        cfg = self._composed(overrides)
-        return lambda: self._fit(cfg, build.build_strategy(cfg, plan), length)
+        cfg, whole = self._composed(overrides), self._whole(overrides, length)
+        return lambda: self._fit(cfg, build.build_strategy(cfg, plan), whole)
+
+    def _whole(self, overrides: Sequence[str], length: BlockLength) -> BlockLength:
+        """Return the length in whole rounds of the local steps that the overrides ask for."""
+        return length.of_rounds(build.round_of(config.at_point(self.setting, overrides)))
 
     def _keep(self, plan: BucketPlan, entry: str) -> None:
         """Write the buckets of the plan to a file, to be read beside the table."""
