@@ -223,6 +223,7 @@ def _row(asked: Asked, own: BySeed, reference: BySeed, metric: Metric, num_seeds
         "unit": metric.unit,
         "mean": _mean(trials, "metric"),
         "sd": float(np.std(ends, ddof=1)) if len(ends) > 1 else math.nan,
+        "median": float(np.median(ends)),
         **{f"worse_{end}": value for end, value in worse._asdict().items()},
         "margin": metric.margin,
         "train_loss": _mean(trials, "train_loss"),

@@ -27,7 +27,7 @@ def test_every_experiment_is_tested():
     tested = {"digits", "lm", "replay", *IMAGENET}
     # tests/apps/test_converge.py and test_bench.py
     studies = {"converge_digits", "converge_gpt", "converge_gpt_long", "converge_gpt_sgd"}
-    studies.add("bench_papers")
+    studies |= {"converge_local_steps", "bench_papers"}
     assert set(options_of("experiment")) == tested | studies
 
 

@@ -137,6 +137,12 @@ def test_pairs_share_a_seed() -> None:
     assert [rows[-1][f"worse_{end}"] for end in ("mean", "lower", "upper")] == [0, 0, 0]
 
 
+def test_the_median_leaves_out_a_seed_apart() -> None:
+    ends = [trial("dense", seed, end) for seed, end in enumerate((90.0, 60.0, 93.0))]
+    (row,) = summarize([DENSE], ends, ACCURACY, 3)
+    assert (row["mean"], row["median"]) == (81, 90)
+
+
 def test_a_control_must_be_found_out() -> None:
     control = Asked(name="bad", reference="dense", is_control=True)
     assert verdict(control, (90.0, 0.5), (90.0, 0.5)) == "fails, as it must"
