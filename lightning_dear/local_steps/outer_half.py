@@ -232,9 +232,9 @@ class OuterHalf:
         Returns:
             Sentence for the user, or "".
         """
-        own = checkpoint[CHECKPOINT_KEY]
         if not self._parts:
             return ""
+        own = checkpoint[CHECKPOINT_KEY]
         if of_rank is None:
             states = [fragment.state() for fragment in self.fragments if not fragment.keeps_own]
             own[_OUTER + model] = {name: one for state in states for name, one in state.items()}

