@@ -165,6 +165,19 @@ def _norms(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     return torch.stack(torch._foreach_norm(list(gradients), norm_type)).double()
 
 
+def spec_of(
+    index: int,
+    name: str,
+    tensor: Tensor,
+    codec: Codec | None,
+    first_use: int | None,
+    ready: int | None,
+) -> TensorSpec:
+    """Returns a tensor as planners get it; see `TensorSpec`. Codec and dtype make its family."""
+    family = f"{tensor.dtype}/{tensor.device.type}/{codec}"
+    return TensorSpec(index, name, tensor.numel(), tensor.element_size(), family, first_use, ready)
+
+
 @dataclass(frozen=True)
 class Recording:
     """Results of the recorded step: from rank 0 and equal on all ranks, except `ungated`.
@@ -203,16 +216,8 @@ class Recording:
         order = list(gradients) or range(len(parameters) - 1, -1, -1)
         ready = {index: turn for turn, index in enumerate(order)}
         specs = [
-            TensorSpec(
-                index=index,
-                name=name,
-                numel=parameter.numel(),
-                itemsize=parameter.element_size(),
-                family=f"{parameter.dtype}/{parameter.device.type}/{codecs[index]}",
-                first_use=first_use.get(index),
-                ready=ready.get(index),
-            )
-            for index, (name, parameter) in enumerate(named)
+            spec_of(index, *one, codecs[index], first_use.get(index), ready.get(index))
+            for index, one in enumerate(named)
         ]
         expected = [gradients.get(index, 1) for index in range(len(parameters))]
         return cls(specs, expected, recorder.ungated, codecs, seed)

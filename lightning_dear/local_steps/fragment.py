@@ -17,6 +17,7 @@ from lightning_dear.bucket import Role, allocate, storage_strides
 from lightning_dear.checkpoint.optimizer_state import ShardedState, gathered, sharded_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.collectives.work import Collectives, Work, uncounted
+from lightning_dear.engine.active_plan import spec_of
 from lightning_dear.engine.bucket_round import USED, BucketRound
 from lightning_dear.engine.notes import LaunchDigest, Note, Notes, Signal, Sums
 from lightning_dear.exchange import Traffic, new_exchange
@@ -25,7 +26,8 @@ from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.masters import without_masters
 from lightning_dear.optimizers.pieces import Shards
 from lightning_dear.optimizers.sharded import ShardedOptimizer, inner_step
-from lightning_dear.planning import FusionPlanner, TensorSpec, ThresholdFusion
+from lightning_dear.optimizers.tensorwise import why_not_elementwise
+from lightning_dear.planning import FusionPlanner, ThresholdFusion
 from lightning_dear.planning.fusion import MIB
 from lightning_dear.planning.plan import MAX_BUCKETS
 
@@ -138,6 +140,11 @@ class Fragment:
         shadows = [_anchor_of(one) for one in tensors.values()]
         present = lambda: options.collectives  # noqa: E731
         outer = options.new_outer([*shadows])
+        if why_not_elementwise(outer) is not None:
+            raise ValueError(
+                f"LocalSteps(outer=...) made {type(outer).__name__}, which is not element-wise. Use"
+                " one that is, such as SGD or Adam: each rank steps parts of tensors."
+            )
         own = *notes(outer), LaunchDigest(present, number), self.stop, self._bad, self.sums
         self.stepper = ShardedOptimizer(outer)
         self._build(shadows, number, Notes(own, blocks=True))
@@ -155,16 +162,8 @@ class Fragment:
         pairs = [*zip(self.names, shadows, strict=True)]
         codecs = [options.exchange.codec_of(name, one.ndim) for name, one in pairs]
         specs = [
-            TensorSpec(
-                index=index,
-                name=name,
-                numel=one.numel(),
-                itemsize=one.element_size(),
-                family=f"{one.dtype}/{one.device.type}/{codecs[index]}",
-                first_use=index,
-                ready=len(pairs) - index,
-            )
-            for index, (name, one) in enumerate(pairs)
+            spec_of(index, *one, codecs[index], index, len(pairs) - index)
+            for index, one in enumerate(pairs)
         ]
         fusion = _in_buckets(options.fusion, sum(one.nbytes for one in specs))
         plan = replace(fusion.plan(specs, collectives.world.size), all_reduced=())

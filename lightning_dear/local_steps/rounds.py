@@ -338,7 +338,9 @@ class OptimizerRounds:
         for fragment in self.fragments:
             fragment.restore()
         self.publish()
+        # Optimizers that need whole tensors have their state in `outside`, and others in shards.
         self.part.stepper.shards.state.clear()
+        self.part.stepper.outside.plain.clear()
 
     def settle(self) -> None:
         """Merges what is under way, in the order in which it was sent. Blocks."""

@@ -52,6 +52,7 @@ class LocalStepsOption:
         self.resumed: Mapping[str, Any] = {}
         # Of each timed step: when it ended, and the seconds that this rank waited in it.
         self._timed: list[tuple[float, float]] = []
+        self._seen = -1
 
     def is_due(self, dense: Pipeline, num_steps: int) -> bool:
         """Whether steps that exchange gradients are over. To be called between two steps.
@@ -63,7 +64,8 @@ class LocalStepsOption:
             num_steps: Number of steps so far.
         """
         # Batches whose gradients accumulate make no step.
-        if self._searches and num_steps >= len(self._timed):
+        if self._searches and num_steps != self._seen:
+            self._seen = num_steps
             self._search(dense)
         is_alone = dense.collectives.world.size == 1
         return not is_alone and self.steps is not None and num_steps >= self.steps.dense_steps

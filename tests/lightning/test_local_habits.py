@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adafactor, AdamW
 
 from lightning_dear import DearStrategy
 from lightning_dear.collectives.gloo import PairwiseCollectives
@@ -180,6 +180,34 @@ def test_parameters_that_come_later_are_exchanged() -> None:
     fit(dear(local_steps=LocalSteps(every=2, fragments=2)), module, 13)
     assert same_on_all_ranks(weights(module))
     assert not torch.equal(weights(module)["net.3.weight"], new_net()[3].weight)
+
+
+@distributed(world_sizes=(2,))
+def test_whole_tensor_optimizers_train_inside_and_forget_nan() -> None:
+    """Their state is whole on each rank, and is emptied where a rank's weights are not finite."""
+
+    class Whole(Module):
+        def configure_optimizers(self) -> Any:
+            return Adafactor(self.net.parameters(), lr=0.01)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.global_step == 6 and dist.get_rank() == 1:
+                with torch.no_grad():
+                    self.net[1].weight.fill_(float("nan"))
+            if self.global_step >= 9:
+                assert all(bool(one.isfinite().all()) for one in self.parameters())
+
+    module = Whole()
+    fit(dear(local_steps=steps()), module, 16)
+    assert same_on_all_ranks(weights(module))
+    assert not torch.equal(weights(module)["net.0.weight"], new_net()[0].weight)
+
+
+@distributed(world_sizes=(2,))
+def test_an_outer_optimizer_of_whole_tensors_is_refused() -> None:
+    strategy = dear(local_steps=steps(outer=partial(Adafactor, lr=0.1)))
+    with pytest.raises(ValueError, match="made Adafactor, which is not element-wise"):
+        fit(strategy, Module(), 4)
 
 
 @distributed(world_sizes=(2,))

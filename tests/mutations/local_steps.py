@@ -168,4 +168,18 @@ LOCAL_STEPS = [
         "",
         (f"{FITS}::test_a_second_fit_gets_other_groups",),
     ),
+    Mutation(
+        "forgetting state of whole tensors that is not finite",
+        "OptimizerRounds.recover",
+        "        self.part.stepper.outside.plain.clear()\n",
+        "",
+        (f"{HABITS}::test_whole_tensor_optimizers_train_inside_and_forget_nan",),
+    ),
+    Mutation(
+        "refusing outer optimizers of whole tensors",
+        "Fragment.__init__",
+        "if why_not_elementwise(outer) is not None:",
+        "if False:",
+        (f"{HABITS}::test_an_outer_optimizer_of_whole_tensors_is_refused",),
+    ),
 ]

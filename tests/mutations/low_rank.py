@@ -93,9 +93,9 @@ LOW_RANK = [
     ),
     Mutation(
         "buckets of their own for tensors with another codec",
-        "Recording.agreed",
-        '            family=f"{parameter.dtype}/{parameter.device.type}/{codecs[index]}",\n',
-        '            family=f"{parameter.dtype}/{parameter.device.type}",\n',
+        "engine:spec_of",
+        "{tensor.device.type}/{codec}",
+        "{tensor.device.type}",
         (f"{GROUPS}::test_vectors_travel_as_they_are_and_nothing_is_lost",),
     ),
     Mutation(
