@@ -292,7 +292,8 @@ class OptimizerRounds:
                 break
         merged = self.schedule.merged_after(self.count)
         if merged is not None:
-            for one in self.groups[merged]:
+            # Nothing is under way if it was settled, since the optimizer had other parameters.
+            for one in (one for one in self.groups[merged] if one.sent_at is not None):
                 self._merge(one, self.schedule.mix)
             self._follow()
             self.publish()

@@ -165,8 +165,10 @@ def test_optimizer_state_goes_over() -> None:
     assert counts == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize(("every", "delay"), [(2, None), (4, 3)])
 @distributed(world_sizes=(2, 3))
-def test_parameters_that_come_later_are_exchanged() -> None:
+def test_parameters_that_come_later_are_exchanged(every: int, delay: int | None) -> None:
+    """With several fragments under way, those that were sent before are merged early."""
     class Grows(Module):
         def on_train_batch_start(self, batch: Any, index: int) -> None:
             if index == 5:
@@ -177,7 +179,7 @@ def test_parameters_that_come_later_are_exchanged() -> None:
             return AdamW(self.net[:3].parameters(), lr=0.01)
 
     module = Grows()
-    fit(dear(local_steps=LocalSteps(every=2, fragments=2)), module, 13)
+    fit(dear(local_steps=LocalSteps(every=every, fragments=2, delay=delay)), module, 13)
     assert same_on_all_ranks(weights(module))
     assert not torch.equal(weights(module)["net.3.weight"], new_net()[3].weight)
 

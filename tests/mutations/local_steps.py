@@ -203,4 +203,11 @@ LOCAL_STEPS = [
         "            pass\n",
         (f"{HABITS}::test_parameters_that_are_not_exchanged_are_named",),
     ),
+    Mutation(
+        "what was settled is not merged again",
+        "OptimizerRounds._exchange",
+        "if one.sent_at is not None):\n",
+        "if True):\n",
+        (f"{HABITS}::test_parameters_that_come_later_are_exchanged",),
+    ),
 ]
