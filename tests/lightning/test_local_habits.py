@@ -169,6 +169,7 @@ def test_optimizer_state_goes_over() -> None:
 @distributed(world_sizes=(2, 3))
 def test_parameters_that_come_later_are_exchanged(every: int, delay: int | None) -> None:
     """With several fragments under way, those that were sent before are merged early."""
+
     class Grows(Module):
         def on_train_batch_start(self, batch: Any, index: int) -> None:
             if index == 5:
