@@ -154,7 +154,7 @@ class OuterHalf:
         collectives = self._parts[0].collectives
         with uncounted(collectives):
             said = collectives.all_gather_object(own)
-        names = [name for name in said[0] if any(one[name] != said[0][name] for one in said)]
+        names = [name for name in own if any(one.get(name) != own[name] for one in said)]
         self._differs = bool(names)
         if names:
             warnings.warn(

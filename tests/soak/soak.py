@@ -7,8 +7,8 @@
 
 Verdicts: "equal" by the bit, "near" (a norm is summed up in another order, or three ranks are),
 "finite" (gradients are encoded: ranks are equal, and losses finite), "refused" on every
-rank before any weight changed, "ddp raised", and "FAULT". With local steps also "raised", as the job
-wants; "torch raised", as on one device; and "diverges", in plain torch, too.
+rank before any weight changed, "ddp raised", and "FAULT". With local steps also "raised", as the
+job wants; "torch raised", as on one device; and "diverges", in plain torch, too.
 """
 
 from __future__ import annotations
