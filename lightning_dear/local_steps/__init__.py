@@ -16,7 +16,7 @@ Published: DiLoCo (arXiv 2311.08105) and Streaming DiLoCo (arXiv 2501.18512).
 """
 
 from lightning_dear.local_steps.outer_half import OuterHalf
-from lightning_dear.local_steps.rounds import num_modules
+from lightning_dear.local_steps.rounds import check_fragments, num_modules
 from lightning_dear.local_steps.schedule import LocalSteps, hiding
 
-__all__ = ["LocalSteps", "OuterHalf", "hiding", "num_modules"]
+__all__ = ["LocalSteps", "OuterHalf", "check_fragments", "hiding", "num_modules"]

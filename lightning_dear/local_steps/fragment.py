@@ -23,7 +23,7 @@ from lightning_dear.engine.notes import LaunchDigest, Note, Notes, Signal, Sums
 from lightning_dear.exchange import Traffic, new_exchange
 from lightning_dear.exchange.base import largest_of
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers.masters import without_masters
+from lightning_dear.optimizers.masters import MASTER_KEY, without_masters
 from lightning_dear.optimizers.pieces import Shards
 from lightning_dear.optimizers.sharded import ShardedOptimizer, inner_step
 from lightning_dear.optimizers.tensorwise import why_not_elementwise
@@ -139,12 +139,7 @@ class Fragment:
         self.sums, self.norms = Sums(options.collectives.world), (0.0, 0.0)
         shadows = [_anchor_of(one) for one in tensors.values()]
         present = lambda: options.collectives  # noqa: E731
-        outer = options.new_outer([*shadows])
-        if why_not_elementwise(outer) is not None:
-            raise ValueError(
-                f"LocalSteps(outer=...) made {type(outer).__name__}, which is not element-wise. Use"
-                " one that is, such as SGD or Adam: each rank steps parts of tensors."
-            )
+        outer = checked_outer(options.new_outer, [*shadows])
         own = *notes(outer), LaunchDigest(present, number), self.stop, self._bad, self.sums
         self.stepper = ShardedOptimizer(outer)
         self._build(shadows, number, Notes(own, blocks=True))
@@ -379,7 +374,12 @@ class Fragment:
         stepper, last, optimizer = self.stepper, self.stepper.shards, self.stepper.optimizer
         stepper.shards = replace(last, state=defaultdict(dict))
         options = [dict(group) for group in optimizer.param_groups]
-        optimizer.load_state_dict(saved["state"])
+        state = saved["state"]
+        # Masters are apart: before the first step an entry would have nothing else, as none has.
+        optimizer.load_state_dict({**state, "state": without_masters(state["state"])})
+        for index, own in state["state"].items():
+            if MASTER_KEY in own:
+                optimizer.state[last.parameters[index]][MASTER_KEY] = own[MASTER_KEY]
         for group, own in zip(optimizer.param_groups, options, strict=True):
             group.update(own)
         stepper.adopt_state()
@@ -437,6 +437,21 @@ class Fragment:
     def release(self) -> None:
         """Ends the thread that waits for messages. Local."""
         self.round.release()
+
+
+def checked_outer(new_outer: Callable[[list[Any]], Optimizer], parameters: list[Any]) -> Optimizer:
+    """Returns `new_outer(parameters)`, an outer optimizer.
+
+    Raises:
+        ValueError: If it is not element-wise.
+    """
+    outer = new_outer(parameters)
+    if why_not_elementwise(outer) is not None:
+        raise ValueError(
+            f"LocalSteps(outer=...) made {type(outer).__name__}, which is not element-wise. Use one"
+            " that is, such as SGD or Adam: each rank steps parts of tensors."
+        )
+    return outer
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:

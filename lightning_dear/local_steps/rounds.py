@@ -19,7 +19,7 @@ from lightning_dear.collectives.launch_log import hash_of
 from lightning_dear.collectives.work import Collectives, under_way
 from lightning_dear.engine.notes import Digest, OptionValues, Signal, check_options, options_of
 from lightning_dear.engine.step import OptimizerPipeline
-from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value
+from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value, checked_outer
 from lightning_dear.local_steps.schedule import LocalSteps, Schedule
 from lightning_dear.optimizers.masters import MASTER_KEY, differs
 from lightning_dear.optimizers.pieces import parameters_of
@@ -438,6 +438,14 @@ def cut(
         {name: one for its in modules[begin:end] for name, one in its.items()}
         for begin, end in bounds
     ]
+
+
+def check_fragments(module: Module, optimizer: Optimizer, steps: LocalSteps) -> None:
+    """Raises what `OptimizerRounds` would raise now, which begins only after dense steps. Local."""
+    held, fragments = parameters_of(optimizer), steps.fragments
+    number = steps.schedule(num_modules(module, held)).fragments
+    cut(module, held, fragments if isinstance(fragments, Sequence) else number)
+    checked_outer(steps.new_outer, [Parameter(torch.zeros(2))])
 
 
 def num_modules(module: Module, parameters: Iterable[Parameter]) -> int:

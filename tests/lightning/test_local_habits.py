@@ -279,6 +279,27 @@ def test_an_outer_optimizer_of_whole_tensors_is_refused() -> None:
         fit(strategy, Module(), 4)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fragments": 8}, "more than the 4 modules"),
+        ({"fragments": [["net.0"]]}, "is in no fragments"),
+        ({"outer": partial(Adafactor, lr=0.1)}, "not element-wise"),
+    ],
+)
+@distributed(world_sizes=(2,))
+def test_refusals_do_not_wait_for_the_end_of_dense_steps(
+    options: dict[str, Any], said: str
+) -> None:
+    class Untouched(Module):
+        def training_step(self, *_: Any) -> Tensor:
+            raise AssertionError("training began")
+
+    strategy = dear(local_steps=LocalSteps(every=8, dense_steps=3, **options))
+    with pytest.raises(ValueError, match=said):
+        fit(strategy, Untouched(), 4)
+
+
 @distributed(world_sizes=(2,))
 def test_ranks_with_other_options_are_refused() -> None:
     strategy = dear(local_steps=LocalSteps(every=4 + 4 * dist.get_rank()))

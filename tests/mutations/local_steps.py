@@ -177,7 +177,7 @@ LOCAL_STEPS = [
     ),
     Mutation(
         "refusing outer optimizers of whole tensors",
-        "Fragment.__init__",
+        "checked_outer",
         "if why_not_elementwise(outer) is not None:",
         "if False:",
         (f"{HABITS}::test_an_outer_optimizer_of_whole_tensors_is_refused",),
@@ -209,5 +209,12 @@ LOCAL_STEPS = [
         "if one.sent_at is not None):\n",
         "if True):\n",
         (f"{HABITS}::test_parameters_that_come_later_are_exchanged",),
+    ),
+    Mutation(
+        "refusing before dense steps",
+        "PipelineStrategy._new_halves",
+        "                check_fragments(module, optimizer, steps)\n",
+        "                pass\n",
+        (f"{HABITS}::test_refusals_do_not_wait_for_the_end_of_dense_steps",),
     ),
 ]
