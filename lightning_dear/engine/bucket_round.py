@@ -195,6 +195,14 @@ class BucketRound:
         """
         self.watched = frozenset(numbers)
 
+    def launch_weights(self) -> None:
+        """Launches the exchange of `weights`, which a thread waits for. Collective. Does not block.
+
+        `weights.is_known` then tells whether all have arrived. Without it `weights.scale` launches.
+        """
+        self.weights.launch()
+        self.weights.await_in(self._waiter.submit)
+
     def mark_full(self, number: int) -> None:
         """Marks bucket `number` as full, which launches nothing: `launch_full` does that.
 

@@ -90,7 +90,8 @@ class OuterHalf:
         seed = _agreed_seed(steps, collectives)
         instruments, signal = pipeline.training.instruments, Signal()
         instruments.follow(collectives)
-        watch, how = ExchangeWatch(instruments), (instruments.waiting, seed)
+        watch, weights = ExchangeWatch(instruments), pipeline.training.weights
+        how = weights, instruments.waiting, seed
         shared = OuterOptions(collectives, options, fusion, steps.new_outer, *how)
         parts, number = list[OptimizerRounds](), first_number
         for part in pipeline.parts:
@@ -301,7 +302,7 @@ class OuterHalf:
         """Makes the module's values the anchor, equal on all ranks, and counts anew. Local."""
         for part in self._parts:
             part.part.prepare_state("local steps")
-            part.count = 0
+            part.progress = 0, 0
         for fragment in self.fragments:
             fragment.take_replica()
 
