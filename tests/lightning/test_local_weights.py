@@ -208,7 +208,7 @@ def test_batches_are_split_by_shares() -> None:
 
 
 def raised(call: Any) -> str:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="local_steps") as error:
         call()
     return str(error.value)
 

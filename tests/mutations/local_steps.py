@@ -192,7 +192,7 @@ LOCAL_STEPS = [
     ),
     Mutation(
         "flags that are compared with those of their own fragment alone",
-        "launch_log:_Kind.__init__",
+        "_Kind.__init__",
         "launch.tag < BUFFERS_TAG",
         "launch.tag < 1 << 24",
         (f"{BITS}_by_samples",),
