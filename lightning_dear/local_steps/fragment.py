@@ -240,15 +240,16 @@ class Fragment:
         """
         self.sent_at, rank = sent_at, self._options.collectives.world.rank
         self._take()
-        messages = [one.gradient for one in self._buffers.placements]
-        whole = [one for one in messages if one is not None]
+        whole = [one.gradient for one in self._buffers.placements if one.gradient is not None]
         flat = [one.as_strided((one.numel(),), (1,)) for one in whole]
         for (anchor, value), (message, _) in zip(
             self.values, self._pairs(flat, whole), strict=True
         ):
             torch.sub(anchor, value, out=message)
         gradients = [one.gradients for one in self._buffers.buckets]
-        is_finite = all(bool(torch.isfinite(largest_of(one))) for one in gradients)
+        largest = torch.stack([largest_of(one).double() for one in gradients])
+        # Besides the notes in `step`, only here the host waits for a device.
+        is_finite = bool(largest.isfinite().all())
         for one in () if is_finite else gradients:
             one.zero_()
         number = 0 if is_finite else min(rank, 254) + 1
@@ -265,10 +266,7 @@ class Fragment:
         return is_finite
 
     def launch(self) -> None:
-        """Launches the messages of `send`, if the samples of all ranks are known. Once an exchange.
-
-        Does not block.
-        """
+        """Launches the messages of `send`, if all ranks' samples are known. Does not block."""
         if not self._is_launched and self.round.weights.is_known:
             self._launch()
 

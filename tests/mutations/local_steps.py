@@ -10,6 +10,7 @@ SCHEDULE = "tests/local_steps/test_schedule.py"
 FITS = "tests/lightning/test_local_steps.py"
 HABITS = "tests/lightning/test_local_habits.py"
 WEIGHTS = "tests/lightning/test_local_weights.py"
+STREAMS = "tests/streams/test_local_steps.py"
 FABRIC = "tests/fabric/test_local_steps.py"
 BITS = f"{LAW}::test_bits_of_the_reference"
 
@@ -196,6 +197,20 @@ LOCAL_STEPS = [
         "launch.tag < BUFFERS_TAG",
         "launch.tag < 1 << 24",
         (f"{BITS}_by_samples",),
+    ),
+    Mutation(
+        "on NCCL, waiting in the stream that reads",
+        "BucketRound.watch",
+        "numbers if self._collectives.wait_blocks_host else ()",
+        "numbers",
+        (f"{STREAMS}::test_bits_of_the_reference",),
+    ),
+    Mutation(
+        "on NCCL, refusing values that a compressor cannot send",
+        "CompressedExchange.hear_found_inf",
+        "self._is_staged or ",
+        "",
+        (f"{STREAMS}::test_values_that_a_compressor_cannot_send_raise_on_all_ranks",),
     ),
     Mutation(
         "refusing loaders whose end ranks cannot tell each other",
