@@ -18,6 +18,7 @@ from lightning_dear.checkpoint.optimizer_state import ShardedState, gathered, sh
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.collectives.work import Collectives, Work, uncounted
 from lightning_dear.engine.active_plan import spec_of
+from lightning_dear.engine.batch_weights import BatchWeights
 from lightning_dear.engine.bucket_round import USED, BucketRound
 from lightning_dear.engine.notes import LaunchDigest, Note, Notes, Signal, Sums
 from lightning_dear.exchange import Traffic, new_exchange
@@ -64,6 +65,7 @@ class OuterOptions:
         exchange: Compressor of the messages.
         fusion: Planner of a fragment's buckets.
         new_outer: Makes the outer optimizer from a list of parameters.
+        weights: Counts this rank's samples.
         waiting: (half, reason) -> context that is entered around a wait.
         seed: Seed of random numbers of compressors, the same on all ranks.
     """
@@ -72,6 +74,7 @@ class OuterOptions:
     exchange: ExchangeOptions
     fusion: FusionPlanner
     new_outer: Callable[[list[Any]], Optimizer]
+    weights: BatchWeights
     waiting: Callable[[str, str], AbstractContextManager[None]]
     seed: int
 
@@ -89,6 +92,9 @@ class Fragment:
         all-gather of the stepped shards                       (meanwhile replicas train on)
         anchor <- gathered;
         replica <- (1 - mix) anchor + mix replica              `merge`
+
+    If ranks count by samples, the factor is this rank's part of them. Ranks exchange their numbers
+    first, and `launch` sends g once these have arrived.
 
     If a rank's values are not finite when they are sent, all ranks leave this exchange out: anchor,
     outer optimizer and replicas stay as they are.
@@ -146,17 +152,18 @@ class Fragment:
                 " one that is, such as SGD or Adam: each rank steps parts of tensors."
             )
         own = *notes(outer), LaunchDigest(present, number), self.stop, self._bad, self.sums
-        self.stepper = ShardedOptimizer(outer)
-        self._build(shadows, number, Notes(own, blocks=True))
+        self.stepper, self._notes = ShardedOptimizer(outer), Notes(own, blocks=True)
+        self._build(shadows, number)
         self.anchor = dict(zip(self.names, (one.data for one in shadows), strict=True))
         self._flat = [one.data.as_strided((one.numel(),), (1,)) for one in shadows]
         # After the outer optimizer has stepped: its pieces and state, until the merge.
         self._stepped: Shards = self.stepper.shards
         self._gathers: Sequence[Work] = ()
         self.is_stepped = False
+        self._is_launched = True
         self._free()
 
-    def _build(self, shadows: list[Parameter], number: int, notes: Notes) -> None:
+    def _build(self, shadows: list[Parameter], number: int) -> None:
         """Makes buffers, exchange, round and outer optimizer. Moves `shadows` into the buffers."""
         options, collectives = self._options, self._options.collectives
         pairs = [*zip(self.names, shadows, strict=True)]
@@ -174,10 +181,8 @@ class Fragment:
         traffic = Traffic(collectives, number * MAX_BUCKETS, flat, False, is_staged=True)
         of_buckets = [codecs[bucket.slices[0].tensor] for bucket in plan.buckets]
         self._exchange = new_exchange(options.exchange, of_buckets, traffic)
-        waiting = partial(options.waiting, "reduce_scatter")
-        self.round = BucketRound(
-            flat, plan.reduce_order, self._exchange, self.names, notes, waiting
-        )
+        how = self._exchange, self.names, self._notes, partial(options.waiting, "reduce_scatter")
+        self.round = BucketRound(flat, plan.reduce_order, *how)
         self.stepper.attach(flat, shadows)
         keeper = self.stepper.optimizer, lambda: collectives, options.exchange
         self.residuals = ResidualKeeper(*keeper)
@@ -222,35 +227,57 @@ class Fragment:
         yield from self._pairs(self._flat, [*self.anchor.values()])
 
     @torch.no_grad()
-    def send(self, sent_at: int) -> bool:
+    def send(self, sent_at: int, samples: float | None = None) -> bool:
         """Sends how far the replica has moved from the anchor. Collective. Does not block.
 
         Args:
             sent_at: Number of the step.
+            samples: Number of samples by which this rank counts. None means that all ranks count
+                alike.
 
         Returns:
             Whether this rank's values are finite. If not, no rank merges them.
         """
         self.sent_at, rank = sent_at, self._options.collectives.world.rank
         self._take()
-        messages = [one.gradient for one in self._buffers.placements]
-        whole = [one for one in messages if one is not None]
+        whole = [one.gradient for one in self._buffers.placements if one.gradient is not None]
         flat = [one.as_strided((one.numel(),), (1,)) for one in whole]
         for (anchor, value), (message, _) in zip(
             self.values, self._pairs(flat, whole), strict=True
         ):
             torch.sub(anchor, value, out=message)
-        buckets, scale = self._buffers.buckets, float(self.round.weights.scale)
-        is_finite = all(bool(torch.isfinite(largest_of(one.gradients))) for one in buckets)
-        for bucket in buckets:
-            bucket.gradients.mul_(scale) if is_finite else bucket.gradients.zero_()
-        self.norms = (norm_of(one.gradients for one in buckets) if self.sums.own else 0.0), 0.0
+        gradients = [one.gradients for one in self._buffers.buckets]
+        largest = torch.stack([largest_of(one).double() for one in gradients])
+        # Besides the notes in `step`, only here the host waits for a device.
+        is_finite = bool(largest.isfinite().all())
+        for one in () if is_finite else gradients:
+            one.zero_()
         number = 0 if is_finite else min(rank, 254) + 1
         self._bad.ask = lambda: number
+        # Now, and not in `launch`: until then other ranks may have made another number of steps.
+        self._notes.say()
+        weights, self._is_launched = self.round.weights, False
+        if samples is not None:
+            weights.is_on = True
+            weights.reset()
+            weights.weigh(samples)
+            self.round.launch_weights()
+        self.launch()
+        return is_finite
+
+    def launch(self) -> None:
+        """Launches the messages of `send`, if all ranks' samples are known. Does not block."""
+        if not self._is_launched and self.round.weights.is_known:
+            self._launch()
+
+    def _launch(self) -> None:
+        self._is_launched, buckets = True, self._buffers.buckets
+        for bucket in buckets:
+            bucket.gradients.mul_(self.round.weights.scale)
+        self.norms = (norm_of(one.gradients for one in buckets) if self.sums.own else 0.0), 0.0
         self.round.watch(self.round.order)
         self.round.launch_all()
         self.round.launch_flags([USED] * len(self.names))
-        return is_finite
 
     def advance(self) -> None:
         """Steps the outer optimizer if all sums have arrived, and sends what it has stepped.
@@ -266,6 +293,8 @@ class Fragment:
         if self.is_stepped:
             return
         self.is_stepped = True
+        if not self._is_launched:
+            self._launch()
         self.round.finish(())
         self._exchange.note_used(self.round.used, keeps=True)
         if self._bad.heard:

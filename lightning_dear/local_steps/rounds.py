@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -127,6 +128,8 @@ class OptimizerRounds:
         self.part, self.optimizer, self.count, self.finished_at = part, part.optimizer, 0, 0
         self.collectives, self._signal, self.watch = shared.collectives, signal, watch
         self._module, self._steps, self._shared, self._number = module, steps, shared, number
+        # After each step of a round: this rank's samples so far. Earlier ones, to count from.
+        self._totals = deque([shared.weights.total], maxlen=steps.every + 1)
         held = parameters_of(part.optimizer)
         self.schedule: Schedule = steps.schedule(num_modules(module, held))
         self._seen: object = None
@@ -247,6 +250,20 @@ class OptimizerRounds:
         names = [[list(one.names) for one in group] for group in self.groups]
         return [every, number, delay, names]
 
+    @property
+    def progress(self) -> list[float]:
+        """`count`, then this rank's samples up to each step of a round, less those of now.
+
+        To be assigned to, also in another training.
+        """
+        return [self.count, *(one - self._shared.weights.total for one in self._totals)]
+
+    @progress.setter
+    def progress(self, progress: Sequence[float]) -> None:
+        self.count, since = int(progress[0]), progress[1:]
+        self._totals.clear()
+        self._totals.extend(self._shared.weights.total + one for one in since)
+
     def publish(self) -> None:
         """Rounds masters to 16-bit parameters, and tells autograd that parameters changed."""
         active = self.part.plans.active
@@ -275,11 +292,14 @@ class OptimizerRounds:
 
     def _exchange(self) -> bool:
         self.count += 1
+        self._totals.append(self._shared.weights.total)
         is_finite, sent = True, self.schedule.sent_after(self.count)
         if sent is not None:
             for one in self.groups[sent]:
                 one.stop.ask = self._signal.ask
                 is_finite &= self._send(one)
+        for one in self._under_way:
+            one.launch()
         for one in self._under_way:
             self._advance(one)
             # In the order of the sends, on all ranks: a timeline waits for messages in that order.
@@ -295,7 +315,8 @@ class OptimizerRounds:
 
     def _send(self, fragment: Fragment) -> bool:
         self.watch.before_send(fragment)
-        return fragment.send(self.count)
+        samples = self._totals[-1] - self._totals[0]
+        return fragment.send(self.count, samples if self._shared.weights.is_on else None)
 
     def _advance(self, fragment: Fragment) -> None:
         """Lets the outer optimizer step, if that is due. On NCCL it is at fixed steps.
