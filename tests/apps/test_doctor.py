@@ -422,13 +422,15 @@ def proposed(said: str) -> LocalSteps:
     ("rate", "one_way_s", "num_modules", "found", "steps_ms"),
     [
         # 2.5 million numbers at 4 ranks: int8 sends 3.75 MB a step, beside 0.3 s of computing, so
-        # that 1.25 x 3.75 / 0.3 = 15.6 steps hide them, and a quarter of them a fragment.
-        (1e6, 0.0, 9, (16, 4, 4), (3750.0, 300.0)),
+        # that 1.25 x 3.75 / 0.3 = 15.6 steps hide them. A fragment needs a quarter of 12.5, and up
+        # to one more before its way back.
+        (1e6, 0.0, 9, (16, 4, 5), (3750.0, 300.0)),
         # Each fragment goes there and back: 4 x 0.4 s more, in 22.3 steps.
         (1e6, 0.2, 9, (32, 4, 6), (4150.0, 300.0)),
         (1e6, 0.0, 1, (16, 1, 15), (3750.0, 300.0)),
         # More than the longest round hides: 3750 / 512 s in each step.
         (1e3, 0.0, 9, (512, 4, 128), (3750000.0, 7324.2)),
+        (6.2e6, 0.0, 9, (4, 4, 2), (604.8, 300.0)),
     ],
 )
 def test_local_steps_are_proposed_where_steps_mostly_wait(
