@@ -216,7 +216,7 @@ class OuterHalf:
         self.show_replica()
         for part in self._parts:
             for fragment in part.fragments:
-                fragment.restore()
+                fragment.write_replica(fragment.anchor)
             part.publish()
 
     def abandon(self) -> None:
