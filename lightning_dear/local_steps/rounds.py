@@ -269,12 +269,17 @@ class OptimizerRounds:
         self._totals.extend(self._shared.weights.total + one for one in since)
 
     def publish(self) -> None:
-        """Rounds masters to 16-bit parameters, and tells autograd that parameters changed."""
-        active = self.part.plans.active
-        for bucket in () if active is None else active.flat.buckets:
-            bucket.publish()
-        for parameter, master in self._masters.items() if active is None else ():
-            parameter.data.copy_(master)
+        """Rounds masters to 16-bit parameters, and tells autograd that parameters changed.
+
+        Memory that other processes read gets the new values, too.
+        """
+        if active := self.part.plans.active:
+            for bucket in active.flat.buckets:
+                bucket.publish()
+            active.gatherer.copy_to_shared(range(len(active.flat.buckets)))
+        else:
+            for parameter, master in self._masters.items():
+                parameter.data.copy_(master)
         self.part.stepper.note_written()
         torch.autograd.graph.increment_version(parameters_of(self.optimizer))
 

@@ -23,7 +23,7 @@ from torch.optim import SGD, Adafactor, AdamW
 from lightning_dear import DearStrategy
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.work import Work
-from lightning_dear.local_steps import LocalSteps
+from lightning_dear.local_steps import LocalSteps, outer_half
 from tests.distributed.harness import distributed, run_ranks
 from tests.lightning.fitting import dear, new_trainer
 from tests.lightning.test_local_steps import (
@@ -254,6 +254,72 @@ def test_whole_tensor_optimizers_train_inside_and_forget_nan() -> None:
     fit(dear(local_steps=steps()), module, 16)
     assert same_on_all_ranks(weights(module))
     assert not torch.equal(weights(module)["net.0.weight"], new_net()[0].weight)
+
+
+class Shared(Module):
+    """Another process would read its memory as it was before the fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.share_memory()
+        self.memory = {name: one.detach() for name, one in self.net.named_parameters()}
+        self.num_compared = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.compare()
+
+    def on_validation_start(self) -> None:
+        self.compare()
+
+    def compare(self) -> None:
+        for name, one in self.net.named_parameters():
+            assert torch.equal(self.memory[name], one)
+        self.num_compared += 1
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@distributed(world_sizes=(2,))
+def test_shared_memory_has_what_the_module_has(delay: int) -> None:
+    module = Shared()
+    fit(dear(local_steps=steps(delay=delay)), module, 9, val_check_interval=3)
+    module.compare()
+    assert module.num_compared == 9 + 3 + 1
+
+
+class Apart(Module):
+    """A parameter that no optimizer of the training holds, and a frozen one."""
+
+    def __init__(self, follows: bool) -> None:
+        super().__init__()
+        self.scale, self.follows = torch.nn.Parameter(torch.ones(9)), follows
+        self.teacher = torch.nn.Linear(9, 9).requires_grad_(False)
+        self.said: list[str] = []
+        self.num_said: list[int] = []
+
+    def hear(self, said: object, *_: Any, **__: Any) -> None:
+        if "no optimizer of the training" in str(said):
+            self.said.append(str(said))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.num_said.append(len(self.said))
+        if self.follows:
+            with torch.no_grad():
+                self.scale.lerp_(self.net[0].bias, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("follows", "num_said"), [(True, [0, 1, 1, 1, 1]), (True, [0]), (False, [0] * 9)], ids=str
+)
+@distributed(world_sizes=(2, 3))
+def test_parameters_that_are_not_exchanged_are_named(follows: bool, num_said: list[int]) -> None:
+    """After the first merge, which is that after step 2, or at the end if there was none."""
+    module = Apart(follows)
+    module.teacher.load_state_dict(new_net()[1].state_dict())
+    with mock.patch.object(outer_half.warnings, "warn", module.hear):
+        fit(dear(local_steps=steps()), module, len(num_said))
+    assert module.num_said == num_said
+    assert len(module.said) == follows
+    assert all("different values of 'scale' (1 such parameters)" in one for one in module.said)
 
 
 @distributed(world_sizes=(2,))
