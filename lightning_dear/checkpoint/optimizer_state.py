@@ -82,11 +82,13 @@ class ShardedState(dict[str, Any]):
     copy = __reduce_ex__
 
 
-def check_class(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+def check_class(
+    optimizer: Optimizer, state_dict: Mapping[str, Any], what: str = "the state"
+) -> None:
     """Raises if `state_dict` is the state of another optimizer class.
 
     State that earlier versions or other strategies have saved does not name its class, and passes.
-    Classes are compared by name.
+    Classes are compared by name. `what` says in the message what the state is.
 
     Raises:
         ValueError: If the saved class is neither the optimizer's class nor a base of it. The
@@ -96,7 +98,7 @@ def check_class(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     saved = state_dict.get(CLASS, kinds[0])
     if saved not in kinds:
         raise ValueError(
-            f"This is the state of {saved}, from which {kinds[0]} cannot go on. Train with {saved},"
+            f"This is {what} of {saved}, from which {kinds[0]} cannot go on. Train with {saved},"
             f" or load the weights alone. To load the state all the same, torch.load the file,"
             f" delete the key '{CLASS}' of this state, and torch.save it."
         )

@@ -189,7 +189,7 @@ class ParameterGatherer:
         Blocks until `ungatable` buckets are complete, since reads of their parameters cannot be
         made to wait.
         """
-        self._copy_to_shared(range(len(self._buffers.buckets)))
+        self.copy_to_shared(range(len(self._buffers.buckets)))
         with self.arriving:
             for reader in self._readers:
                 if reader.is_free(self.pending):
@@ -244,12 +244,12 @@ class ParameterGatherer:
         # raises in its backward, instead of computing a wrong gradient from the new values.
         torch.autograd.graph.increment_version(self._parameters_of[number])
         del self.pending[number]
-        self._copy_to_shared([number])
+        self.copy_to_shared([number])
         for reader in self._readers_of[number]:
             if reader.is_free(self.pending):
                 reader.open()
 
-    def _copy_to_shared(self, numbers: Iterable[int]) -> None:
+    def copy_to_shared(self, numbers: Iterable[int]) -> None:
         """Copies parameters into the shared memory that they had before. Local.
 
         Processes that read that memory meanwhile may see values of two steps.

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_dear.bucket import Role, allocate, storage_strides
 from lightning_dear.checkpoint.optimizer_state import ShardedState, gathered, sharded_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
+from lightning_dear.checkpoint.residuals import Residuals
 from lightning_dear.collectives.work import Collectives, Work, uncounted
 from lightning_dear.engine.active_plan import spec_of
 from lightning_dear.engine.batch_weights import BatchWeights
@@ -33,8 +34,8 @@ from lightning_dear.planning.fusion import MIB
 from lightning_dear.planning.plan import MAX_BUCKETS
 
 _NUM_BUCKETS, _LEAST_MB = 8, 1 / 16
-"""Buckets of a fragment by default, and the least MiB of each. On a slow, long link one large
-message of each rank to each other arrives late; see recipes/local_steps/speed."""
+"""Buckets of a fragment by default, and the least MiB of each. On a slow, long link large messages
+arrive late; see recipes/local_steps/speed."""
 
 _CHUNK = 1 << 20
 """Most elements that `Fragment.swap` copies at once, so that it needs little memory."""
@@ -82,9 +83,9 @@ class OuterOptions:
 class Fragment:
     """Some parameters: their anchor, its way to the other ranks and back, and the outer optimizer.
 
-    An exchange goes through `send`, `advance` and `merge`. Between them the anchor keeps its
-    values: what the outer optimizer has stepped, and what has arrived, waits beside the anchor. So
-    only `merge`, which runs after the same step on all ranks, changes what other code can see.
+    An exchange goes through `send`, `advance` and `merge`. What the outer optimizer has stepped,
+    and what has arrived, waits beside the anchor. So only `merge`, which runs after the same step
+    on all ranks, changes what other code can see.
 
         pseudo-gradient g = (anchor - replica) / world size    `send`
         reduce-scatter: this rank's shard of the sum of g      (meanwhile replicas train on)
@@ -103,8 +104,7 @@ class Fragment:
         replica: Returns the replica's values. Read by `send`, mutated by `merge` and `swap`.
         tensors: Name -> first value of the anchor, equal on all ranks. Copied, in fp32 at least.
         options: What all fragments share.
-        number: Number of the fragment, unique among those that share process groups. Message tags
-            depend on it.
+        number: Number of the fragment, unique among those that share process groups.
         notes: Outer optimizer -> more notes that travel with each exchange.
         keeps_own: Whether `merge` leaves the replica as it is, whatever `mix` is.
 
@@ -118,11 +118,8 @@ class Fragment:
         sent_at: Step after which the fragment was sent last; to be assigned to. None means that it
             is not under way.
         is_stepped: Whether the outer optimizer has stepped in the exchange that is under way.
-        began: Mark of a timeline's clock at which it was sent last; to be assigned to. None means
-            that no timeline was recorded then.
-        stop: Note: the largest wish to stop of any rank; see `merge`.
-        sums: Note: adds up figures that a monitor asks for. If numbers travel with an exchange, its
-            `norms` are measured.
+        stop: Note: the largest wish to stop of any rank.
+        sums: Note: adds up figures. If numbers travel with an exchange, `norms` are measured.
         norms: Norm of this rank's pseudo-gradient, times its weight in the mean, in the last
             exchange; and the square of the norm of its shard of the mean.
     """
@@ -140,7 +137,6 @@ class Fragment:
         self.names, self._replica, self._options = [*tensors], replica, options
         self.keeps_own, self.number = keeps_own, number
         self.sent_at: int | None = None
-        self.began: Any = None
         self.stop, self._bad = Signal(), Signal()
         self.sums, self.norms = Sums(options.collectives.world), (0.0, 0.0)
         shadows = [_anchor_of(one) for one in tensors.values()]
@@ -356,7 +352,7 @@ class Fragment:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state` has returned on rank 0, at any number of ranks. Local.
+        """Takes over what `state` has returned, at any number of ranks. Local.
 
         No exchange may be under way. Entries of tensors that the fragment lacks are not used.
         """
@@ -365,6 +361,25 @@ class Fragment:
             if own := state.get(name):
                 optimizer.state[shadow] = dict(own)
         self.stepper.adopt_state()
+
+    def left_out(self) -> Residuals:
+        """Puts the owners' shards into the anchor, and returns the residuals. Collective. Blocks.
+
+        Nothing may be under way. Afterwards a new fragment can replace this one, see `inherit`.
+        """
+        self._take()
+        for bucket in self._buffers.buckets if self._exchange.coded else ():
+            self._exchange.sync(bucket)
+        self._free()
+        return self.residuals.taken()
+
+    def inherit(self, left: Iterable[tuple["Fragment", Residuals]]) -> None:
+        """Takes over the residuals of other fragments, by name. Local."""
+        own, held = dict(zip(self.names, self.stepper.shards.parameters, strict=True)), Residuals()
+        for other, residuals in left:
+            theirs = zip(other.names, other.stepper.shards.parameters, strict=True)
+            held = held.joined(residuals.moved({one: own[n] for n, one in theirs if n in own}))
+        self.residuals.put_in(held)
 
     def spread(self) -> tuple[ShardedState, ShardedState]:
         """Returns what a checkpoint folder has of the fragment. Collective. Blocks.
@@ -426,7 +441,7 @@ class Fragment:
 
     @torch.no_grad()
     def write_replica(self, own: Mapping[str, Tensor]) -> None:
-        """Overwrites the replica's values with `own`, whole tensors by name. Local."""
+        """Overwrites the replica with `own`, whole tensors by name, like `anchor`. Local."""
         whole = [own[name] for name in self.names]
         flat = [one.as_strided((one.numel(),), (1,)) for one in whole]
         for saved, value in self._pairs(flat, whole):
@@ -441,19 +456,11 @@ class Fragment:
             bucket.shard.copy_(bucket.replica)
             bucket.note_published()
 
-    # --- without an exchange ----------------------------------------------------------------------
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Overwrites the replica's values with the anchor. Local."""
-        for anchor, value in self.values:
-            value.copy_(anchor)
-
     @torch.no_grad()
     def swap(self) -> None:
         """Exchanges the anchor with the replica's values, in place. Local. Twice changes nothing.
 
-        An exchange may be under way, but must not advance meanwhile.
+        An exchange that is under way must not advance meanwhile.
         """
         for anchor, value in self.values:
             pair = anchor, value
@@ -462,10 +469,6 @@ class Fragment:
                 kept = left.clone()
                 left.copy_(right)
                 right.copy_(kept)
-
-    def release(self) -> None:
-        """Ends the thread that waits for messages. Local."""
-        self.round.release()
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
@@ -492,7 +495,6 @@ def _copied_state(state: Mapping[Tensor, Any]) -> defaultdict[Tensor, Any]:
 def _anchor_of(tensor: Tensor) -> Parameter:
     """Returns a copy of `tensor` in fp32, or in its dtype if that has more bits, without gaps."""
     dtype = torch.promote_types(tensor.dtype, torch.float32)
-    made = torch.empty_strided(
-        tensor.shape, storage_strides(tensor), dtype=dtype, device=tensor.device
-    )
+    layout = tensor.shape, storage_strides(tensor)
+    made = torch.empty_strided(*layout, dtype=dtype, device=tensor.device)
     return Parameter(made.copy_(tensor.detach()))

@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_dear.checkpoint.files import CHECKPOINT_KEY, LOCAL_KEY
-from lightning_dear.checkpoint.optimizer_state import ShardedState
-from lightning_dear.collectives.work import Collectives, reusable_groups
+from lightning_dear.checkpoint.optimizer_state import CLASS, ShardedState, check_class
+from lightning_dear.collectives.work import Collectives, reusable_groups, uncounted
 from lightning_dear.engine.module_tree import ModuleTree
 from lightning_dear.engine.notes import Signal
 from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.engine.trained_parameters import unheld_parameters
+from lightning_dear.engine.training import Training
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.local_steps import local_state
 from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value, norm_of
@@ -28,7 +30,8 @@ from lightning_dear.planning import FusionPlanner
 log = logging.getLogger(__name__)
 
 _OUTER = "outer_optimizer"
-"""Key, under `CHECKPOINT_KEY`, of a dict: name of a parameter -> state of the outer optimizer."""
+"""Key, under `CHECKPOINT_KEY`, of a dict: name of a parameter -> state of the outer optimizer; and
+under `CLASS` the name of its class."""
 
 
 class OuterHalf:
@@ -41,7 +44,7 @@ class OuterHalf:
     Args:
         parts: One for each optimizer.
         signal: Carries each rank's wish to stop, which travels with each exchange.
-        tree: The tree of modules. None means that there are no parts.
+        training: The inner half's `Training`. None means that there are no parts.
         saves_local: Whether folders have local state, see `LocalSteps`.
 
     Attributes:
@@ -53,12 +56,14 @@ class OuterHalf:
         self,
         parts: Sequence[OptimizerRounds] = (),
         signal: Signal | None = None,
-        tree: ModuleTree | None = None,
+        training: Training | None = None,
         *,
         saves_local: bool = True,
     ) -> None:
         self._parts, self.signal, self.shows_anchor = parts, signal, False
-        self._tree, self._saves_local = tree, saves_local
+        self._training, self._saves_local = training, saves_local
+        # Whether ranks have different parameters that no optimizer holds. None means not compared.
+        self._differs: bool | None = None
 
     @classmethod
     def of(
@@ -106,7 +111,7 @@ class OuterHalf:
             parts[0].groups[-1].append(buffers)
         spans = [one.schedule.interval + one.schedule.delay for one in parts]
         instruments.exchange_steps = max(spans)
-        return cls(parts, signal, tree, saves_local=steps.local_state)
+        return cls(parts, signal, pipeline.training, saves_local=steps.local_state)
 
     @property
     def is_on(self) -> bool:
@@ -136,6 +141,30 @@ class OuterHalf:
         for part in self._parts:
             if part.optimizer is optimizer and not part.after_step():
                 self._recover()
+        if self._differs is None and self._parts and self._parts[0].watch.num_merged:
+            self._compare_unheld()
+
+    def _compare_unheld(self) -> None:
+        """Warns of parameters that are not exchanged, if ranks differ in them. Collective. Blocks.
+
+        Those are the module's parameters that no optimizer holds.
+        """
+        assert self._training is not None
+        unheld = unheld_parameters(self._training.module, self._training.optimizers)
+        own = {name: local_state.checksum_of([one]) for name, one in unheld}
+        collectives = self._parts[0].collectives
+        with uncounted(collectives):
+            said = collectives.all_gather_object(own)
+        names = [name for name in said[0] if any(one[name] != said[0][name] for one in said)]
+        self._differs = bool(names)
+        if names:
+            warnings.warn(
+                f"Ranks have different values of '{names[0]}' ({len(names)} such parameters), which"
+                " no optimizer of the training holds. Local steps do not exchange them, and files"
+                " have rank 0's values. Return their optimizer from configure_optimizers; or make"
+                " them buffers, as a moving average may be: the anchor has the mean of buffers.",
+                stacklevel=2,
+            )
 
     @torch.no_grad()
     def figures(self, *, on_all_ranks: bool = False, with_drift: bool = True) -> dict[str, float]:
@@ -207,6 +236,8 @@ class OuterHalf:
         self.show_replica()
         for part in self._parts:
             part.flush()
+        if self._parts and not self._differs:
+            self._compare_unheld()
         self.restore()
         for part in self._parts:
             part.finished_at = part.count
@@ -216,7 +247,7 @@ class OuterHalf:
         self.show_replica()
         for part in self._parts:
             for fragment in part.fragments:
-                fragment.restore()
+                fragment.write_replica(fragment.anchor)
             part.publish()
 
     def abandon(self) -> None:
@@ -252,10 +283,11 @@ class OuterHalf:
         """
         if not self._parts:
             return ""
-        own = checkpoint[CHECKPOINT_KEY]
+        own, kind = checkpoint[CHECKPOINT_KEY], {CLASS: type(self._outer).__name__}
         if of_rank is None:
             states = [fragment.state() for fragment in self.fragments if not fragment.keeps_own]
-            own[_OUTER + model] = {name: one for state in states for name, one in state.items()}
+            named = (pair for state in states for pair in state.items())
+            own[_OUTER + model] = {**dict(named), **kind}
             return ""
         self.show_anchor()
         fragments = [*self.fragments]
@@ -263,7 +295,7 @@ class OuterHalf:
         turns = sorted(range(len(fragments)), key=lambda turn: fragments[turn].sent_at or 0)
         by_turn = {turn: fragments[turn].spread() for turn in turns}
         spread = [by_turn[turn] for turn in range(len(fragments))]
-        last = {name: its for state, _ in spread for name, its in state.items()}
+        last = {name: its for state, _ in spread for name, its in state.items()} | kind
         chunks = chain.from_iterable(state.chunks for state, _ in spread)
         own[_OUTER + model] = ShardedState(last, chunks, ())
         world = self._parts[0].collectives.world
@@ -288,6 +320,9 @@ class OuterHalf:
 
         Returns:
             Sentence for the user, or "", and what `save` got as `of_rank`, or nothing.
+
+        Raises:
+            ValueError: If the saved outer optimizer is of another class, see `check_class`.
         """
         saved = checkpoint.get(CHECKPOINT_KEY, {})
         for part in self._parts:
@@ -295,18 +330,24 @@ class OuterHalf:
                 fragment.take_replica()
         if not self._parts or _OUTER + model not in saved:
             return "", {}
+        check_class(self._outer, saved[_OUTER + model], "the outer optimizer's state")
         for fragment in self.fragments:
             fragment.load(saved[_OUTER + model])
         local = saved.get(LOCAL_KEY)
         own = None if local is None else local_state.resume(local, self._parts, self._buffers)
         if own is not None:
             return "", own
-        why = "has no local state for as many ranks" if local is None else "has other fragments"
-        return f"All ranks go on from the anchor, not bit for bit: the checkpoint {why}.", {}
+        why = "no local state for as many ranks" if local is None else "other fragments or weights"
+        return f"All ranks go on from the anchor, not bit for bit: the checkpoint has {why}.", {}
 
     @property
     def _buffers(self) -> Mapping[str, Tensor]:
-        return {} if self._tree is None else dict(self._tree.named_buffers())
+        return {} if self._training is None else dict(self._training.tree.named_buffers())
+
+    @property
+    def _outer(self) -> Optimizer:
+        """The outer optimizer of the first fragment: all have the same class and options."""
+        return next(one for one in self.fragments if not one.keeps_own).stepper.optimizer
 
     def settle(self) -> None:
         """Merges what is under way, before other weights are loaded. Collective. Blocks."""

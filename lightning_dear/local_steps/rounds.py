@@ -50,6 +50,8 @@ class ExchangeWatch:
         # Of the steps since the last merge, and of those before it since the merge before.
         self._since = self._latest = StepStatistics(self.instruments.clock)
         self._norms: dict[str, float] = {}
+        # Marks of a timeline's clock at which fragments that are under way were sent.
+        self._began: dict[Fragment, Any] = {}
         # `Fragment.norms` of the last merge, until an exchange takes them along.
         self._untold = 0.0, 0.0
 
@@ -65,18 +67,18 @@ class ExchangeWatch:
 
     def before_send(self, fragment: Fragment) -> None:
         """Lets the next exchange of `fragment` add up the norms of the last merge."""
-        is_recorded = self.instruments.timeline is not None
-        fragment.began = self.instruments.clock.mark() if is_recorded else None
+        if self.instruments.timeline is not None:
+            self._began[fragment] = self.instruments.clock.mark()
         if not fragment.keeps_own:
             fragment.sums.own = self._untold if self.sums_norms else ()
             self._untold = 0.0, 0.0
 
     def after_merge(self, fragment: Fragment) -> None:
         """Takes over what the exchange of `fragment` has measured, and which sums it brought."""
-        timeline = self.instruments.timeline
-        if timeline is not None and fragment.began is not None:
+        timeline, began = self.instruments.timeline, self._began.pop(fragment, None)
+        if timeline is not None and began is not None:
             name = "buffers" if fragment.keeps_own else f"fragment {fragment.number}"
-            timeline.record("exchange", name, fragment.began, timeline.clock.mark())
+            timeline.record("exchange", name, began, timeline.clock.mark())
         if not fragment.keeps_own:
             self.num_merged, self._untold = self.num_merged + 1, fragment.norms
             own, of_mean = fragment.sums.heard or (0.0, 0.0)
@@ -166,6 +168,7 @@ class OptimizerRounds:
             return
         self.settle()
         own = [one for one in self.fragments if not one.keeps_own]
+        left = [(one, one.left_out()) for one in own]
         anchor = {name: value.clone() for one in own for name, value in one.anchor.items()}
         state = {name: its for one in own for name, its in one.state(on_all_ranks=True).items()}
         held = {*parameters_of(self.optimizer)}
@@ -176,10 +179,11 @@ class OptimizerRounds:
                 anchor[name] = parameter.detach().clone()
                 self.collectives.launch_broadcast(anchor[name].view(-1), 0).wait()
         for fragment in own:
-            fragment.release()
+            fragment.round.release()
         self._cut(anchor)
         for fragment in self.fragments:
             fragment.load(state)
+            fragment.inherit(left)
 
     @property
     def remark(self) -> str:
@@ -265,12 +269,17 @@ class OptimizerRounds:
         self._totals.extend(self._shared.weights.total + one for one in since)
 
     def publish(self) -> None:
-        """Rounds masters to 16-bit parameters, and tells autograd that parameters changed."""
-        active = self.part.plans.active
-        for bucket in () if active is None else active.flat.buckets:
-            bucket.publish()
-        for parameter, master in self._masters.items() if active is None else ():
-            parameter.data.copy_(master)
+        """Rounds masters to 16-bit parameters, and tells autograd that parameters changed.
+
+        Memory that other processes read gets the new values, too.
+        """
+        if active := self.part.plans.active:
+            for bucket in active.flat.buckets:
+                bucket.publish()
+            active.gatherer.copy_to_shared(range(len(active.flat.buckets)))
+        else:
+            for parameter, master in self._masters.items():
+                parameter.data.copy_(master)
         self.part.stepper.note_written()
         torch.autograd.graph.increment_version(parameters_of(self.optimizer))
 
@@ -352,12 +361,12 @@ class OptimizerRounds:
             under_way.append((self.collectives, under_way_now))
         for fragment in self.fragments:
             if fragment.sent_at is None:
-                fragment.release()
+                fragment.round.release()
 
     def recover(self) -> None:
         """Overwrites the replica with the anchor, and forgets the inner optimizer's state."""
         for fragment in self.fragments:
-            fragment.restore()
+            fragment.write_replica(fragment.anchor)
         self.publish()
         # Optimizers that need whole tensors have their state in `outside`, and others in shards.
         self.part.stepper.shards.state.clear()

@@ -23,7 +23,7 @@ from torch.optim import SGD, Adafactor, AdamW
 from lightning_dear import DearStrategy
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.work import Work
-from lightning_dear.local_steps import LocalSteps
+from lightning_dear.local_steps import LocalSteps, outer_half
 from tests.distributed.harness import distributed, run_ranks
 from tests.lightning.fitting import dear, new_trainer
 from tests.lightning.test_local_steps import (
@@ -182,6 +182,59 @@ def test_parameters_that_come_later_are_exchanged() -> None:
     assert not torch.equal(weights(module)["net.3.weight"], new_net()[3].weight)
 
 
+@distributed(world_sizes=(2, 3))
+def test_what_a_compressor_has_left_out_is_kept_when_parameters_change() -> None:
+    def by_name(rounds: Any) -> dict[Any, Tensor]:
+        names = {p: n for one in rounds.fragments for n, p in _shadows(one)}
+        taken = [one.residuals.taken().kept for one in rounds.fragments]
+        kinds = [(kind, own) for kept in taken for kind, own in kept.items()]
+        return {(kind, names[p]): value for kind, own in kinds for p, value in own.items()}
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: Any, out: Any, *_: Any) -> None:
+            if trainer.global_step == 5:
+                (rounds,) = trainer.strategy._outer._parts
+                rounds.settle()
+                before = by_name(rounds)
+                exact = dict(_exact(rounds))
+                group = {"params": module.net[3].parameters()}
+                trainer.optimizers[0].add_param_group(group)
+                rounds._follow()
+                after = by_name(rounds)
+                assert len(rounds.fragments) == 2
+                assert len(before) == 6
+                assert sum(float(one.norm()) for one in before.values()) > 0
+                for name, value in before.items():
+                    assert torch.equal(after[name], value), name
+                for name, own in _exact(rounds):
+                    assert name not in exact or torch.equal(exact[name], own), name
+
+    class Grows(Module):
+        def configure_optimizers(self) -> Any:
+            return AdamW(self.net[:3].parameters(), lr=0.01)
+
+    module, how = Grows(), LocalSteps(every=2, fragments=2)
+    fit(dear(local_steps=how, compressor="int8"), module, 9, Look())
+    assert same_on_all_ranks(weights(module))
+
+
+def _exact(rounds: Any) -> Any:
+    """Pairs (name, owners' values) of the anchor, which may be ahead of the replicas of it."""
+    for fragment in rounds.fragments:
+        for bucket in fragment._buffers.buckets:
+            flat = torch.empty_like(bucket.parameters)
+            shards = [torch.empty_like(bucket.shard) for _ in range(dist.get_world_size())]
+            dist.all_gather(shards, bucket.shard)
+            torch.cat(shards, out=flat)
+            for part in bucket.spec.slices:
+                values = flat[part.offset : part.offset + part.numel]
+                yield (fragment.names[part.tensor], part.start), values
+
+
+def _shadows(fragment: Any) -> Any:
+    return zip(fragment.names, fragment.stepper.shards.parameters, strict=True)
+
+
 @distributed(world_sizes=(2,))
 def test_whole_tensor_optimizers_train_inside_and_forget_nan() -> None:
     """Their state is whole on each rank, and is emptied where a rank's weights are not finite."""
@@ -201,6 +254,72 @@ def test_whole_tensor_optimizers_train_inside_and_forget_nan() -> None:
     fit(dear(local_steps=steps()), module, 16)
     assert same_on_all_ranks(weights(module))
     assert not torch.equal(weights(module)["net.0.weight"], new_net()[0].weight)
+
+
+class Shared(Module):
+    """Another process would read its memory as it was before the fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.share_memory()
+        self.memory = {name: one.detach() for name, one in self.net.named_parameters()}
+        self.num_compared = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.compare()
+
+    def on_validation_start(self) -> None:
+        self.compare()
+
+    def compare(self) -> None:
+        for name, one in self.net.named_parameters():
+            assert torch.equal(self.memory[name], one)
+        self.num_compared += 1
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@distributed(world_sizes=(2,))
+def test_shared_memory_has_what_the_module_has(delay: int) -> None:
+    module = Shared()
+    fit(dear(local_steps=steps(delay=delay)), module, 9, val_check_interval=3)
+    module.compare()
+    assert module.num_compared == 9 + 3 + 1
+
+
+class Apart(Module):
+    """A parameter that no optimizer of the training holds, and a frozen one."""
+
+    def __init__(self, follows: bool) -> None:
+        super().__init__()
+        self.scale, self.follows = torch.nn.Parameter(torch.ones(9)), follows
+        self.teacher = torch.nn.Linear(9, 9).requires_grad_(False)
+        self.said: list[str] = []
+        self.num_said: list[int] = []
+
+    def hear(self, said: object, *_: Any, **__: Any) -> None:
+        if "no optimizer of the training" in str(said):
+            self.said.append(str(said))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.num_said.append(len(self.said))
+        if self.follows:
+            with torch.no_grad():
+                self.scale.lerp_(self.net[0].bias, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("follows", "num_said"), [(True, [0, 1, 1, 1, 1]), (True, [0]), (False, [0] * 9)], ids=str
+)
+@distributed(world_sizes=(2, 3))
+def test_parameters_that_are_not_exchanged_are_named(follows: bool, num_said: list[int]) -> None:
+    """After the first merge, which is that after step 2, or at the end if there was none."""
+    module = Apart(follows)
+    module.teacher.load_state_dict(new_net()[1].state_dict())
+    with mock.patch.object(outer_half.warnings, "warn", module.hear):
+        fit(dear(local_steps=steps()), module, len(num_said))
+    assert module.num_said == num_said
+    assert len(module.said) == follows
+    assert all("different values of 'scale' (1 such parameters)" in one for one in module.said)
 
 
 @distributed(world_sizes=(2,))

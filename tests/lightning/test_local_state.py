@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adam, AdamW
 
 from lightning_dear.checkpoint import storage
 from lightning_dear.checkpoint.files import CHECKPOINT_KEY, LOCAL_KEY
@@ -25,7 +27,8 @@ from lightning_dear.compression import RandomK
 from lightning_dear.local_steps import LocalSteps
 from lightning_dear.strategy import local
 from tests.checkpoint.test_distributed_checkpoint import assert_equal
-from tests.distributed.harness import distributed, run_ranks
+from tests.distributed.calls import Died
+from tests.distributed.harness import distributed, observe_ranks, run_ranks
 from tests.lightning.fitting import ddp, dear
 from tests.lightning.test_local_steps import NESTEROV, Module, batch_of, fit, weights
 
@@ -236,6 +239,29 @@ def test_an_outer_optimizer_without_state_goes_on(
     check(tmp_path, Options(steps=how, strategy={"compressor": compressor}), 7)
 
 
+KINDS = {"sgd": NESTEROV, "plain": partial(SGD, lr=1.0), "adam": partial(Adam, lr=0.01)}
+
+
+@pytest.mark.parametrize(("saved", "other"), [("sgd", "adam"), ("adam", "sgd")])
+@pytest.mark.parametrize("is_folder", [True, False])
+@distributed(world_sizes=(2,))
+def test_another_outer_optimizer_is_refused(
+    tmp_path: Path, saved: str, other: str, is_folder: bool
+) -> None:
+    how = Options(strategy={"save_distributed_checkpoint": is_folder})
+    train(tmp_path, Options(how, steps=steps(outer=KINDS[saved])), 8)
+    name = {"sgd": "SGD", "adam": "Adam"}[saved]
+    with pytest.raises(ValueError, match=f"the outer optimizer's state of {name}.*Train with"):
+        go_on(tmp_path, 8, Options(how, steps=steps(outer=KINDS[other])))
+
+
+@distributed(world_sizes=(2,))
+def test_an_outer_optimizer_of_the_same_class_may_have_momentum_later(tmp_path: Path) -> None:
+    train(tmp_path, Options(steps=steps(outer=KINDS["plain"])), 8)
+    end = go_on(tmp_path, 8, Options(steps=steps(outer=KINDS["sgd"])))
+    assert all(bool(one.isfinite().all()) for one in end.values())
+
+
 @distributed(world_sizes=(2,))
 def test_options_of_the_outer_optimizer_are_those_of_the_fit(tmp_path: Path) -> None:
     how, look = Options(steps=steps(delay=3)), Look()
@@ -274,6 +300,41 @@ def test_masters_are_saved_before_the_first_step(tmp_path: Path) -> None:
     assert_same(go_on(tmp_path, 7, how, SavesFirst(again / "step=7.ckpt")), end)
     dist.barrier()
     assert_same(go_on(again, 7, how), end)
+
+
+class Kills(Saves):
+    """Ends the process when the folder is there."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        super().on_train_batch_end(trainer, module)
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+KILLED = Options(steps=steps(delay=3), strategy={"compressor": "int8"})
+
+
+def _killed(path: Path, step: int) -> None:
+    fit(KILLED.strategy(), ByIndex(), NUM_STEPS, Kills(path / f"step={step}.ckpt", step))
+
+
+def _in_one_go() -> dict[str, Tensor]:
+    module = ByIndex()
+    fit(KILLED.strategy(), module, NUM_STEPS)
+    return weights(module)
+
+
+def _resumed(path: Path, step: int) -> dict[str, Tensor]:
+    return go_on(path, step, KILLED)
+
+
+@pytest.mark.parametrize("step", [8, 14])
+def test_killed_processes_go_on_bit_for_bit(tmp_path: Path, step: int) -> None:
+    """After step 8 nothing is under way; what was sent after step 13 is merged after step 16."""
+    assert all(isinstance(one, Died) for one in observe_ranks(_killed, 2, tmp_path, step))
+    ends = zip(run_ranks(_resumed, 2, tmp_path, step), run_ranks(_in_one_go, 2), strict=True)
+    for rank, (ours, theirs) in enumerate(ends):
+        assert_same(ours, theirs, f"rank {rank}")
 
 
 # --- without local state ----------------------------------------------------------------------

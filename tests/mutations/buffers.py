@@ -79,14 +79,14 @@ BUFFERS = [
     Mutation(
         "copying arrived buckets to shared memory",
         "ParameterGatherer._wait",
-        "        self._copy_to_shared([number])\n",
+        "        self.copy_to_shared([number])\n",
         "",
         (FOLLOWS,),
     ),
     Mutation(
         "copying buckets that no gather brings to shared memory",
         "ParameterGatherer.close_gates",
-        "        self._copy_to_shared(range(len(self._buffers.buckets)))\n",
+        "        self.copy_to_shared(range(len(self._buffers.buckets)))\n",
         "",
         (FOLLOWS,),
     ),
@@ -99,7 +99,7 @@ BUFFERS = [
     ),
     Mutation(
         "copying no parameter to shared memory of which a part is on its way",
-        "ParameterGatherer._copy_to_shared",
+        "ParameterGatherer.copy_to_shared",
         "            if is_new and self.pending.keys().isdisjoint(one.buckets):\n",
         "            if is_new:\n",
         (CUT,),

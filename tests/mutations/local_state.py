@@ -110,6 +110,13 @@ LOCAL_STATE = [
         (f"{STATE}::test_options_of_the_outer_optimizer_are_those_of_the_fit",),
     ),
     Mutation(
+        "another class of outer optimizer is refused",
+        "OuterHalf.load",
+        "        check_class(self._outer, saved[_OUTER + model],",
+        "        print(",
+        (f"{STATE}::test_another_outer_optimizer_is_refused",),
+    ),
+    Mutation(
         "an exchange that is left out stays so",
         "Fragment.resume",
         'saved["sent_at"], saved["bad"]',

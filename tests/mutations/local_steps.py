@@ -233,4 +233,25 @@ LOCAL_STEPS = [
         "if False:",
         (f"{HABITS}::test_an_outer_optimizer_of_whole_tensors_is_refused",),
     ),
+    Mutation(
+        "shared memory follows a merge",
+        "OptimizerRounds.publish",
+        "            active.gatherer.copy_to_shared(range(len(active.flat.buckets)))\n",
+        "",
+        (f"{HABITS}::test_shared_memory_has_what_the_module_has",),
+    ),
+    Mutation(
+        "parameters that are not exchanged are named after the first merge",
+        "OuterHalf.after_step",
+        "            self._compare_unheld()\n",
+        "            pass\n",
+        (f"{HABITS}::test_parameters_that_are_not_exchanged_are_named",),
+    ),
+    Mutation(
+        "parameters that are not exchanged are named at the end",
+        "OuterHalf.finish",
+        "            self._compare_unheld()\n",
+        "            pass\n",
+        (f"{HABITS}::test_parameters_that_are_not_exchanged_are_named",),
+    ),
 ]
