@@ -302,18 +302,19 @@ class OptimizerRounds:
     def _exchange(self) -> bool:
         self.count += 1
         self._totals.append(self._shared.weights.total)
-        is_finite, sent = True, self.schedule.sent_after(self.count)
-        if sent is not None:
-            for one in self.groups[sent]:
-                one.stop.ask = self._signal.ask
-                is_finite &= self._send(one)
         for one in self._under_way:
             one.launch()
+        # Before the next send: what is merged first goes ahead on the link.
         for one in self._under_way:
             self._advance(one)
             # In the order of the sends, on all ranks: a timeline waits for messages in that order.
             if not one.is_stepped:
                 break
+        is_finite, sent = True, self.schedule.sent_after(self.count)
+        if sent is not None:
+            for one in self.groups[sent]:
+                one.stop.ask = self._signal.ask
+                is_finite &= self._send(one)
         merged = self.schedule.merged_after(self.count)
         if merged is not None:
             for one in self.groups[merged]:
