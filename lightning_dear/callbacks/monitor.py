@@ -44,13 +44,14 @@ class DearMonitor(Callback):
       `dear/pseudo_gradient_norm` and `dear/agreement`, norm of the mean pseudo-gradient and mean
       cosine of ranks' own to it, of the exchange before. The last two need this callback on all
       ranks. At the steps that Lightning logs also `dear/drift`, how far this rank's replica is from
-      the anchor. See `OuterHalf.figures`.
+      the anchor, and the first two figures of a compressor. See `OuterHalf.figures`.
     - The plan's name, as a hyper-parameter, whenever another plan is used.
     - At the end of each epoch, with several ranks, the same on all of them: `dear/late_rank`, the
       rank that the others waited for, and `dear/late_s`, the seconds in a step that they waited
       longer than that rank. The rank is -1 if that is less than a tenth of a step, or if waits
       differ too much from step to step to tell. Ranks compare their median `dear/exposed_s` of this
-      epoch, see `latest_rank`. Waits in other collectives, such as those of SyncBatchNorm, are not
+      epoch, see `latest_rank`. With local steps it is `dear/exchange_exposed_s`, and each exchange
+      is taken for a step. Waits in other collectives, such as those of SyncBatchNorm, are not
       counted: a rank that the others wait for there is not named. Both figures are left out, with a
       warning, unless all ranks have this callback. They have not been tried on NCCL.
 
@@ -145,14 +146,17 @@ class DearMonitor(Callback):
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs which rank is late. Collective. Blocks."""
-        waits_s = self._steps.get("exposed_s", [])
+        name = "exposed_s" if self._num_exchanges is None else "exchange_exposed_s"
+        waits_s = self._steps.get(name, [])
         if not (waits_s and self.is_on_all_ranks):
             return
         own_s = waits_s[self._num_compared :] or waits_s
         self._num_compared = max(self._num_compared, len(waits_s))
         # If each epoch has one step, no step is timed, and no rank is named.
-        steps_s = self._steps.get("step_s", [math.inf])[-len(own_s) :]
-        rank, late_s = latest_rank(from_all_ranks((*median_and_error(own_s), median(steps_s))))
+        steps_s = self._steps.get("step_s", [math.inf])
+        # With local steps, the time between two exchanges counts.
+        step_s = median(steps_s[-len(own_s) :]) * max(1.0, len(steps_s) / len(waits_s))
+        rank, late_s = latest_rank(from_all_ranks((*median_and_error(own_s), step_s)))
         figures = {"dear/late_rank": -1.0 if rank is None else float(rank), "dear/late_s": late_s}
         # All ranks have the same. Without `sync_dist` Lightning would advise to average them.
         pl_module.log_dict(figures, sync_dist=True, reduce_fx="max")

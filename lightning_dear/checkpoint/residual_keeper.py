@@ -68,7 +68,7 @@ class ResidualKeeper:
         for bucket in coded:
             bucket.start_anew(self._seed)
         if self._held is not None:
-            self._put_in(self._held)
+            self.put_in(self._held)
 
     def release(self) -> None:
         """Copies the residuals in the buckets into this object, before their plan ends.
@@ -106,7 +106,7 @@ class ResidualKeeper:
 
     # --- into buckets ---------------------------------------------------------------------------
 
-    def _put_in(self, held: Residuals) -> None:
+    def put_in(self, held: Residuals) -> None:
         """Overwrites the residuals in the buckets with `held`. Local.
 
         Residuals of parameters that are in no bucket stay in this object, in place of those that
@@ -313,7 +313,7 @@ class ResidualKeeper:
             parameter_of = dict(zip(chain(*saved), chain(*present), strict=True))
             held = residuals.unpacked(state_dict[RESIDUALS_KEY], parameter_of, self._rows)
         if self._parameters:
-            self._put_in(held or Residuals())
+            self.put_in(held or Residuals())
         else:
             self._held = held
 

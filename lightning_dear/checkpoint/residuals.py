@@ -79,17 +79,22 @@ class Residuals:
         """Returns a parameter's tensor of a kind. None means that it has none."""
         return self.kept.get(kind, {}).get(parameter)
 
-    def of(self, belongs: Callable[[Tensor], bool]) -> "Residuals":
-        """Returns the residuals of the parameters for which `belongs` returns True.
+    def moved(self, to: Mapping[Tensor, Tensor]) -> "Residuals":
+        """Returns the residuals of the parameters that are keys of `to`, as those of its values.
 
         The result has the same counts and seed. Tensors are shared, not copied.
         """
 
         def own(by_parameter: Mapping[Tensor, T]) -> dict[Tensor, T]:
-            return {one: value for one, value in by_parameter.items() if belongs(one)}
+            return {to[one]: value for one, value in by_parameter.items() if one in to}
 
         kept = {kind: left for kind, all_own in self.kept.items() if (left := own(all_own))}
         return replace(self, kept=kept, rates=own(self.rates), counts=dict(self.counts))
+
+    def of(self, belongs: Callable[[Tensor], bool]) -> "Residuals":
+        """Returns the residuals of the parameters for which `belongs` returns True; see `moved`."""
+        parameters = {*chain(self.rates, *self.kept.values())}
+        return self.moved({one: one for one in parameters if belongs(one)})
 
     def joined(self, other: "Residuals") -> "Residuals":
         """Returns the union of these residuals and `other`'s. Tensors are shared, not copied.

@@ -13,13 +13,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.collectives.background import Background
-from lightning_dear.collectives.launch_log import TAGS_OF_ONE_OPTIMIZER, Logged
+from lightning_dear.collectives.launch_log import BUFFERS_TAG, TAGS_OF_ONE_OPTIMIZER, Logged
 from lightning_dear.collectives.shards import shard_of, sum_in_source_order, take_largest
 from lightning_dear.collectives.work import Collectives, SplitTensor, Waits, Work, blamed
 
 # Above the tags of all buckets.
 _FLAGS_TAG = 1 << 29
-_BUFFERS_TAG = 1 << 30
 
 # Added to the tags of the buckets of `in_rings`. A receive that was posted before the change, and
 # is still unused, gets no message of a bucket that is sent in turn or in a ring.
@@ -293,7 +292,7 @@ class PairwiseCollectives(Collectives):
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
-        lane, tag = "all_gather", _BUFFERS_TAG + index
+        lane, tag = "all_gather", BUFFERS_TAG + index
         rank, size = self.world.rank, self.world.size
         rows = [] if rank == 0 else [(parent_of(rank, size), buffer)]
         children = [one for one in range(1, size) if parent_of(one, size) == rank]

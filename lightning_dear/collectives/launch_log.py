@@ -31,9 +31,8 @@ _OF_NO_BUCKET = {
     WEIGHTS_TAG: "the weights of batches",
 }
 
-_OTHER_TAGS = 1 << 24
-"""Logged tags from here on belong to no bucket: flags and module buffers. Second hops, whose tags
-are also above it, are not logged."""
+BUFFERS_TAG = 1 << 30
+"""Added to tags of module buffers, which belong to no bucket."""
 
 _ALL = -1
 _NUM_KEPT = 64
@@ -100,7 +99,7 @@ class _Kind:
 
     def __init__(self, launch: Logged) -> None:
         self.launch, self.hash = launch, hash_of(repr(launch))
-        is_of_bucket = not launch.tag & BUCKET_TAGS and launch.tag < _OTHER_TAGS
+        is_of_bucket = not launch.tag & BUCKET_TAGS and launch.tag < BUFFERS_TAG
         self.owner = launch.tag % BUCKET_TAGS // TAGS_OF_ONE_OPTIMIZER if is_of_bucket else _ALL
         self.times = 0
 

@@ -1,6 +1,7 @@
 """Weights of batches: a mean over samples instead of a mean over ranks (`BatchWeights`)."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -51,12 +52,15 @@ class BatchWeights:
         holds_gradients: Returns whether an optimizer has gradients of this step that its own step
             has not used yet; to be assigned to.
         was_given: Whether the user has given any batch a weight other than 0.
+        total: Sum of this rank's weights in all steps so far. With several optimizers, a batch
+            counts once for each step that uses it.
     """
 
     def __init__(self, collectives: Collectives, waiting: Waiting) -> None:
         self._collectives, self._waiting = collectives, waiting
         self.is_on, self.may_accumulate = False, True
         self.is_repeat = self.was_given = False
+        self.total = 0.0
         self.holds_gradients: Callable[[], bool] = bool
         # Whether the present batch is not counted yet, and whether it has no backward.
         self._is_new = self._has_no_loss = False
@@ -78,6 +82,7 @@ class BatchWeights:
 
     def end_step(self) -> None:
         """Forgets what a step has used. With several optimizers all may use one batch. Local."""
+        self.total += self.own
         if self.may_accumulate and not self._is_new:
             self.forget()
         self.reset()
@@ -215,8 +220,9 @@ class BatchWeights:
     def _check(sums: Mapping[int, float]) -> None:
         for rank, weight in sums.items():
             if not 0 <= weight <= MOST:
+                who = f"Rank {rank}" if len(sums) > 1 else "This rank"
                 raise ValueError(
-                    f"Rank {rank}'s weight of a batch, or their sum in a step, is {weight:g}. Pass"
+                    f"{who}'s weight of a batch, or their sum in a step, is {weight:g}. Pass"
                     " strategy.weigh(n) a number from 0 to 2^53, such as the number of samples"
                     " or tokens that the loss is a mean over."
                 )
@@ -236,6 +242,16 @@ class BatchWeights:
         self.launch()
         self.finish()
         return self._scale
+
+    def await_in(self, submit: Callable[[Callable[[], None]], Future[None]]) -> None:
+        """Lets another thread wait for the exchange, see `Work.await_in`. Local."""
+        if self._work is not None:
+            self._work.await_in(submit)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `scale` is known not to block, after `launch`. True if no other thread waits."""
+        return self._work is None or self._work.is_on_host
 
     def finish(self) -> None:
         """Waits for the exchange, if one was launched. Also if no gradient needs `scale`."""

@@ -188,12 +188,21 @@ class BucketRound:
         """Lets a thread wait for these buckets, once they are launched.
 
         Without that, `is_on_host` is False for a bucket until `wait_for` has been called. To be
-        called before they are launched. Holds until the step ends.
+        called before they are launched. Holds until the step ends. Does nothing on NCCL: there the
+        stream that waits must be the one that reads.
 
         Args:
             numbers: Bucket numbers.
         """
-        self.watched = frozenset(numbers)
+        self.watched = frozenset(numbers if self._collectives.wait_blocks_host else ())
+
+    def launch_weights(self) -> None:
+        """Launches the exchange of `weights`, which a thread waits for. Collective. Does not block.
+
+        `weights.is_known` then tells whether all have arrived. Without it `weights.scale` launches.
+        """
+        self.weights.launch()
+        self.weights.await_in(self._waiter.submit)
 
     def mark_full(self, number: int) -> None:
         """Marks bucket `number` as full, which launches nothing: `launch_full` does that.

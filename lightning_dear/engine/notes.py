@@ -140,6 +140,7 @@ class Notes:
 
     def __init__(self, notes: Sequence[Note], *, blocks: bool = False) -> None:
         self._notes, self._blocks = notes, blocks
+        self._said: bytes | None = None
         # On NCCL: returns the maxima of the round before. None before the first round has ended.
         self._earlier: Callable[[], list[int]] | None = None
 
@@ -148,13 +149,19 @@ class Notes:
         """Number of bytes of all notes together."""
         return sum(note.num_bytes for note in self._notes)
 
+    def say(self) -> None:
+        """Gets this rank's bytes from each note that sends any, for the next `write`. Local."""
+        self._said = b"".join(note.say() for note in self._notes if note.num_bytes)
+
     def write(self, room: Tensor) -> None:
-        """Gets this rank's bytes from each note that sends any, and writes them into `room`.
+        """Writes this rank's bytes into `room`. Calls `say` if that was not called before.
 
         Args:
             room: Overwritten, [num_bytes] uint8.
         """
-        said = b"".join(note.say() for note in self._notes if note.num_bytes)
+        if self._said is None:
+            self.say()
+        said, self._said = self._said or b"", None
         words = iter_unpack("q", said + bytes(8 - len(said) % 8))
         # Written as integers, since `torch.full` does not block the host. To copy bytes to a device
         # would.

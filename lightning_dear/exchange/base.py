@@ -47,7 +47,8 @@ class Traffic(NamedTuple):
         uncompressed: Numbers of the buckets that are not compressed although there is a compressor.
         loss_scale: Returns the present loss scale. Called whenever a bucket is encoded.
         is_staged: Whether uncompressed parameters are gathered into `Bucket.gradients`, so that
-            `Bucket.parameters` keeps its values until the gather's `wait` copies them there.
+            `Bucket.parameters` keeps its values until the gather's `wait` copies them there. Also
+            whether the host waits for a device to know of gradients that are not finite.
     """
 
     collectives: Collectives
@@ -361,10 +362,11 @@ class CompressedExchange(Exchange, ABC):
 
         If the step is made all the same (there is no loss scale), it depends on the device. On CPUs
         `check` raises `GradientsNotFinite`. On an accelerator, where the host would have to wait
-        for `found`, all gathered means or parameters become nan, too.
+        for `found`, all gathered means or parameters become nan, too. With `Traffic.is_staged` the
+        host waits, and `check` raises.
         """
         is_host = found.is_cpu and self.collectives.streams.current() is None
-        if self.collectives.wait_blocks_host and is_host:
+        if self._is_staged or (self.collectives.wait_blocks_host and is_host):
             if not found:
                 return
             self._refusal = GradientsNotFinite(

@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 from lightning_dear.bucket import Role, allocate, storage_strides
 from lightning_dear.checkpoint.optimizer_state import ShardedState, gathered, sharded_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
+from lightning_dear.checkpoint.residuals import Residuals
 from lightning_dear.collectives.work import Collectives, Work, uncounted
 from lightning_dear.engine.active_plan import spec_of
+from lightning_dear.engine.batch_weights import BatchWeights
 from lightning_dear.engine.bucket_round import USED, BucketRound
 from lightning_dear.engine.notes import LaunchDigest, Note, Notes, Signal, Sums
 from lightning_dear.exchange import Traffic, new_exchange
@@ -32,8 +34,8 @@ from lightning_dear.planning.fusion import MIB
 from lightning_dear.planning.plan import MAX_BUCKETS
 
 _NUM_BUCKETS, _LEAST_MB = 8, 1 / 16
-"""Buckets of a fragment by default, and the least MiB of each. On a slow, long link one large
-message of each rank to each other arrives late; see recipes/local_steps/speed."""
+"""Buckets of a fragment by default, and the least MiB of each. On a slow, long link large messages
+arrive late; see recipes/local_steps/speed."""
 
 _CHUNK = 1 << 20
 """Most elements that `Fragment.swap` copies at once, so that it needs little memory."""
@@ -64,6 +66,7 @@ class OuterOptions:
         exchange: Compressor of the messages.
         fusion: Planner of a fragment's buckets.
         new_outer: Makes the outer optimizer from a list of parameters.
+        weights: Counts this rank's samples.
         waiting: (half, reason) -> context that is entered around a wait.
         seed: Seed of random numbers of compressors, the same on all ranks.
     """
@@ -72,6 +75,7 @@ class OuterOptions:
     exchange: ExchangeOptions
     fusion: FusionPlanner
     new_outer: Callable[[list[Any]], Optimizer]
+    weights: BatchWeights
     waiting: Callable[[str, str], AbstractContextManager[None]]
     seed: int
 
@@ -79,9 +83,9 @@ class OuterOptions:
 class Fragment:
     """Some parameters: their anchor, its way to the other ranks and back, and the outer optimizer.
 
-    An exchange goes through `send`, `advance` and `merge`. Between them the anchor keeps its
-    values: what the outer optimizer has stepped, and what has arrived, waits beside the anchor. So
-    only `merge`, which runs after the same step on all ranks, changes what other code can see.
+    An exchange goes through `send`, `advance` and `merge`. What the outer optimizer has stepped,
+    and what has arrived, waits beside the anchor. So only `merge`, which runs after the same step
+    on all ranks, changes what other code can see.
 
         pseudo-gradient g = (anchor - replica) / world size    `send`
         reduce-scatter: this rank's shard of the sum of g      (meanwhile replicas train on)
@@ -90,6 +94,9 @@ class Fragment:
         anchor <- gathered;
         replica <- (1 - mix) anchor + mix replica              `merge`
 
+    If ranks count by samples, the factor is this rank's part of them. Ranks exchange their numbers
+    first, and `launch` sends g once these have arrived.
+
     If a rank's values are not finite when they are sent, all ranks leave this exchange out: anchor,
     outer optimizer and replicas stay as they are.
 
@@ -97,8 +104,7 @@ class Fragment:
         replica: Returns the replica's values. Read by `send`, mutated by `merge` and `swap`.
         tensors: Name -> first value of the anchor, equal on all ranks. Copied, in fp32 at least.
         options: What all fragments share.
-        number: Number of the fragment, unique among those that share process groups. Message tags
-            depend on it.
+        number: Number of the fragment, unique among those that share process groups.
         notes: Outer optimizer -> more notes that travel with each exchange.
         keeps_own: Whether `merge` leaves the replica as it is, whatever `mix` is.
 
@@ -112,11 +118,8 @@ class Fragment:
         sent_at: Step after which the fragment was sent last; to be assigned to. None means that it
             is not under way.
         is_stepped: Whether the outer optimizer has stepped in the exchange that is under way.
-        began: Mark of a timeline's clock at which it was sent last; to be assigned to. None means
-            that no timeline was recorded then.
-        stop: Note: the largest wish to stop of any rank; see `merge`.
-        sums: Note: adds up figures that a monitor asks for. If numbers travel with an exchange, its
-            `norms` are measured.
+        stop: Note: the largest wish to stop of any rank.
+        sums: Note: adds up figures. If numbers travel with an exchange, `norms` are measured.
         norms: Norm of this rank's pseudo-gradient, times its weight in the mean, in the last
             exchange; and the square of the norm of its shard of the mean.
     """
@@ -134,24 +137,24 @@ class Fragment:
         self.names, self._replica, self._options = [*tensors], replica, options
         self.keeps_own, self.number = keeps_own, number
         self.sent_at: int | None = None
-        self.began: Any = None
         self.stop, self._bad = Signal(), Signal()
         self.sums, self.norms = Sums(options.collectives.world), (0.0, 0.0)
         shadows = [_anchor_of(one) for one in tensors.values()]
         present = lambda: options.collectives  # noqa: E731
         outer = checked_outer(options.new_outer, [*shadows])
         own = *notes(outer), LaunchDigest(present, number), self.stop, self._bad, self.sums
-        self.stepper = ShardedOptimizer(outer)
-        self._build(shadows, number, Notes(own, blocks=True))
+        self.stepper, self._notes = ShardedOptimizer(outer), Notes(own, blocks=True)
+        self._build(shadows, number)
         self.anchor = dict(zip(self.names, (one.data for one in shadows), strict=True))
         self._flat = [one.data.as_strided((one.numel(),), (1,)) for one in shadows]
         # After the outer optimizer has stepped: its pieces and state, until the merge.
         self._stepped: Shards = self.stepper.shards
         self._gathers: Sequence[Work] = ()
         self.is_stepped = False
+        self._is_launched = True
         self._free()
 
-    def _build(self, shadows: list[Parameter], number: int, notes: Notes) -> None:
+    def _build(self, shadows: list[Parameter], number: int) -> None:
         """Makes buffers, exchange, round and outer optimizer. Moves `shadows` into the buffers."""
         options, collectives = self._options, self._options.collectives
         pairs = [*zip(self.names, shadows, strict=True)]
@@ -169,10 +172,8 @@ class Fragment:
         traffic = Traffic(collectives, number * MAX_BUCKETS, flat, False, is_staged=True)
         of_buckets = [codecs[bucket.slices[0].tensor] for bucket in plan.buckets]
         self._exchange = new_exchange(options.exchange, of_buckets, traffic)
-        waiting = partial(options.waiting, "reduce_scatter")
-        self.round = BucketRound(
-            flat, plan.reduce_order, self._exchange, self.names, notes, waiting
-        )
+        how = self._exchange, self.names, self._notes, partial(options.waiting, "reduce_scatter")
+        self.round = BucketRound(flat, plan.reduce_order, *how)
         self.stepper.attach(flat, shadows)
         keeper = self.stepper.optimizer, lambda: collectives, options.exchange
         self.residuals = ResidualKeeper(*keeper)
@@ -217,35 +218,57 @@ class Fragment:
         yield from self._pairs(self._flat, [*self.anchor.values()])
 
     @torch.no_grad()
-    def send(self, sent_at: int) -> bool:
+    def send(self, sent_at: int, samples: float | None = None) -> bool:
         """Sends how far the replica has moved from the anchor. Collective. Does not block.
 
         Args:
             sent_at: Number of the step.
+            samples: Number of samples by which this rank counts. None means that all ranks count
+                alike.
 
         Returns:
             Whether this rank's values are finite. If not, no rank merges them.
         """
         self.sent_at, rank = sent_at, self._options.collectives.world.rank
         self._take()
-        messages = [one.gradient for one in self._buffers.placements]
-        whole = [one for one in messages if one is not None]
+        whole = [one.gradient for one in self._buffers.placements if one.gradient is not None]
         flat = [one.as_strided((one.numel(),), (1,)) for one in whole]
         for (anchor, value), (message, _) in zip(
             self.values, self._pairs(flat, whole), strict=True
         ):
             torch.sub(anchor, value, out=message)
-        buckets, scale = self._buffers.buckets, float(self.round.weights.scale)
-        is_finite = all(bool(torch.isfinite(largest_of(one.gradients))) for one in buckets)
-        for bucket in buckets:
-            bucket.gradients.mul_(scale) if is_finite else bucket.gradients.zero_()
-        self.norms = (norm_of(one.gradients for one in buckets) if self.sums.own else 0.0), 0.0
+        gradients = [one.gradients for one in self._buffers.buckets]
+        largest = torch.stack([largest_of(one).double() for one in gradients])
+        # Besides the notes in `step`, only here the host waits for a device.
+        is_finite = bool(largest.isfinite().all())
+        for one in () if is_finite else gradients:
+            one.zero_()
         number = 0 if is_finite else min(rank, 254) + 1
         self._bad.ask = lambda: number
+        # Now, and not in `launch`: until then other ranks may have made another number of steps.
+        self._notes.say()
+        weights, self._is_launched = self.round.weights, False
+        if samples is not None:
+            weights.is_on = True
+            weights.reset()
+            weights.weigh(samples)
+            self.round.launch_weights()
+        self.launch()
+        return is_finite
+
+    def launch(self) -> None:
+        """Launches the messages of `send`, if all ranks' samples are known. Does not block."""
+        if not self._is_launched and self.round.weights.is_known:
+            self._launch()
+
+    def _launch(self) -> None:
+        self._is_launched, buckets = True, self._buffers.buckets
+        for bucket in buckets:
+            bucket.gradients.mul_(self.round.weights.scale)
+        self.norms = (norm_of(one.gradients for one in buckets) if self.sums.own else 0.0), 0.0
         self.round.watch(self.round.order)
         self.round.launch_all()
         self.round.launch_flags([USED] * len(self.names))
-        return is_finite
 
     def advance(self) -> None:
         """Steps the outer optimizer if all sums have arrived, and sends what it has stepped.
@@ -261,6 +284,8 @@ class Fragment:
         if self.is_stepped:
             return
         self.is_stepped = True
+        if not self._is_launched:
+            self._launch()
         self.round.finish(())
         self._exchange.note_used(self.round.used, keeps=True)
         if self._bad.heard:
@@ -322,7 +347,7 @@ class Fragment:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state` has returned on rank 0, at any number of ranks. Local.
+        """Takes over what `state` has returned, at any number of ranks. Local.
 
         No exchange may be under way. Entries of tensors that the fragment lacks are not used.
         """
@@ -331,6 +356,25 @@ class Fragment:
             if own := state.get(name):
                 optimizer.state[shadow] = dict(own)
         self.stepper.adopt_state()
+
+    def left_out(self) -> Residuals:
+        """Puts the owners' shards into the anchor, and returns the residuals. Collective. Blocks.
+
+        Nothing may be under way. Afterwards a new fragment can replace this one, see `inherit`.
+        """
+        self._take()
+        for bucket in self._buffers.buckets if self._exchange.coded else ():
+            self._exchange.sync(bucket)
+        self._free()
+        return self.residuals.taken()
+
+    def inherit(self, left: Iterable[tuple["Fragment", Residuals]]) -> None:
+        """Takes over the residuals of other fragments, by name. Local."""
+        own, held = dict(zip(self.names, self.stepper.shards.parameters, strict=True)), Residuals()
+        for other, residuals in left:
+            theirs = zip(other.names, other.stepper.shards.parameters, strict=True)
+            held = held.joined(residuals.moved({one: own[n] for n, one in theirs if n in own}))
+        self.residuals.put_in(held)
 
     def spread(self) -> tuple[ShardedState, ShardedState]:
         """Returns what a checkpoint folder has of the fragment. Collective. Blocks.
@@ -397,7 +441,7 @@ class Fragment:
 
     @torch.no_grad()
     def write_replica(self, own: Mapping[str, Tensor]) -> None:
-        """Overwrites the replica's values with `own`, whole tensors by name. Local."""
+        """Overwrites the replica with `own`, whole tensors by name, like `anchor`. Local."""
         whole = [own[name] for name in self.names]
         flat = [one.as_strided((one.numel(),), (1,)) for one in whole]
         for saved, value in self._pairs(flat, whole):
@@ -412,19 +456,11 @@ class Fragment:
             bucket.shard.copy_(bucket.replica)
             bucket.note_published()
 
-    # --- without an exchange ----------------------------------------------------------------------
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Overwrites the replica's values with the anchor. Local."""
-        for anchor, value in self.values:
-            value.copy_(anchor)
-
     @torch.no_grad()
     def swap(self) -> None:
         """Exchanges the anchor with the replica's values, in place. Local. Twice changes nothing.
 
-        An exchange may be under way, but must not advance meanwhile.
+        An exchange that is under way must not advance meanwhile.
         """
         for anchor, value in self.values:
             pair = anchor, value
@@ -433,10 +469,6 @@ class Fragment:
                 kept = left.clone()
                 left.copy_(right)
                 right.copy_(kept)
-
-    def release(self) -> None:
-        """Ends the thread that waits for messages. Local."""
-        self.round.release()
 
 
 def checked_outer(new_outer: Callable[[list[Any]], Optimizer], parameters: list[Any]) -> Optimizer:
@@ -478,7 +510,6 @@ def _copied_state(state: Mapping[Tensor, Any]) -> defaultdict[Tensor, Any]:
 def _anchor_of(tensor: Tensor) -> Parameter:
     """Returns a copy of `tensor` in fp32, or in its dtype if that has more bits, without gaps."""
     dtype = torch.promote_types(tensor.dtype, torch.float32)
-    made = torch.empty_strided(
-        tensor.shape, storage_strides(tensor), dtype=dtype, device=tensor.device
-    )
+    layout = tensor.shape, storage_strides(tensor)
+    made = torch.empty_strided(*layout, dtype=dtype, device=tensor.device)
     return Parameter(made.copy_(tensor.detach()))

@@ -5,11 +5,10 @@ The weights of a checkpoint are the anchor. Under `files.LOCAL_KEY` a folder als
     layout:     what must be the same in the training that goes on: `OptimizerRounds.layout` of each
                 optimizer
     weights:    a hash of the anchor, by which a change of the checkpoint's weights is seen
-    counts:     steps of each optimizer since replicas were equal
     fragments:  what `Fragment.spread` returns, with stand-ins: for each fragment the outer
                 optimizer's state, residuals, and whether an exchange is under way
     ranks:      rank -> what only that rank has: replica, module buffers, inner optimizers' states,
-                and what the caller adds
+                `OptimizerRounds.progress` of each optimizer, and what the caller adds
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,6 +82,7 @@ def gathered_state(
         "buffers": {name: one for name, one in buffers.items() if name not in replica},
         # Masters are in the replica. Rank 0's states are those of the checkpoint itself.
         _INNER: [{**one, "state": without_masters(one["state"])} for one in inner if world.rank],
+        "progress": [part.progress for part in parts],
         **of_rank,
     }
     chunks: Stood = []
@@ -97,7 +97,6 @@ def gathered_state(
     local = {
         "layout": _layout_of(parts, world.size),
         "weights": _hash_of(parts),
-        "counts": [part.count for part in parts],
         "fragments": [dict(one) for one in spread],
         "ranks": ranks,
     }
@@ -123,9 +122,9 @@ def resume(
     if not all(collectives.all_gather_object(fits)):
         return None
     own: Mapping[str, Any] = local["ranks"][collectives.world.rank]
-    for part, count in zip(parts, local["counts"], strict=True):
+    for part, progress in zip(parts, own["progress"], strict=True):
         part.part.prepare_state("local steps")
-        part.count = count
+        part.progress = progress
     for fragment in fragments:
         fragment.take_replica()
     for part, state in zip(parts, own[_INNER], strict=False):

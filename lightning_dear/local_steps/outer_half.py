@@ -95,7 +95,8 @@ class OuterHalf:
         seed = _agreed_seed(steps, collectives)
         instruments, signal = pipeline.training.instruments, Signal()
         instruments.follow(collectives)
-        watch, how = ExchangeWatch(instruments), (instruments.waiting, seed)
+        watch, weights = ExchangeWatch(instruments), pipeline.training.weights
+        how = weights, instruments.waiting, seed
         shared = OuterOptions(collectives, options, fusion, steps.new_outer, *how)
         parts, number = list[OptimizerRounds](), first_number
         for part in pipeline.parts:
@@ -181,24 +182,41 @@ class OuterHalf:
           That is the mean cosine between g and g_r, each weighted by |g_r|. It is 1 if all
           replicas have moved alike, and 1 / sqrt(world size) if they have nothing in common.
         - "drift": 2-norm of replica - anchor over that of the anchor, now, on this rank.
+        - With a compressor, "compression_ratio" and "residual_norm", see
+          `ActivePlan.encoding_figures`.
 
         Args:
             on_all_ranks: Whether all ranks ask, after the same step. From the first such call on
                 norms are measured, and travel with the flags of exchanges: 16 bytes for each rank.
                 Without, "pseudo_gradient_norm" and "agreement" are left out.
-            with_drift: Whether "drift" is wanted, which reads all parameters.
+            with_drift: Whether "drift" is wanted, which reads all parameters, and figures of the
+                compressor, which read all residuals.
         """
         if not self._parts:
             return {}
         watch = self._parts[0].watch
         watch.sums_norms |= on_all_ranks
-        return {**watch.figures(), **({"drift": self._drift()} if with_drift else {})}
+        now = {"drift": self._drift(), **self._encoding()} if with_drift else {}
+        return {**watch.figures(), **now}
 
     def _drift(self) -> float:
         pairs = [pair for one in self.fragments if not one.keeps_own for pair in one.values]
         moved = norm_of(anchor - value for anchor, value in pairs)
         # While the module holds the anchor, the two have changed places.
         return moved / (norm_of(pair[self.shows_anchor] for pair in pairs) or 1.0)
+
+    def _encoding(self) -> dict[str, float]:
+        pairs = [
+            (sum(map(Tensor.numel, one.anchor.values())), one.round.exchange)
+            for one in self.fragments
+        ]
+        coded = [(numel, one) for numel, one in pairs if one.coded]
+        if not coded:
+            return {}
+        wire = sum(numel / one.compression_ratio for numel, one in coded)
+        found = {"compression_ratio": sum(numel for numel, _ in coded) / wire}
+        norms = [norm for _, one in coded for state in one.coded for norm in state.residual_norms]
+        return {**found, "residual_norm": norm_of(norms)} if norms else found
 
     def _recover(self) -> None:
         """Overwrites this rank's replica with the anchor, and forgets the inner state. Local."""
@@ -229,7 +247,7 @@ class OuterHalf:
         self.show_replica()
         for part in self._parts:
             for fragment in part.fragments:
-                fragment.restore()
+                fragment.write_replica(fragment.anchor)
             part.publish()
 
     def abandon(self) -> None:
@@ -342,7 +360,7 @@ class OuterHalf:
         """Makes the module's values the anchor, equal on all ranks, and counts anew. Local."""
         for part in self._parts:
             part.part.prepare_state("local steps")
-            part.count = 0
+            part.progress = 0, 0
         for fragment in self.fragments:
             fragment.take_replica()
 

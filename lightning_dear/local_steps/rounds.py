@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ class ExchangeWatch:
         # Of the steps since the last merge, and of those before it since the merge before.
         self._since = self._latest = StepStatistics(self.instruments.clock)
         self._norms: dict[str, float] = {}
+        # Marks of a timeline's clock at which fragments that are under way were sent.
+        self._began: dict[Fragment, Any] = {}
         # `Fragment.norms` of the last merge, until an exchange takes them along.
         self._untold = 0.0, 0.0
 
@@ -64,18 +67,18 @@ class ExchangeWatch:
 
     def before_send(self, fragment: Fragment) -> None:
         """Lets the next exchange of `fragment` add up the norms of the last merge."""
-        is_recorded = self.instruments.timeline is not None
-        fragment.began = self.instruments.clock.mark() if is_recorded else None
+        if self.instruments.timeline is not None:
+            self._began[fragment] = self.instruments.clock.mark()
         if not fragment.keeps_own:
             fragment.sums.own = self._untold if self.sums_norms else ()
             self._untold = 0.0, 0.0
 
     def after_merge(self, fragment: Fragment) -> None:
         """Takes over what the exchange of `fragment` has measured, and which sums it brought."""
-        timeline = self.instruments.timeline
-        if timeline is not None and fragment.began is not None:
+        timeline, began = self.instruments.timeline, self._began.pop(fragment, None)
+        if timeline is not None and began is not None:
             name = "buffers" if fragment.keeps_own else f"fragment {fragment.number}"
-            timeline.record("exchange", name, fragment.began, timeline.clock.mark())
+            timeline.record("exchange", name, began, timeline.clock.mark())
         if not fragment.keeps_own:
             self.num_merged, self._untold = self.num_merged + 1, fragment.norms
             own, of_mean = fragment.sums.heard or (0.0, 0.0)
@@ -127,6 +130,8 @@ class OptimizerRounds:
         self.part, self.optimizer, self.count, self.finished_at = part, part.optimizer, 0, 0
         self.collectives, self._signal, self.watch = shared.collectives, signal, watch
         self._module, self._steps, self._shared, self._number = module, steps, shared, number
+        # After each step of a round: this rank's samples so far. Earlier ones, to count from.
+        self._totals = deque([shared.weights.total], maxlen=steps.every + 1)
         held = parameters_of(part.optimizer)
         self.schedule: Schedule = steps.schedule(num_modules(module, held))
         self._seen: object = None
@@ -163,6 +168,7 @@ class OptimizerRounds:
             return
         self.settle()
         own = [one for one in self.fragments if not one.keeps_own]
+        left = [(one, one.left_out()) for one in own]
         anchor = {name: value.clone() for one in own for name, value in one.anchor.items()}
         state = {name: its for one in own for name, its in one.state(on_all_ranks=True).items()}
         held = {*parameters_of(self.optimizer)}
@@ -173,10 +179,11 @@ class OptimizerRounds:
                 anchor[name] = parameter.detach().clone()
                 self.collectives.launch_broadcast(anchor[name].view(-1), 0).wait()
         for fragment in own:
-            fragment.release()
+            fragment.round.release()
         self._cut(anchor)
         for fragment in self.fragments:
             fragment.load(state)
+            fragment.inherit(left)
 
     @property
     def remark(self) -> str:
@@ -247,6 +254,20 @@ class OptimizerRounds:
         names = [[list(one.names) for one in group] for group in self.groups]
         return [every, number, delay, names]
 
+    @property
+    def progress(self) -> list[float]:
+        """`count`, then this rank's samples up to each step of a round, less those of now.
+
+        To be assigned to, also in another training.
+        """
+        return [self.count, *(one - self._shared.weights.total for one in self._totals)]
+
+    @progress.setter
+    def progress(self, progress: Sequence[float]) -> None:
+        self.count, since = int(progress[0]), progress[1:]
+        self._totals.clear()
+        self._totals.extend(self._shared.weights.total + one for one in since)
+
     def publish(self) -> None:
         """Rounds masters to 16-bit parameters, and tells autograd that parameters changed.
 
@@ -280,16 +301,20 @@ class OptimizerRounds:
 
     def _exchange(self) -> bool:
         self.count += 1
-        is_finite, sent = True, self.schedule.sent_after(self.count)
-        if sent is not None:
-            for one in self.groups[sent]:
-                one.stop.ask = self._signal.ask
-                is_finite &= self._send(one)
+        self._totals.append(self._shared.weights.total)
+        for one in self._under_way:
+            one.launch()
+        # Before the next send: what is merged first goes ahead on the link.
         for one in self._under_way:
             self._advance(one)
             # In the order of the sends, on all ranks: a timeline waits for messages in that order.
             if not one.is_stepped:
                 break
+        is_finite, sent = True, self.schedule.sent_after(self.count)
+        if sent is not None:
+            for one in self.groups[sent]:
+                one.stop.ask = self._signal.ask
+                is_finite &= self._send(one)
         merged = self.schedule.merged_after(self.count)
         if merged is not None:
             # Nothing is under way if it was settled, since the optimizer had other parameters.
@@ -301,7 +326,8 @@ class OptimizerRounds:
 
     def _send(self, fragment: Fragment) -> bool:
         self.watch.before_send(fragment)
-        return fragment.send(self.count)
+        samples = self._totals[-1] - self._totals[0]
+        return fragment.send(self.count, samples if self._shared.weights.is_on else None)
 
     def _advance(self, fragment: Fragment) -> None:
         """Lets the outer optimizer step, if that is due. On NCCL it is at fixed steps.
@@ -337,12 +363,12 @@ class OptimizerRounds:
             under_way.append((self.collectives, under_way_now))
         for fragment in self.fragments:
             if fragment.sent_at is None:
-                fragment.release()
+                fragment.round.release()
 
     def recover(self) -> None:
         """Overwrites the replica with the anchor, and forgets the inner optimizer's state."""
         for fragment in self.fragments:
-            fragment.restore()
+            fragment.write_replica(fragment.anchor)
         self.publish()
         # Optimizers that need whole tensors have their state in `outside`, and others in shards.
         self.part.stepper.shards.state.clear()

@@ -126,8 +126,9 @@ _SMALL = 0.05
 _MARGIN = 1.25
 """Times of messages are multiplied by this, since they vary from round to round."""
 
-_LONGEST = 512
-"""Most steps of a round that `hiding` returns."""
+_SHORTEST, _LONGEST = 4, 512
+"""Fewest and most steps of a round that `hiding` returns. With fewer than 4, a fragment is merged
+before it has gone there and back."""
 
 
 def hiding(measured: Sequence[tuple[float, float]], num_modules: int) -> LocalSteps | None:
@@ -149,9 +150,11 @@ def hiding(measured: Sequence[tuple[float, float]], num_modules: int) -> LocalSt
     fastest_s = min(step_s - waited_s for step_s, waited_s in measured)
     slowest_s = max(step_s for step_s, _ in measured)
     num_steps = min(_MARGIN * slowest_s / max(fastest_s, slowest_s / _LONGEST), _LONGEST)
-    every = 2 ** ceil(log2(num_steps))
+    every = 2 ** ceil(log2(max(num_steps, _SHORTEST)))
     fragments = LocalSteps(every=every).schedule(num_modules).fragments
-    delay = min(ceil(num_steps / fragments), every - 1)
+    own = num_steps / fragments
+    # The way back begins after the step in which the sums arrive.
+    delay = min(ceil(max(own, own / _MARGIN + 1)), every - 1)
     return LocalSteps(every=every, fragments=fragments, delay=delay)
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_dear import planning
 from lightning_dear.names import check_name
@@ -12,9 +13,17 @@ from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.step import Program
 from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.network import Network
-from lightning_dear.simulator.schedule import Schedule, partitioned_program, single_program
+from lightning_dear.simulator.schedule import (
+    Schedule,
+    partitioned_program,
+    round_program,
+    single_program,
+)
 from lightning_dear.simulator.simulate import simulate
 from lightning_dear.simulator.workload import Workload
+
+if TYPE_CHECKING:
+    from lightning_dear.local_steps import LocalSteps
 
 HOROVOD_FUSION_MB = 128.0
 """Most MiB of a Horovod bucket: default of HOROVOD_FUSION_THRESHOLD since 0.21; 64 before."""
@@ -42,6 +51,7 @@ class Strategy:
         plans_for_codecs: Whether it may be used with a workload that has a compressor.
         searches: Whether a search finds its buckets. Not all compressors allow that.
         hooks: Compressor -> name that `dear-train` has for this strategy with that compressor.
+        costs_samples: Whether training takes more steps than under DDP, whatever the compressor.
     """
 
     name: str
@@ -51,6 +61,7 @@ class Strategy:
     plans_for_codecs: bool = True
     searches: bool = False
     hooks: Mapping[str, str] = field(default_factory=dict)
+    costs_samples: bool = False
 
     def program(self, workload: Workload, network: Network) -> Program:
         """Return the program of a step of `workload` on `network`.
@@ -226,6 +237,17 @@ def _fused(fusion: str) -> Strategy:
         plans_for_codecs=not is_searched or getattr(planner, "plans_for_codecs", False),
         searches=is_searched,
     )
+
+
+def with_local_steps(options: "LocalSteps") -> Strategy:
+    """Return `strategy="dear"` with local steps.
+
+    Args:
+        options: The options. `dear-train`'s overrides tell `every` alone.
+    """
+    name = f"local_steps={options.every}"
+    build, overrides = partial(round_program, options), f"strategy=dear strategy.{name}"
+    return Strategy(f"dear, {name}", build, overrides, "halves", costs_samples=True)
 
 
 _EACH = planned(planning.NoFusion().plan, _DDP, all_reduces=True)

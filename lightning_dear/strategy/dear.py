@@ -138,7 +138,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         # Optimizers of the `last_backward` block, or an empty list for all. None outside of it.
         self._last_of: list[Optimizer] | None = None
         self._take_options(given)
-        self._saves_folders, self._loaders = save_distributed_checkpoint, Loaders(self)
+        self._saves_folders = save_distributed_checkpoint
+        self._loaders = Loaders(self, trains_alone=local_steps is not None)
         self._pipeline: Pipeline | None = None
         self._connected: Sequence[LightningOptimizer] = ()
         host = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin

@@ -43,6 +43,7 @@ class Loaders:
 
     Args:
         strategy: Strategy of the trainer.
+        trains_alone: Whether ranks may train steps without a message, see `local_steps`.
 
     Attributes:
         strategy: Same as the argument.
@@ -52,7 +53,8 @@ class Loaders:
         fit_loop: Lightning's loop that takes the batches. None before loaders are set up.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Any, *, trains_alone: bool = False) -> None:
+        self._trains_alone = trains_alone
         self.strategy, self.is_repeat = strategy, False
         self.epoch: _Epoch | None = None
         self.fit_loop: Any = None
@@ -63,7 +65,8 @@ class Loaders:
         Returns `loader` itself outside of training. Collective. Blocks.
 
         Raises:
-            ValueError: If only some ranks have no batch. On all ranks.
+            ValueError: If only some ranks have no batch, or if a loader has no length and ranks
+                train alone. On all ranks.
             TypeError: If `training_step` takes batches itself, from a `dataloader_iter`.
         """
         module = self.strategy.lightning_module
@@ -78,6 +81,12 @@ class Loaders:
         self._weigh_logged_values()
         length = sized_len(loader)
         lengths = numbers_of_ranks(-1 if length is None else length)
+        if -1 in lengths and len(lengths) > 1 and self._trains_alone:
+            raise ValueError(
+                f"The training loader of rank {lengths.index(-1)} has no length. With local_steps"
+                " and weights= each needs __len__: ranks exchange too seldom to tell each other"
+                " where an epoch ends."
+            )
         is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         return (_StatefulLoader if is_stateful else TrainingLoader)(loader, self, lengths)
 

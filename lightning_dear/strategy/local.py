@@ -159,8 +159,8 @@ def check_local_steps(
         ),
         "compression_schedule": given.get("compression_schedule") is not None
         and "it counts steps that exchange gradients. Pass compressor= alone",
-        "weights or split": (given["weights"] or given.get("split")) is not None
-        and "replicas count alike. Leave them out",
+        "split='auto'": given.get("split") == "auto"
+        and "it measures steps in which gradients travel. Pass shares, such as split=[3, 1]",
     }
     for option, reason in why.items():
         if reason:

@@ -56,19 +56,29 @@ class Seen(Callback):
         logged = trainer.callback_metrics.items()
         self.steps.append({name.removeprefix("dear/"): float(one) for name, one in logged})
 
+    @override
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        self.on_train_batch_end(trainer)
+
 
 def watched(
-    steps: LocalSteps | None, num_batches: int, *callbacks: Callback, sleeps: bool = False
+    steps: LocalSteps | None,
+    num_batches: int,
+    *callbacks: Callback,
+    sleeps: bool = False,
+    **options: Any,
 ) -> list[dict[str, float]]:
-    """Fits, and returns what is logged in each step."""
+    """Fits, and returns what is logged in each step; in the last one also of the late rank."""
     seen = Seen()
-    strategy = dear(local_steps=steps, fusion="threshold")
+    strategy = dear(local_steps=steps, fusion="threshold", **options)
     how = {"use_distributed_sampler": False, "log_every_n_steps": 2}
     trainer = new_trainer(strategy, *callbacks, seen, **how)
     data: Any = [torch.randn(4, WIDTH) for _ in range(num_batches)]
     batches: Any = DataLoader(data, batch_size=None)
     trainer.fit(Wide(sleeps=sleeps), batches)
-    return seen.steps
+    *steps, at_end = seen.steps
+    steps[-1] = {**steps[-1], **{name: at_end[name] for name in at_end if "late" in name}}
+    return steps
 
 
 @distributed(world_sizes=(2, 3))
@@ -105,6 +115,13 @@ def test_without_local_steps_nothing_of_exchanges_is_logged() -> None:
 
 
 @distributed(world_sizes=(2,))
+def test_figures_of_the_compressor() -> None:
+    logged = watched(LocalSteps(every=4, fragments=2), 8, DearMonitor(), compressor="int8")
+    assert 3.5 < logged[-1]["compression_ratio"] <= 4
+    assert logged[-1]["residual_norm"] > 0
+
+
+@distributed(world_sizes=(2,))
 def test_figures_begin_with_local_steps() -> None:
     logged = watched(LocalSteps(every=2, fragments=1, dense_steps=6), 16, DearMonitor())
     assert NAMES.isdisjoint(logged[5])
@@ -126,7 +143,7 @@ def test_ranks_without_the_monitor_are_not_asked_for_norms() -> None:
 
 
 def _sleepy() -> list[dict[str, float]]:
-    return watched(LocalSteps(every=4, fragments=1, delay=0), 16, DearMonitor(), sleeps=True)
+    return watched(LocalSteps(every=4, fragments=1, delay=0), 24, DearMonitor(), sleeps=True)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -139,6 +156,8 @@ def test_a_late_rank_exposes_the_exchanges_of_the_others(num_ranks: int) -> None
             assert last[number]["exchange_exposed_s"] < 0.5 * logged[number]["exchange_exposed_s"]
             # Of the step before.
             assert logged[number]["exposed_s"] < 0.5 * SLEPT_S
+        assert logged[-1]["late_rank"] == num_ranks - 1
+        assert logged[-1]["late_s"] > 0.25 * 4 * SLEPT_S
 
 
 @pytest.mark.parametrize("delay", [0, 1, 5])

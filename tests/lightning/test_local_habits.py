@@ -185,6 +185,59 @@ def test_parameters_that_come_later_are_exchanged(every: int, delay: int | None)
     assert not torch.equal(weights(module)["net.3.weight"], new_net()[3].weight)
 
 
+@distributed(world_sizes=(2, 3))
+def test_what_a_compressor_has_left_out_is_kept_when_parameters_change() -> None:
+    def by_name(rounds: Any) -> dict[Any, Tensor]:
+        names = {p: n for one in rounds.fragments for n, p in _shadows(one)}
+        taken = [one.residuals.taken().kept for one in rounds.fragments]
+        kinds = [(kind, own) for kept in taken for kind, own in kept.items()]
+        return {(kind, names[p]): value for kind, own in kinds for p, value in own.items()}
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: Any, out: Any, *_: Any) -> None:
+            if trainer.global_step == 5:
+                (rounds,) = trainer.strategy._outer._parts
+                rounds.settle()
+                before = by_name(rounds)
+                exact = dict(_exact(rounds))
+                group = {"params": module.net[3].parameters()}
+                trainer.optimizers[0].add_param_group(group)
+                rounds._follow()
+                after = by_name(rounds)
+                assert len(rounds.fragments) == 2
+                assert len(before) == 6
+                assert sum(float(one.norm()) for one in before.values()) > 0
+                for name, value in before.items():
+                    assert torch.equal(after[name], value), name
+                for name, own in _exact(rounds):
+                    assert name not in exact or torch.equal(exact[name], own), name
+
+    class Grows(Module):
+        def configure_optimizers(self) -> Any:
+            return AdamW(self.net[:3].parameters(), lr=0.01)
+
+    module, how = Grows(), LocalSteps(every=2, fragments=2)
+    fit(dear(local_steps=how, compressor="int8"), module, 9, Look())
+    assert same_on_all_ranks(weights(module))
+
+
+def _exact(rounds: Any) -> Any:
+    """Pairs (name, owners' values) of the anchor, which may be ahead of the replicas of it."""
+    for fragment in rounds.fragments:
+        for bucket in fragment._buffers.buckets:
+            flat = torch.empty_like(bucket.parameters)
+            shards = [torch.empty_like(bucket.shard) for _ in range(dist.get_world_size())]
+            dist.all_gather(shards, bucket.shard)
+            torch.cat(shards, out=flat)
+            for part in bucket.spec.slices:
+                values = flat[part.offset : part.offset + part.numel]
+                yield (fragment.names[part.tensor], part.start), values
+
+
+def _shadows(fragment: Any) -> Any:
+    return zip(fragment.names, fragment.stepper.shards.parameters, strict=True)
+
+
 @distributed(world_sizes=(2,))
 def test_whole_tensor_optimizers_train_inside_and_forget_nan() -> None:
     """Their state is whole on each rank, and is emptied where a rank's weights are not finite."""

@@ -23,6 +23,7 @@ class Law:
     delay: int
     mix: float
     outer: Callable[[Any], Optimizer]
+    samples: Callable[[int, int], float] = lambda rank, number: 1.0
 
 
 class Reference:
@@ -56,9 +57,13 @@ class Reference:
     def send(self, fragment: int) -> None:
         assert fragment not in self.flights
         thetas = [dict(one.named_parameters()) for one in self.replicas]
+        of_round = range(max(1, self.count - self.law.every + 1), self.count + 1)
+        own = [sum(self.law.samples(rank, n) for n in of_round) for rank in range(self.world)]
+        scales = [one / sum(own) if one else 0.0 for one in own]
         self.flights[fragment] = {
             name: sum(
-                (self.anchor[name] - theta[name].detach()) * (1 / self.world) for theta in thetas
+                (self.anchor[name] - theta[name].detach()) * scale
+                for theta, scale in zip(thetas, scales, strict=True)
             )
             for name in self.shadows[fragment]
         }

@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.compression import resolve_compressor
+from lightning_dear.engine.batch_weights import BatchWeights
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.local_steps import LocalSteps, OuterHalf
@@ -53,18 +54,25 @@ def loss(model: nn.Module, rank: int, number: int) -> Tensor:
 class Ours:
     """The engine on this rank."""
 
-    def __init__(self, steps: LocalSteps, new_inner: Any, compressor: Any = None) -> None:
+    def __init__(
+        self, steps: LocalSteps, new_inner: Any, compressor: Any = None, samples: Any = None
+    ) -> None:
+        self.samples = samples
         self.model = new_model()
         self.optimizer = new_inner(self.model.parameters())
         alone = PairwiseCollectives(None, None, None)
-        self.pipeline = Pipeline(self.model, [self.optimizer], alone, ThresholdFusion())
+        what = self.model, [self.optimizer], alone, ThresholdFusion()
+        self.pipeline = Pipeline(*what, weighs=samples is not None)
         codec = resolve_compressor(compressor)
         how = ExchangeOptions(compressor=codec), ThresholdFusion(bucket_cap_mb=0.0004)
         self.outer = OuterHalf.of(self.pipeline, steps, new_collectives(torch.device("cpu")), *how)
 
     def train(self, number: int) -> None:
+        if self.samples is not None:
+            self.pipeline.training.weights.weigh(self.samples(dist.get_rank(), number))
         with self.pipeline.forward():
             found = loss(self.model, dist.get_rank(), number)
+        found = found * self.pipeline.training.weights.loss_factor()
         with self.pipeline.backward():
             found.backward()
         self.optimizer.step()
@@ -107,6 +115,54 @@ def test_bits_of_the_reference(every: int, fragments: int) -> None:
             assert torch.equal(own, reference.anchor[name]), (delay, mix, name)
         ours.outer.detach()
         ours.pipeline.detach()
+
+
+def uneven(rank: int, number: int) -> float:
+    """Numbers of samples: other ones for each rank and step, and at times none."""
+    return float((number * 7 + rank * 3) % 5)
+
+
+def weighed_step(model: nn.Module, optimizer: Optimizer, rank: int, number: int) -> None:
+    if uneven(rank, number):
+        step(model, optimizer, rank, number)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize(("every", "fragments"), [(1, 1), (4, 2), (4, 4)])
+@distributed(world_sizes=(2, 3), timeout_s=120)
+def test_bits_of_the_reference_by_samples(every: int, fragments: int, is_late: bool) -> None:
+    """Also if rank 0 hears of the other ranks' samples only when it must wait for them."""
+    if is_late and dist.get_rank() == 0:
+        BatchWeights.is_known = property(lambda _: False)  # type: ignore[assignment]
+    new_inner, names = partial(AdamW, lr=0.01), FRAGMENTS[fragments]
+    for delay, mix in product(range(every), (0.0, 0.5)):
+        law = Law(every, names, delay, mix, NESTEROV, uneven)
+        reference = Reference(new_model(), new_inner, dist.get_world_size(), law)
+        steps = LocalSteps(every=every, fragments=names, delay=delay, mix=mix, outer=NESTEROV)
+        ours = Ours(steps, new_inner, samples=uneven)
+        for number in range(1, 2 * every + 4):
+            ours.run([number])
+            reference.run(1, weighed_step)
+            assert_same(ours, reference)
+        ours.outer.finish()
+        reference.flush()
+        for name, own in ours.model.named_parameters():
+            assert torch.equal(own, reference.anchor[name]), (delay, mix, name)
+        ours.outer.detach()
+        ours.pipeline.detach()
+
+
+@distributed(world_sizes=(2, 3))
+def test_equal_samples_have_the_bits_of_none() -> None:
+    steps, ends = LocalSteps(every=4, fragments=2, delay=1), []
+    for samples in (None, lambda *_: 3.0):
+        ours = Ours(steps, partial(AdamW, lr=0.01), samples=samples)
+        ours.run(range(1, 8))
+        ours.outer.finish()
+        ends.append([one.detach().clone() for one in ours.model.parameters()])
+        ours.outer.detach()
+        ours.pipeline.detach()
+    assert all(map(torch.equal, *ends))
 
 
 @distributed(world_sizes=(2, 3))

@@ -91,5 +91,8 @@ def test_rounds_hide_behind_computing() -> None:
     # Messages of 9 s, computing of 0.3 s: 31 steps of a round, with a margin of a quarter 39.
     found = hiding([(9.3, 9.0), (9.3, 8.9)], 8)
     assert found == LocalSteps(every=64, fragments=4, delay=10)
+    # The way back begins after a step, so that a delay of one step would always wait for it.
+    fast = LocalSteps(every=4, fragments=4, delay=2)
+    assert hiding([(0.6, 0.3)], 8) == hiding([(0.33, 0.03)], 8) == fast
     slow = hiding([(1000.0, 999.99)], 1)
     assert slow == LocalSteps(every=512, fragments=1, delay=511)

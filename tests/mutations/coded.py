@@ -272,8 +272,8 @@ CODED = [
     Mutation(
         "residuals of a fit before",
         "ResidualKeeper._on_loading",
-        "        if self._parameters:\n            self._put_in(held or",
-        "        if False:\n            self._put_in(held or",
+        "        if self._parameters:\n            self.put_in(held or",
+        "        if False:\n            self.put_in(held or",
         (f"{BITS}::test_loading_in_mid_run_brings_its_residuals",),
     ),
     Mutation(

@@ -47,7 +47,7 @@ LOADING = [
     ),
     Mutation(
         "holding what encoding left of what is frozen",
-        "ResidualKeeper._put_in",
+        "ResidualKeeper.put_in",
         "        self._held = None if others.is_of_nothing else others\n",
         "        self._held = None\n",
         (FROZEN,),

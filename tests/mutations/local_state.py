@@ -28,9 +28,16 @@ LOCAL_STATE = [
     Mutation(
         "the steps that a folder has counted",
         "local_steps.local_state:resume",
-        "        part.count = count\n",
+        "        part.progress = progress\n",
         "",
         (BITS,),
+    ),
+    Mutation(
+        "the samples of a round that a folder has counted",
+        "OptimizerRounds.progress",
+        "        self._totals.extend(self._shared.weights.total + one for one in since)\n",
+        "        self._totals.append(self._shared.weights.total)\n",
+        ("tests/lightning/test_local_weights.py::test_a_folder_goes_on_bit_for_bit",),
     ),
     Mutation(
         "the buffers of a rank in a folder",

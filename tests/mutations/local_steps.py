@@ -9,6 +9,8 @@ CODECS = "tests/local_steps/test_codecs.py"
 SCHEDULE = "tests/local_steps/test_schedule.py"
 FITS = "tests/lightning/test_local_steps.py"
 HABITS = "tests/lightning/test_local_habits.py"
+WEIGHTS = "tests/lightning/test_local_weights.py"
+STREAMS = "tests/streams/test_local_steps.py"
 FABRIC = "tests/fabric/test_local_steps.py"
 BITS = f"{LAW}::test_bits_of_the_reference"
 
@@ -22,9 +24,9 @@ LOCAL_STEPS = [
     ),
     Mutation(
         "the mean over ranks of pseudo-gradients",
-        "Fragment.send",
-        "bucket.gradients.mul_(scale) if is_finite",
-        "None if is_finite",
+        "Fragment._launch",
+        "            bucket.gradients.mul_(self.round.weights.scale)\n",
+        "            pass\n",
         (BITS,),
     ),
     Mutation(
@@ -167,6 +169,55 @@ LOCAL_STEPS = [
         "        reusable_groups.clear()\n",
         "",
         (f"{FITS}::test_a_second_fit_gets_other_groups",),
+    ),
+    Mutation(
+        "samples of a round alone",
+        "OptimizerRounds.__init__",
+        ", maxlen=steps.every + 1",
+        "",
+        (f"{BITS}_by_samples",),
+    ),
+    Mutation(
+        "saying what ranks compare when it is sent",
+        "Fragment.send",
+        "        self._notes.say()\n",
+        "",
+        (f"{BITS}_by_samples",),
+    ),
+    Mutation(
+        "launching messages that wait for samples no later than they are stepped",
+        "Fragment.step",
+        "        if not self._is_launched:\n            self._launch()\n",
+        "",
+        (f"{BITS}_by_samples",),
+    ),
+    Mutation(
+        "flags that are compared with those of their own fragment alone",
+        "_Kind.__init__",
+        "launch.tag < BUFFERS_TAG",
+        "launch.tag < 1 << 24",
+        (f"{BITS}_by_samples",),
+    ),
+    Mutation(
+        "on NCCL, waiting in the stream that reads",
+        "BucketRound.watch",
+        "numbers if self._collectives.wait_blocks_host else ()",
+        "numbers",
+        (f"{STREAMS}::test_bits_of_the_reference",),
+    ),
+    Mutation(
+        "on NCCL, refusing values that a compressor cannot send",
+        "CompressedExchange.hear_found_inf",
+        "self._is_staged or ",
+        "",
+        (f"{STREAMS}::test_values_that_a_compressor_cannot_send_raise_on_all_ranks",),
+    ),
+    Mutation(
+        "refusing loaders whose end ranks cannot tell each other",
+        "Loaders.shared",
+        "if -1 in lengths and len(lengths) > 1 and self._trains_alone:",
+        "if False:",
+        (f"{WEIGHTS}::test_a_loader_without_a_length_is_refused_on_all_ranks",),
     ),
     Mutation(
         "forgetting state of whole tensors that is not finite",

@@ -44,7 +44,7 @@ SEEDS = [
     ),
     Mutation(
         "the seed that was loaded, in later plans",
-        "ResidualKeeper._put_in",
+        "ResidualKeeper.put_in",
         "        self._seed = self._seed if held.seed is None else held.seed\n",
         "",
         (f"{TESTS}::test_a_loaded_seed_stays_in_use",),
