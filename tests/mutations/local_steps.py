@@ -228,8 +228,8 @@ LOCAL_STEPS = [
     ),
     Mutation(
         "refusing outer optimizers of whole tensors",
-        "checked_outer",
-        "if why_not_elementwise(outer) is not None:",
+        "LocalSteps.new_outer",
+        "if why_not_elementwise(made) is not None:",
         "if False:",
         (f"{HABITS}::test_an_outer_optimizer_of_whole_tensors_is_refused",),
     ),
