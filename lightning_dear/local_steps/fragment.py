@@ -28,7 +28,6 @@ from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.masters import MASTER_KEY, without_masters
 from lightning_dear.optimizers.pieces import Shards
 from lightning_dear.optimizers.sharded import ShardedOptimizer, inner_step
-from lightning_dear.optimizers.tensorwise import why_not_elementwise
 from lightning_dear.planning import FusionPlanner, ThresholdFusion
 from lightning_dear.planning.fusion import MIB
 from lightning_dear.planning.plan import MAX_BUCKETS
@@ -141,7 +140,7 @@ class Fragment:
         self.sums, self.norms = Sums(options.collectives.world), (0.0, 0.0)
         shadows = [_anchor_of(one) for one in tensors.values()]
         present = lambda: options.collectives  # noqa: E731
-        outer = checked_outer(options.new_outer, [*shadows])
+        outer = options.new_outer([*shadows])
         own = *notes(outer), LaunchDigest(present, number), self.stop, self._bad, self.sums
         self.stepper, self._notes = ShardedOptimizer(outer), Notes(own, blocks=True)
         self._build(shadows, number)
@@ -469,21 +468,6 @@ class Fragment:
                 kept = left.clone()
                 left.copy_(right)
                 right.copy_(kept)
-
-
-def checked_outer(new_outer: Callable[[list[Any]], Optimizer], parameters: list[Any]) -> Optimizer:
-    """Returns `new_outer(parameters)`, an outer optimizer.
-
-    Raises:
-        ValueError: If it is not element-wise.
-    """
-    outer = new_outer(parameters)
-    if why_not_elementwise(outer) is not None:
-        raise ValueError(
-            f"LocalSteps(outer=...) made {type(outer).__name__}, which is not element-wise. Use one"
-            " that is, such as SGD or Adam: each rank steps parts of tensors."
-        )
-    return outer
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:

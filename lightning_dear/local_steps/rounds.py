@@ -3,11 +3,11 @@
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from lightning_dear.collectives.launch_log import hash_of
 from lightning_dear.collectives.work import Collectives, under_way
 from lightning_dear.engine.notes import Digest, OptionValues, Signal, check_options, options_of
 from lightning_dear.engine.step import OptimizerPipeline
-from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value, checked_outer
-from lightning_dear.local_steps.schedule import LocalSteps, Schedule
+from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value
+from lightning_dear.local_steps.schedule import LocalSteps, Schedule, cut, num_modules
 from lightning_dear.optimizers.masters import MASTER_KEY, differs
 from lightning_dear.optimizers.pieces import parameters_of
 from lightning_dear.telemetry.statistics import Instruments, StepStatistics
@@ -422,86 +422,3 @@ class RoundDigest(Digest):
         name = type(self._rounds.optimizer).__name__
         check_options(f"step with different options: {name}", [inner for _, inner, _ in reports])
         check_options("have different outer optimizers", [outer for *_, outer in reports])
-
-
-# --- which parameters are in which fragment -------------------------------------------------------
-
-
-def cut(
-    module: Module, parameters: Iterable[Parameter], fragments: int | Sequence[Sequence[str]]
-) -> list[dict[str, Parameter]]:
-    """Cuts parameters into fragments, each as a dict from their names. Pure.
-
-    Args:
-        module: Module that owns the parameters.
-        parameters: Parameters to cut.
-        fragments: Number of fragments: runs of modules in the order of their registration, of about
-            equal size. A tied parameter belongs to the first of its modules. Or for each fragment
-            names of modules and parameters.
-
-    Raises:
-        ValueError: If a name is unknown, if a parameter is in no fragment or in two, or if there
-            are fewer modules than fragments.
-    """
-    held, every = set(parameters), dict(module.named_parameters())
-    named = {name: one for name, one in every.items() if one in held}
-    if not isinstance(fragments, int):
-        return _by_names(named, [*every], fragments)
-    runs: dict[str, dict[str, Parameter]] = {}
-    for name, parameter in named.items():
-        runs.setdefault(name.rpartition(".")[0], {})[name] = parameter
-    modules = [*runs.values()]
-    sizes = [sum(one.nbytes for one in its.values()) for its in modules]
-    ends = [0, *accumulate(sizes)]
-    cuts = [0]
-    for turn in range(1, fragments):
-        ideal = ends[-1] * turn / fragments
-        # At least one module is left for each further fragment.
-        places = range(cuts[-1] + 1, len(modules) - (fragments - turn) + 1)
-        cuts.append(min(places, key=lambda place: abs(ends[place] - ideal)))
-    bounds = zip(cuts, [*cuts[1:], len(modules)], strict=True)
-    return [
-        {name: one for its in modules[begin:end] for name, one in its.items()}
-        for begin, end in bounds
-    ]
-
-
-def check_fragments(module: Module, optimizer: Optimizer, steps: LocalSteps) -> None:
-    """Raises what `OptimizerRounds` would raise now, which begins only after dense steps. Local."""
-    held, fragments = parameters_of(optimizer), steps.fragments
-    number = steps.schedule(num_modules(module, held)).fragments
-    cut(module, held, fragments if isinstance(fragments, Sequence) else number)
-    checked_outer(steps.new_outer, [Parameter(torch.zeros(2))])
-
-
-def num_modules(module: Module, parameters: Iterable[Parameter]) -> int:
-    """Returns how many modules own any of the parameters. A tied one counts for its first."""
-    held = set(parameters)
-    named = module.named_parameters()
-    return len({name.rpartition(".")[0] for name, one in named if one in held})
-
-
-def _by_names(
-    named: Mapping[str, Parameter], known: Sequence[str], fragments: Sequence[Sequence[str]]
-) -> list[dict[str, Parameter]]:
-    def is_in(name: str, owner: str) -> bool:
-        return name == owner or name.startswith(f"{owner}.")
-
-    for owner in (owner for owners in fragments for owner in owners):
-        if not any(is_in(name, owner) for name in known):
-            valid = ", ".join(dict.fromkeys(name.partition(".")[0] for name in known))
-            raise ValueError(
-                f"LocalSteps(fragments=...) names {owner!r}, and no parameter is there. Write names"
-                f" of modules or parameters, such as {valid}."
-            )
-    made: list[dict[str, Parameter]] = [{} for _ in fragments]
-    for name, parameter in named.items():
-        homes = [n for n, owners in enumerate(fragments) if any(is_in(name, o) for o in owners)]
-        if len(homes) != 1:
-            raise ValueError(
-                f"The parameter {name!r} is in {len(homes) or 'no'} fragments of"
-                " LocalSteps(fragments=...). Name each in one of them, or pass a number: ranks"
-                " exchange what is in fragments."
-            )
-        made[homes[0]][name] = parameter
-    return made

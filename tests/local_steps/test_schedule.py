@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD
@@ -32,10 +33,11 @@ def test_defaults(every: int, modules: int, schedule: Schedule) -> None:
 
 @pytest.mark.parametrize(("every", "momentum"), [(1, 0), (8, 0), (9, 0.5), (32, 0.5)])
 def test_few_steps_have_no_outer_momentum(every: int, momentum: float) -> None:
-    outer: Any = LocalSteps(every=every).new_outer
-    assert outer.keywords.get("momentum", 0) == momentum
-    own = partial(SGD, lr=0.7)
-    assert LocalSteps(every=every, outer=own).new_outer is own
+    parameters = [torch.zeros(2, requires_grad=True)]
+    (group,) = LocalSteps(every=every).new_outer(parameters).param_groups
+    assert (group["lr"], group["momentum"], group["nesterov"]) == (1, momentum, momentum > 0)
+    own = LocalSteps(every=every, outer=partial(SGD, lr=0.7)).new_outer(parameters)
+    assert own.param_groups[0]["lr"] == 0.7
 
 
 @pytest.mark.parametrize(

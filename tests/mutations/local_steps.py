@@ -228,8 +228,8 @@ LOCAL_STEPS = [
     ),
     Mutation(
         "refusing outer optimizers of whole tensors",
-        "checked_outer",
-        "if why_not_elementwise(outer) is not None:",
+        "LocalSteps.new_outer",
+        "if why_not_elementwise(made) is not None:",
         "if False:",
         (f"{HABITS}::test_an_outer_optimizer_of_whole_tensors_is_refused",),
     ),
@@ -264,7 +264,7 @@ LOCAL_STEPS = [
     Mutation(
         "refusing before dense steps",
         "PipelineStrategy._new_halves",
-        "                check_fragments(module, optimizer, steps)\n",
+        "                steps.check(module, optimizer)\n",
         "                pass\n",
         (f"{HABITS}::test_refusals_do_not_wait_for_the_end_of_dense_steps",),
     ),

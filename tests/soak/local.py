@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_dear import DearStrategy
 from lightning_dear.local_steps import LocalSteps, num_modules
-from lightning_dear.local_steps.rounds import cut
+from lightning_dear.local_steps.schedule import cut
 from tests.lightning.fitting import TIMEOUT, ddp, digest, new_trainer, poison_until_waited
 from tests.lightning.nets import BATCH_SIZE, data
 from tests.soak.job import Job

@@ -99,11 +99,11 @@ REFUSED = (
     ),
     _option("reduce_dtype", "fp32", "messages are in fp32", "leave it out"),
     refused(
-        name="local_steps with weights or split",
-        run=partial(_fit, weights="samples"),
-        message="local_steps does not work with weights or split",
-        why="replicas count alike",
-        instead="leave them out",
+        name="local_steps with split='auto'",
+        run=partial(_fit, split="auto"),
+        message="local_steps does not work with split='auto'",
+        why="it measures steps in which gradients travel",
+        instead="shares, such as `split=[3, 1]`",
     ),
     refused(
         name="local_steps with a compressor that votes or all-reduces",
