@@ -11,7 +11,7 @@ The weights of a checkpoint are the anchor. Under `files.LOCAL_KEY` a folder als
                 `OptimizerRounds.progress` of each optimizer, and what the caller adds
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 from zlib import crc32
@@ -148,13 +148,9 @@ def _layout_of(parts: Sequence[OptimizerRounds], world_size: int) -> list[Any]:
 
 
 def _hash_of(parts: Sequence[OptimizerRounds]) -> int:
-    return checksum_of(parameters_of(*(part.optimizer for part in parts)))
-
-
-def checksum_of(tensors: Iterable[Tensor]) -> int:
-    """Returns a hash of the bits of all elements of some tensors. Blocks until the CPU has them."""
+    """Returns a hash of the bits of all parameters that the optimizers hold."""
     found = 0
-    for parameter in tensors:
+    for parameter in parameters_of(*(part.optimizer for part in parts)):
         values = parameter.detach().cpu().reshape(-1).view(torch.uint8)
         found = crc32(values.numpy().data, found)
     return found

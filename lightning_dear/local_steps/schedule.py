@@ -1,4 +1,4 @@
-"""The option `LocalSteps`: which parameters are in a fragment, and when it is sent and merged."""
+"""The option `LocalSteps`; when a fragment is sent and merged, and which parameters are in it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,20 +117,31 @@ class LocalSteps:
         return Schedule(self.every, number, delay, mix)
 
     def new_outer(self, parameters: list[Any]) -> Optimizer:
-        """Returns the outer optimizer of a fragment's parameters.
+        """Returns the outer optimizer of a fragment that has these parameters.
 
         Raises:
-            ValueError: If it is not element-wise.
+            ValueError: If `outer` makes one that is not element-wise.
         """
-        momentum = 0.0 if self.every <= _FEW_STEPS else 0.5
-        make = self.outer or partial(SGD, lr=1.0, momentum=momentum, nesterov=momentum > 0)
-        made = make(parameters)
+        is_long = self.every > _FEW_STEPS
+        default = partial(SGD, lr=1.0, momentum=0.5 if is_long else 0.0, nesterov=is_long)
+        made = (self.outer or default)(parameters)
         if why_not_elementwise(made) is not None:
             raise ValueError(
                 f"LocalSteps(outer=...) made {type(made).__name__}, which is not element-wise. Use"
                 " one that is, such as SGD or Adam: each rank steps parts of tensors."
             )
         return made
+
+    def check(self, module: Module, optimizer: Optimizer) -> None:
+        """Raises what the fragments of an optimizer would raise, which dense steps precede. Local.
+
+        Raises:
+            ValueError: What `schedule`, `cut` and `new_outer` raise.
+        """
+        held, fragments = parameters_of(optimizer), self.fragments
+        number = self.schedule(num_modules(module, held)).fragments
+        cut(module, held, fragments if isinstance(fragments, Sequence) else number)
+        self.new_outer([Parameter(torch.zeros(2))])
 
 
 _SMALL = 0.05
@@ -257,14 +268,6 @@ def cut(
         {name: one for its in modules[begin:end] for name, one in its.items()}
         for begin, end in bounds
     ]
-
-
-def check_fragments(module: Module, optimizer: Optimizer, steps: LocalSteps) -> None:
-    """Raises what `OptimizerRounds` would raise now, which begins only after dense steps. Local."""
-    held, fragments = parameters_of(optimizer), steps.fragments
-    number = steps.schedule(num_modules(module, held)).fragments
-    cut(module, held, fragments if isinstance(fragments, Sequence) else number)
-    steps.new_outer([Parameter(torch.zeros(2))])
 
 
 def num_modules(module: Module, parameters: Iterable[Parameter]) -> int:

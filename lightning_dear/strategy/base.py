@@ -25,7 +25,7 @@ from lightning_dear.compression import resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
-from lightning_dear.local_steps import OuterHalf, check_fragments
+from lightning_dear.local_steps import OuterHalf
 from lightning_dear.planning import BucketPlan, resolve_fusion, save_plan
 from lightning_dear.registration import register
 from lightning_dear.strategy import checkpoint_io, connections, local, refusals, starting
@@ -177,7 +177,7 @@ class PipelineStrategy(ABC):
             rank_zero_info("local_steps has no effect with one rank. It trains as plain torch.")
         elif steps is not None:
             for optimizer in optimizers:
-                check_fragments(module, optimizer, steps)
+                steps.check(module, optimizer)
         if steps is None or is_one or num_steps < steps.dense_steps:
             return self._new_pipeline(module, optimizers, collectives, **own), OuterHalf()
         with meanwhile(self, _options=ExchangeOptions(), _or_else=ExchangeOptions("gradients")):

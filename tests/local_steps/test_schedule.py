@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn import Parameter
 from torch.optim import SGD
 
 from lightning_dear.local_steps import LocalSteps, hiding
@@ -34,7 +33,7 @@ def test_defaults(every: int, modules: int, schedule: Schedule) -> None:
 
 @pytest.mark.parametrize(("every", "momentum"), [(1, 0), (8, 0), (9, 0.5), (32, 0.5)])
 def test_few_steps_have_no_outer_momentum(every: int, momentum: float) -> None:
-    parameters = [Parameter(torch.zeros(2))]
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
     (group,) = LocalSteps(every=every).new_outer(parameters).param_groups
     assert (group["lr"], group["momentum"], group["nesterov"]) == (1, momentum, momentum > 0)
     own = LocalSteps(every=every, outer=partial(SGD, lr=0.7)).new_outer(parameters)

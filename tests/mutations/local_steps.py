@@ -264,7 +264,7 @@ LOCAL_STEPS = [
     Mutation(
         "refusing before dense steps",
         "PipelineStrategy._new_halves",
-        "                check_fragments(module, optimizer, steps)\n",
+        "                steps.check(module, optimizer)\n",
         "                pass\n",
         (f"{HABITS}::test_refusals_do_not_wait_for_the_end_of_dense_steps",),
     ),

@@ -99,7 +99,7 @@ REFUSED = (
     ),
     _option("reduce_dtype", "fp32", "messages are in fp32", "leave it out"),
     refused(
-        name='local_steps with split="auto"',
+        name="local_steps with split='auto'",
         run=partial(_fit, split="auto"),
         message="local_steps does not work with split='auto'",
         why="it measures steps in which gradients travel",
