@@ -179,7 +179,8 @@ def _with_local_steps(job: Job, draw: random.Random) -> Job:
             strategy["gather"] = draw.choice(("parameters", "gradients"))
     else:
         local["dense_steps"] = 0
-    job = replace(job, strategy=strategy, weighs=False, law=law, extra=extra, local=local)
+    weighs = job.weighs and law in ("reference", "finite")
+    job = replace(job, strategy=strategy, weighs=weighs, law=law, extra=extra, local=local)
     if job.optimizer == "sgd_fused" and job.model == "branches":
         # torch raises where some parameters of a list have momentum, and others not yet.
         job = replace(job, optimizer="sgd")

@@ -15,7 +15,7 @@ bits are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -40,7 +40,7 @@ from lightning_dear.local_steps.schedule import cut
 from tests.lightning.fitting import TIMEOUT, ddp, digest, new_trainer, poison_until_waited
 from tests.lightning.nets import BATCH_SIZE, data
 from tests.soak.job import Job
-from tests.soak.net import Habit, SoakNet, net_of
+from tests.soak.net import Habit, SoakNet, net_of, weight_of
 from tests.training.models import distance
 
 NUM_BATCHES = 11
@@ -65,13 +65,13 @@ class Naive(Callback):
     Blocking, with whole tensors, and one all-reduce for each.
     """
 
-    def __init__(self, steps: LocalSteps) -> None:
-        self.steps, self.parts = steps, list[NaiveRounds]()
+    def __init__(self, steps: LocalSteps, weights: Sequence[int]) -> None:
+        self.steps, self.weights, self.parts = steps, weights, list[NaiveRounds]()
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """After the last hook of a step that a user may have registered."""
         for optimizer in trainer.optimizers:
-            self.parts.append(NaiveRounds(pl_module, optimizer, self.steps))
+            self.parts.append(NaiveRounds(pl_module, optimizer, self.steps, self.weights))
             optimizer.register_step_post_hook(self.parts[-1].after_step)
 
     def on_validation_start(self, *_: Any) -> None:
@@ -90,7 +90,10 @@ class Naive(Callback):
 class NaiveRounds:
     """Counts the steps of one optimizer."""
 
-    def __init__(self, module: Any, optimizer: Any, steps: LocalSteps) -> None:
+    def __init__(
+        self, module: Any, optimizer: Any, steps: LocalSteps, weights: Sequence[int]
+    ) -> None:
+        self.share = weights[dist.get_rank()] / sum(weights)
         held = [one for group in optimizer.param_groups for one in group["params"]]
         self.schedule, self.count = steps.schedule(num_modules(module, held)), 0
         self.fragments = [
@@ -111,10 +114,10 @@ class NaiveRounds:
 
     @torch.no_grad()
     def send(self, fragment: int) -> None:
-        """The mean over ranks of anchor - theta."""
+        """The mean over ranks of anchor - theta, by their weights."""
         self.flights[fragment] = []
         for theta, anchor in self.fragments[fragment]:
-            mean = (anchor - theta) / dist.get_world_size()
+            mean = (anchor - theta) * self.share
             dist.all_reduce(mean)
             self.flights[fragment].append(mean)
 
@@ -243,7 +246,11 @@ def _ours(job: Job) -> DearStrategy:
     timeout = timedelta(seconds=6) if job.extra == "raises" else TIMEOUT
     folders = job.extra == "folder"
     return DearStrategy(
-        local_steps=steps_of(job), save_distributed_checkpoint=folders, timeout=timeout, **options
+        local_steps=steps_of(job),
+        save_distributed_checkpoint=folders,
+        timeout=timeout,
+        weights="samples" if job.weighs else None,
+        **options,
     )
 
 
@@ -316,7 +323,8 @@ def _compared(job: Job, ranks: int) -> SoakNet | None:
 
 
 def _naive(job: Job, ranks: int) -> SoakNet:
-    return _fit(job, SingleDeviceStrategy("cpu"), ranks, Naive(steps_of(job)))
+    weights = [weight_of(job, rank) if job.weighs else 1 for rank in range(ranks)]
+    return _fit(job, SingleDeviceStrategy("cpu"), ranks, Naive(steps_of(job), weights))
 
 
 def _is_finite(net: SoakNet) -> bool:
