@@ -158,14 +158,17 @@ class OptimizerRounds:
                 kept.insert(0, Fragment(replica, first, self._shared, number, notes))
             self.groups[turn] = kept
 
-    def _follow(self) -> None:
+    def _follow(self) -> bool:
         """Makes new fragments if the optimizer has other parameters than before. Blocks.
 
         What is under way is merged first. The anchor begins with rank 0's values of parameters that
         are new. Parameters that are gone keep the anchor's values.
+
+        Returns:
+            Whether it has.
         """
         if [*map(id, self._held)] == [*map(id, parameters_of(self.optimizer))]:
-            return
+            return False
         self.settle()
         own = [one for one in self.fragments if not one.keeps_own]
         left = [(one, one.left_out()) for one in own]
@@ -184,6 +187,7 @@ class OptimizerRounds:
         for fragment in self.fragments:
             fragment.load(state)
             fragment.inherit(left)
+        return True
 
     @property
     def remark(self) -> str:
@@ -381,7 +385,9 @@ class OptimizerRounds:
 
     def flush(self) -> None:
         """Merges what is under way, then exchanges the other fragments once more. Blocks."""
-        merged = self.schedule.merged_after(self.count) if self.schedule.delay == 0 else None
+        is_new = self._follow()
+        is_just_merged = self.schedule.delay == 0 and not is_new
+        merged = self.schedule.merged_after(self.count) if is_just_merged else None
         self.settle()
         groups = (group for number, group in enumerate(self.groups) if number != merged)
         rest = [*chain.from_iterable(groups)]

@@ -136,6 +136,13 @@ LOCAL_STEPS = [
         (f"{HABITS}::test_parameters_that_come_later_are_exchanged",),
     ),
     Mutation(
+        "fragments of parameters that come in the last round",
+        "OptimizerRounds.flush",
+        "self._follow()",
+        "False",
+        (f"{HABITS}::test_parameters_that_come_later_are_exchanged",),
+    ),
+    Mutation(
         "wishes to stop that travel with exchanges",
         "OptimizerRounds._exchange",
         "                one.stop.ask = self._signal.ask\n",
