@@ -176,10 +176,12 @@ class OuterHalf:
         device has reached the last wait, and with drift until it has reached this call.
 
         - "exchanges": number of fragments merged so far, by all optimizers.
-        - "exchange_exposed_s": seconds that training has waited for messages since the exchange
-          before. On a CUDA device they are timed as in `Instruments.statistics`.
-        - "exchange_wire_bytes": bytes of payload that this rank has sent since then.
-        - "pseudo_gradient_norm": 2-norm of the mean pseudo-gradient g of the exchange before.
+        - "exchange_exposed_s": seconds that training has waited for messages, from the merge before
+          the last one to the last one. On a CUDA device they are timed as in
+          `Instruments.statistics`.
+        - "exchange_wire_bytes": bytes of payload that this rank has sent in the same time.
+        - "pseudo_gradient_norm": 2-norm of the mean pseudo-gradient g of an exchange that was
+          merged before the last one: its norms travel with a later exchange.
         - "agreement": of the same, |g| / mean over ranks of |g_r|, where g_r is the rank's own.
           That is the mean cosine between g and g_r, each weighted by |g_r|. It is 1 if all
           replicas have moved alike, and 1 / sqrt(world size) if they have nothing in common.
@@ -315,10 +317,10 @@ class OuterHalf:
     def load(self, checkpoint: Mapping[str, Any], model: str = "") -> tuple[str, Mapping[str, Any]]:
         """Takes over what a checkpoint dict has of local steps. Collective. Blocks.
 
-        The module must hold its weights, and inner optimizers its states. With local state of this
-        rank all ranks go on as they were. If not, they go on from the anchor, with the outer
-        optimizers' state: names of parameters count, so that fragments may be others. What is
-        missing stays as it is.
+        The module must hold its weights, and inner optimizers its states. If it has local state
+        that fits, each rank goes on from its own replica, and from the exchanges that were under
+        way. If not, all ranks begin at the anchor, with the outer optimizers' state. That is found
+        by names of parameters, so that fragments may be others. What is missing stays as it is.
 
         Returns:
             Sentence for the user, or "", and what `save` got as `of_rank`, or nothing.

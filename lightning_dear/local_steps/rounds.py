@@ -47,7 +47,7 @@ class ExchangeWatch:
     num_merged: int = 0
 
     def __post_init__(self) -> None:
-        # Of the steps since the last merge, and of those before it since the merge before.
+        # What was counted since the last merge, and what was counted from the merge before to it.
         self._since = self._latest = StepStatistics(self.instruments.clock)
         self._norms: dict[str, float] = {}
         # Marks of a timeline's clock at which fragments that are under way were sent.
@@ -111,7 +111,7 @@ class OptimizerRounds:
         optimizer: The user's optimizer.
         schedule: Which fragment is sent and merged after which step.
         groups: Fragments, by the number that the schedule gives them. Those of one number are sent
-            and merged together. Empty where the optimizer has no parameter in a fragment.
+            and merged together. A group is empty if the optimizer has no parameter in its fragment.
         collectives: Collectives over all ranks.
         count: Steps since replicas were equal.
         finished_at: `count` when `OuterHalf.finish` was called last; to be assigned to.
@@ -130,7 +130,8 @@ class OptimizerRounds:
         self.part, self.optimizer, self.count, self.finished_at = part, part.optimizer, 0, 0
         self.collectives, self._signal, self.watch = shared.collectives, signal, watch
         self._module, self._steps, self._shared, self._number = module, steps, shared, number
-        # After each step of a round: this rank's samples so far. Earlier ones, to count from.
+        # This rank's samples so far: before the last `every` steps, and after each of them. The
+        # last minus the first are the samples of a round.
         self._totals = deque([shared.weights.total], maxlen=steps.every + 1)
         held = parameters_of(part.optimizer)
         self.schedule: Schedule = steps.schedule(num_modules(module, held))
@@ -260,9 +261,9 @@ class OptimizerRounds:
 
     @property
     def progress(self) -> list[float]:
-        """`count`, then this rank's samples up to each step of a round, less those of now.
+        """`count`, then `_totals`, each minus this rank's samples by now: numbers of at most 0.
 
-        To be assigned to, also in another training.
+        To be assigned to, also in another training, which has counted other samples.
         """
         return [self.count, *(one - self._shared.weights.total for one in self._totals)]
 
@@ -299,7 +300,7 @@ class OptimizerRounds:
         return [one for _, one in sorted(sent, key=lambda pair: pair[0])]
 
     def after_step(self) -> bool:
-        """See `OuterHalf.after_step`. Returns whether this rank's values are finite, if sent."""
+        """See `OuterHalf.after_step`. False: it has sent values that are not finite."""
         with self.watch.after_step():
             return self._exchange()
 

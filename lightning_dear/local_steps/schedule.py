@@ -158,8 +158,9 @@ before it has gone there and back."""
 def hiding(measured: Sequence[tuple[float, float]], num_modules: int) -> LocalSteps | None:
     """Returns the shortest round whose messages hide behind computing. Pure.
 
-    In a step that exchanges gradients both halves of all parameters travel, in at most the whole
-    step. The messages of one fragment need that time divided by the number of fragments.
+    A step that exchanges gradients sends as much as a round does, and its messages take at most the
+    whole step. So they hide in a round whose steps, of computing alone on the fastest rank, take
+    that long. The messages of one fragment need that time divided by the number of fragments.
 
     Args:
         measured: For each rank the median seconds of steps that exchange gradients, and how many of
