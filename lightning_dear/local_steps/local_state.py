@@ -12,14 +12,13 @@ The weights of a checkpoint are the anchor. Under `files.LOCAL_KEY` a folder als
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from lightning_dear.bucket import Chunk, storage_strides
+from lightning_dear.bucket import Chunk
 from lightning_dear.checkpoint.optimizer_state import ShardedState
 from lightning_dear.collectives.work import uncounted
 from lightning_dear.local_steps.rounds import OptimizerRounds
@@ -73,7 +72,7 @@ def gathered_state(
         buffers: The module's buffers.
         of_rank: What else this rank has.
     """
-    collectives, fragments = parts[0].collectives, _fragments_of(parts)
+    collectives, fragments = parts[0].collectives, [one for part in parts for one in part.fragments]
     world = collectives.world
     # While the module holds the anchor, the replica is in the place of the anchor.
     replica = {name: one for fragment in fragments for name, one in fragment.anchor.items()}
@@ -116,7 +115,7 @@ def resume(
         The state of this rank. None means that the checkpoint's weights were changed, or that the
         fragments are others now: then nothing is done.
     """
-    collectives, fragments = parts[0].collectives, _fragments_of(parts)
+    collectives, fragments = parts[0].collectives, [one for part in parts for one in part.fragments]
     layout = _layout_of(parts, collectives.world.size)
     fits = local["layout"] == layout and local["weights"] == _hash_of(parts)
     if not all(collectives.all_gather_object(fits)):
@@ -137,10 +136,6 @@ def resume(
     for name, value in own["buffers"].items():
         buffers[name].copy_(value)
     return own
-
-
-def _fragments_of(parts: Sequence[OptimizerRounds]) -> Sequence[Any]:
-    return [*chain.from_iterable(part.fragments for part in parts)]
 
 
 def _layout_of(parts: Sequence[OptimizerRounds], world_size: int) -> list[Any]:
@@ -175,7 +170,6 @@ def _stood_for(value: Any, chunks: Stood) -> Any:
         return value
     if value.nbytes <= _SMALL_BYTES:
         return value.detach().cpu().clone()
-    layout = value.shape, storage_strides(value)
-    stand_in = torch.empty_strided(*layout, dtype=value.dtype, device="meta")
+    stand_in = torch.empty_like(value, device="meta")
     chunks.append((stand_in, [Chunk(0, value.detach())]))
     return stand_in

@@ -138,9 +138,9 @@ class LocalSteps:
         Raises:
             ValueError: What `schedule`, `cut` and `new_outer` raise.
         """
-        held, fragments = parameters_of(optimizer), self.fragments
+        held = parameters_of(optimizer)
         number = self.schedule(num_modules(module, held)).fragments
-        cut(module, held, fragments if isinstance(fragments, Sequence) else number)
+        cut(module, held, self.fragments or number)
         self.new_outer([Parameter(torch.zeros(2))])
 
 
