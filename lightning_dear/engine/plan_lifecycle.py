@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from zlib import crc32
 
 import torch
@@ -29,8 +30,7 @@ from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, drop_mas
 from lightning_dear.optimizers.pieces import SpreadState
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer
-from lightning_dear.planning import BucketPlan, TensorSpec
-from lightning_dear.planning.plan import MAX_BUCKETS, with_whole_tensors
+from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, TensorSpec, with_whole_tensors
 
 
 class PlanLifecycle:
@@ -339,11 +339,8 @@ class PlanLifecycle:
         for other in others:
             left, was_written = other.hand_over(collectives)
             if left is not None:
-                all_ranks = collectives.all_gather_object([*was_written.values()])
-                columns = zip(*all_ranks, strict=True)
-                pairs = zip(was_written, columns, strict=True)
-                written = {parameter for parameter, flags in pairs if any(flags)}
-                lost = left.take(MASTER_KEY, written)
+                flags = zip(*collectives.all_gather_object([*was_written.values()]), strict=True)
+                lost = left.take(MASTER_KEY, {*compress(was_written, map(any, flags))})
                 self._tell_of_masters(AdoptedState(False, bool(lost.entries)))
                 self._stepper.left = left
                 self._stepper.guard()

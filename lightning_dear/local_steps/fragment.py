@@ -28,8 +28,7 @@ from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.masters import MASTER_KEY, without_masters
 from lightning_dear.optimizers.pieces import Shards
 from lightning_dear.optimizers.sharded import ShardedOptimizer, inner_step
-from lightning_dear.planning import FusionPlanner, ThresholdFusion
-from lightning_dear.planning.fusion import MIB
+from lightning_dear.planning.fusion import MIB, FusionPlanner, ThresholdFusion
 from lightning_dear.planning.plan import MAX_BUCKETS
 
 _NUM_BUCKETS, _LEAST_MB = 8, 1 / 16
@@ -289,7 +288,11 @@ class Fragment:
         stepper, before = self.stepper, self.stepper.shards
         stepper.set_gradients(self.round.used)
         # The optimizer steps a copy of its state, so that checkpoints have the last merge's.
-        stepper.shards = replace(before, state=_copied_state(before.state))
+        state = {
+            parameter: {key: v.clone() if isinstance(v, Tensor) else v for key, v in own.items()}
+            for parameter, own in before.state.items()
+        }
+        stepper.shards = replace(before, state=defaultdict(dict, state))
         with stepper.on_shards():
             inner_step(stepper.optimizer)
         stepper.clear_gradients()
@@ -471,15 +474,6 @@ def _in_buckets(fusion: FusionPlanner, nbytes: int) -> FusionPlanner:
     if not isinstance(fusion, ThresholdFusion) or fusion.bucket_cap_mb is not None:
         return fusion
     return ThresholdFusion(bucket_cap_mb=max(nbytes / MIB / _NUM_BUCKETS, _LEAST_MB))
-
-
-def _copied_state(state: Mapping[Tensor, Any]) -> defaultdict[Tensor, Any]:
-    """Returns a copy of an optimizer's state, with copies of its tensors."""
-    copied = {
-        parameter: {key: v.clone() if isinstance(v, Tensor) else v for key, v in own.items()}
-        for parameter, own in state.items()
-    }
-    return defaultdict(dict, copied)
 
 
 def _anchor_of(tensor: Tensor) -> Parameter:

@@ -4,9 +4,9 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
-from operator import truediv
+from operator import or_, truediv
 from typing import Any
 
 import torch
@@ -284,15 +284,13 @@ class OuterHalf:
         own, kind = checkpoint[CHECKPOINT_KEY], {CLASS: type(self._outer).__name__}
         if of_rank is None:
             states = [fragment.state() for fragment in self.fragments if not fragment.keeps_own]
-            named = (pair for state in states for pair in state.items())
-            own[_OUTER + model] = {**dict(named), **kind}
+            own[_OUTER + model] = reduce(or_, states) | kind
             return ""
         self.show_anchor()
-        fragments = [*self.fragments]
         # Outer optimizers step in the order of the sends, on all ranks.
-        turns = sorted(range(len(fragments)), key=lambda turn: fragments[turn].sent_at or 0)
-        by_turn = {turn: fragments[turn].spread() for turn in turns}
-        spread = [by_turn[turn] for turn in range(len(fragments))]
+        in_order = sorted(self.fragments, key=lambda fragment: fragment.sent_at or 0)
+        spread_of = {fragment: fragment.spread() for fragment in in_order}
+        spread = [spread_of[fragment] for fragment in self.fragments]
         last = {name: its for state, _ in spread for name, its in state.items()} | kind
         chunks = chain.from_iterable(state.chunks for state, _ in spread)
         own[_OUTER + model] = ShardedState(last, chunks, ())

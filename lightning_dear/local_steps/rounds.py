@@ -21,7 +21,7 @@ from lightning_dear.collectives.work import Collectives, under_way
 from lightning_dear.engine.notes import Digest, OptionValues, Signal, check_options, options_of
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value
-from lightning_dear.local_steps.schedule import LocalSteps, Schedule, cut, num_modules
+from lightning_dear.local_steps.schedule import LocalSteps, cut, num_modules
 from lightning_dear.optimizers.masters import MASTER_KEY, differs
 from lightning_dear.optimizers.pieces import parameters_of
 from lightning_dear.telemetry.statistics import Instruments, StepStatistics
@@ -132,8 +132,7 @@ class OptimizerRounds:
         self._module, self._steps, self._shared, self._number = module, steps, shared, number
         # After each step of a round: this rank's samples so far. Earlier ones, to count from.
         self._totals = deque([shared.weights.total], maxlen=steps.every + 1)
-        held = parameters_of(part.optimizer)
-        self.schedule: Schedule = steps.schedule(num_modules(module, held))
+        self.schedule = steps.schedule(num_modules(module, parameters_of(part.optimizer)))
         self._seen: object = None
         self._values: Mapping[Parameter, Sequence[Value]] = {}
         self._masters: Mapping[Parameter, Tensor] = {}

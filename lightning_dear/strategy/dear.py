@@ -240,7 +240,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         if readers := readers if self._shows_gradients else {}:
             refusals.warn_about_readers(readers)
         called = self._before_hook, self.report_failure, readers, self._expose_gradients
-        CompletionGuard(*called, self._end_backward).insert_into(callbacks)
+        others = (one for one in callbacks if not isinstance(one, CompletionGuard))
+        callbacks[:] = [CompletionGuard(*called, self._end_backward), *others]
 
     def _before_hook(self, hook: str) -> None:
         self.complete_parameters(hook)
