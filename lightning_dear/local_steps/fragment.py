@@ -237,8 +237,7 @@ class Fragment:
         is_finite = bool(largest.isfinite().all())
         for one in () if is_finite else gradients:
             one.zero_()
-        number = 0 if is_finite else min(rank, 254) + 1
-        self._bad.ask = lambda: number
+        self._bad.ask = partial(int, 0 if is_finite else min(rank, 254) + 1)
         # Now, and not in `launch`: until then other ranks may have made another number of steps.
         self._notes.say()
         weights, self._is_launched = self.round.weights, False

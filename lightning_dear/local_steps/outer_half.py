@@ -261,10 +261,7 @@ class OuterHalf:
     # Lightning may save under inference mode (NCCL), and tensors made there refuse later updates.
     @torch.inference_mode(False)
     def save(
-        self,
-        checkpoint: dict[str, Any],
-        model: str = "",
-        of_rank: Mapping[str, Any] | None = None,
+        self, checkpoint: dict[str, Any], model: str = "", of_rank: Mapping[str, Any] | None = None
     ) -> str:
         """Puts the outer optimizers' state of the last merges into a checkpoint dict. Mutates it.
 
