@@ -4,8 +4,9 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
+from operator import or_, truediv
 from typing import Any
 
 import torch
@@ -92,26 +93,24 @@ class OuterHalf:
         """
         # A later training must not use these process groups: messages may still be under way.
         reusable_groups.clear()
-        seed = _agreed_seed(steps, collectives)
-        instruments, signal = pipeline.training.instruments, Signal()
+        seed, training, signal = _agreed_seed(steps, collectives), pipeline.training, Signal()
+        instruments, tree = training.instruments, training.tree
         instruments.follow(collectives)
-        watch, weights = ExchangeWatch(instruments), pipeline.training.weights
-        how = weights, instruments.waiting, seed
-        shared = OuterOptions(collectives, options, fusion, steps.new_outer, *how)
+        how = steps.new_outer, training.weights, instruments.waiting, seed
+        shared, watch = OuterOptions(collectives, options, fusion, *how), ExchangeWatch(instruments)
         parts, number = list[OptimizerRounds](), first_number
         for part in pipeline.parts:
-            what = pipeline.training.module, part, steps, shared
-            parts.append(OptimizerRounds(*what, number, signal, watch))
+            what = training.module, part, steps, shared, number
+            parts.append(OptimizerRounds(*what, signal, watch))
             number += len(parts[-1].groups)
-        tree = pipeline.training.tree
         if averages_buffers and _buffers_of(tree):
             plain = replace(shared, exchange=ExchangeOptions(), new_outer=partial(SGD, lr=1.0))
             replica = lambda: {name: [Value(one)] for name, one in _buffers_of(tree).items()}  # noqa: E731
             buffers = Fragment(replica, _buffers_of(tree), plain, number, keeps_own=True)
             parts[0].groups[-1].append(buffers)
-        spans = [one.schedule.interval + one.schedule.delay for one in parts]
-        instruments.exchange_steps = max(spans)
-        return cls(parts, signal, pipeline.training, saves_local=steps.local_state)
+        schedules = [one.schedule for one in parts]
+        instruments.exchange_steps = max(one.interval + one.delay for one in schedules)
+        return cls(parts, signal, training, saves_local=steps.local_state)
 
     @property
     def is_on(self) -> bool:
@@ -210,16 +209,14 @@ class OuterHalf:
         return moved / (norm_of(pair[self.shows_anchor] for pair in pairs) or 1.0)
 
     def _encoding(self) -> dict[str, float]:
-        pairs = [
-            (sum(map(Tensor.numel, one.anchor.values())), one.round.exchange)
-            for one in self.fragments
-        ]
-        coded = [(numel, one) for numel, one in pairs if one.coded]
-        if not coded:
+        sent = [one for one in self.fragments if one.round.exchange.coded]
+        if not sent:
             return {}
-        wire = sum(numel / one.compression_ratio for numel, one in coded)
-        found = {"compression_ratio": sum(numel for numel, _ in coded) / wire}
-        norms = [norm for _, one in coded for state in one.coded for norm in state.residual_norms]
+        numels = [sum(map(Tensor.numel, one.anchor.values())) for one in sent]
+        coded = [one.round.exchange for one in sent]
+        ratios = [one.compression_ratio for one in coded]
+        found = {"compression_ratio": sum(numels) / sum(map(truediv, numels, ratios))}
+        norms = [norm for one in coded for state in one.coded for norm in state.residual_norms]
         return {**found, "residual_norm": norm_of(norms)} if norms else found
 
     def _recover(self) -> None:
@@ -240,11 +237,10 @@ class OuterHalf:
         self.show_replica()
         for part in self._parts:
             part.flush()
+            part.finished_at = part.count
         if self._parts and not self._differs:
             self._compare_unheld()
         self.restore()
-        for part in self._parts:
-            part.finished_at = part.count
 
     def restore(self) -> None:
         """Overwrites the replica with the anchor of the last merges. Local. Idempotent."""
@@ -267,10 +263,7 @@ class OuterHalf:
     # Lightning may save under inference mode (NCCL), and tensors made there refuse later updates.
     @torch.inference_mode(False)
     def save(
-        self,
-        checkpoint: dict[str, Any],
-        model: str = "",
-        of_rank: Mapping[str, Any] | None = None,
+        self, checkpoint: dict[str, Any], model: str = "", of_rank: Mapping[str, Any] | None = None
     ) -> str:
         """Puts the outer optimizers' state of the last merges into a checkpoint dict. Mutates it.
 
@@ -290,15 +283,13 @@ class OuterHalf:
         own, kind = checkpoint[CHECKPOINT_KEY], {CLASS: type(self._outer).__name__}
         if of_rank is None:
             states = [fragment.state() for fragment in self.fragments if not fragment.keeps_own]
-            named = (pair for state in states for pair in state.items())
-            own[_OUTER + model] = {**dict(named), **kind}
+            own[_OUTER + model] = reduce(or_, states) | kind
             return ""
         self.show_anchor()
-        fragments = [*self.fragments]
         # Outer optimizers step in the order of the sends, on all ranks.
-        turns = sorted(range(len(fragments)), key=lambda turn: fragments[turn].sent_at or 0)
-        by_turn = {turn: fragments[turn].spread() for turn in turns}
-        spread = [by_turn[turn] for turn in range(len(fragments))]
+        in_order = sorted(self.fragments, key=lambda fragment: fragment.sent_at or 0)
+        spread_of = {fragment: fragment.spread() for fragment in in_order}
+        spread = [spread_of[fragment] for fragment in self.fragments]
         last = {name: its for state, _ in spread for name, its in state.items()} | kind
         chunks = chain.from_iterable(state.chunks for state, _ in spread)
         own[_OUTER + model] = ShardedState(last, chunks, ())

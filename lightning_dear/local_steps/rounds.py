@@ -21,7 +21,7 @@ from lightning_dear.collectives.work import Collectives, under_way
 from lightning_dear.engine.notes import Digest, OptionValues, Signal, check_options, options_of
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value
-from lightning_dear.local_steps.schedule import LocalSteps, Schedule, cut, num_modules
+from lightning_dear.local_steps.schedule import LocalSteps, cut, num_modules
 from lightning_dear.optimizers.masters import MASTER_KEY, differs
 from lightning_dear.optimizers.pieces import parameters_of
 from lightning_dear.telemetry.statistics import Instruments, StepStatistics
@@ -133,8 +133,7 @@ class OptimizerRounds:
         # This rank's samples so far: before the last `every` steps, and after each of them. The
         # last minus the first are the samples of a round.
         self._totals = deque([shared.weights.total], maxlen=steps.every + 1)
-        held = parameters_of(part.optimizer)
-        self.schedule: Schedule = steps.schedule(num_modules(module, held))
+        self.schedule = steps.schedule(num_modules(module, parameters_of(part.optimizer)))
         self._seen: object = None
         self._values: Mapping[Parameter, Sequence[Value]] = {}
         self._masters: Mapping[Parameter, Tensor] = {}
@@ -148,10 +147,9 @@ class OptimizerRounds:
             anchor: Name -> value of the anchor, where it is not the parameter's own value.
         """
         self._held = parameters_of(self.optimizer)
-        fragments, module = self._steps.fragments, self._module
-        names = fragments if isinstance(fragments, Sequence) else self.schedule.fragments
+        fragments = self._steps.fragments or self.schedule.fragments
         notes = lambda outer: [RoundDigest(self.collectives, self, outer)]  # noqa: E731
-        for turn, named in enumerate(cut(module, self._held, names)):
+        for turn, named in enumerate(cut(self._module, self._held, fragments)):
             kept = [one for one in self.groups[turn] if one.keeps_own]
             if named:
                 first = {name: anchor.get(name, value) for name, value in named.items()}
@@ -204,10 +202,8 @@ class OptimizerRounds:
         own = (one for one in self.fragments if not one.keeps_own)
         momentum = next(own).stepper.optimizer.param_groups[0].get("momentum", 0.0)
         num_rounds = num_steps / self.schedule.every
-        if not (0 < num_rounds < math.inf and 0 < momentum < 1):
-            return ""
-        least = 5 / (1 - momentum)
-        if num_rounds >= least:
+        least = 5 / (1 - momentum) if 0 < momentum < 1 else 0.0
+        if not 0 < num_rounds < least:
             return ""
         return (
             f"This fit has {num_rounds:.3g} rounds of {self.schedule.every} local steps, and the"
@@ -255,9 +251,8 @@ class OptimizerRounds:
     @property
     def layout(self) -> list[Any]:
         """What must be the same for local state to be loaded: when what is sent and merged."""
-        every, number, delay, _ = self.schedule
         names = [[list(one.names) for one in group] for group in self.groups]
-        return [every, number, delay, names]
+        return [*self.schedule[:3], names]
 
     @property
     def progress(self) -> list[float]:
@@ -335,14 +330,13 @@ class OptimizerRounds:
         return fragment.send(self.count, samples if self._shared.weights.is_on else None)
 
     def _advance(self, fragment: Fragment) -> None:
-        """Lets the outer optimizer step, if that is due. On NCCL it is at fixed steps.
+        """Lets the outer optimizer step if all sums have arrived. On NCCL it is at fixed steps.
 
         NCCL matches messages by their order, which must be the same on all ranks.
         """
         assert fragment.sent_at is not None
-        if self.collectives.matches_by_tag:
-            fragment.advance()
-        elif self.count - fragment.sent_at >= (self.schedule.delay + 1) // 2:
+        is_due = self.count - fragment.sent_at >= (self.schedule.delay + 1) // 2
+        if fragment.round.is_complete if self.collectives.matches_by_tag else is_due:
             fragment.step()
 
     def _merge(self, fragment: Fragment, mix: float) -> None:

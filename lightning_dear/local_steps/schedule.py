@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
+from functools import partial, reduce
+from itertools import accumulate, pairwise
 from math import ceil, log2
 from numbers import Real
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -138,9 +139,9 @@ class LocalSteps:
         Raises:
             ValueError: What `schedule`, `cut` and `new_outer` raise.
         """
-        held, fragments = parameters_of(optimizer), self.fragments
+        held = parameters_of(optimizer)
         number = self.schedule(num_modules(module, held)).fragments
-        cut(module, held, fragments if isinstance(fragments, Sequence) else number)
+        cut(module, held, self.fragments or number)
         self.new_outer([Parameter(torch.zeros(2))])
 
 
@@ -264,11 +265,8 @@ def cut(
         # At least one module is left for each further fragment.
         places = range(cuts[-1] + 1, len(modules) - (fragments - turn) + 1)
         cuts.append(min(places, key=lambda place: abs(ends[place] - ideal)))
-    bounds = zip(cuts, [*cuts[1:], len(modules)], strict=True)
-    return [
-        {name: one for its in modules[begin:end] for name, one in its.items()}
-        for begin, end in bounds
-    ]
+    bounds = pairwise([*cuts, len(modules)])
+    return [reduce(or_, modules[begin:end], {}) for begin, end in bounds]
 
 
 def num_modules(module: Module, parameters: Iterable[Parameter]) -> int:

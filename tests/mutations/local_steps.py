@@ -24,7 +24,7 @@ LOCAL_STEPS = [
     ),
     Mutation(
         "the mean over ranks of pseudo-gradients",
-        "Fragment._launch",
+        "Fragment.launch",
         "            bucket.gradients.mul_(self.round.weights.scale)\n",
         "            pass\n",
         (BITS,),
@@ -194,7 +194,7 @@ LOCAL_STEPS = [
     Mutation(
         "launching messages that wait for samples no later than they are stepped",
         "Fragment.step",
-        "        if not self._is_launched:\n            self._launch()\n",
+        "        self.launch(blocks=True)\n",
         "",
         (f"{BITS}_by_samples",),
     ),
