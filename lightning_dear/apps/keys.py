@@ -135,7 +135,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Check names, and ask on stderr whether a long time was meant in milliseconds."""
-        from lightning_dear.simulator import ALGORITHMS
+        from lightning_dear.simulator.network import ALGORITHMS
         from lightning_dear.simulator.strategies import resolve_strategy
 
         for name in self.strategies or ():

@@ -11,14 +11,10 @@ from lightning_dear.planning import measured, programme, refine
 from lightning_dear.planning.fusion import MIB, fuse_groups
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.step import Program
+from lightning_dear.simulator import schedule as schedules
 from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.network import Network
-from lightning_dear.simulator.schedule import (
-    Schedule,
-    partitioned_program,
-    round_program,
-    single_program,
-)
+from lightning_dear.simulator.schedule import Schedule
 from lightning_dear.simulator.simulate import simulate
 from lightning_dear.simulator.workload import Workload
 
@@ -246,7 +242,7 @@ def with_local_steps(options: "LocalSteps") -> Strategy:
         options: The options. `dear-train`'s overrides tell `every` alone.
     """
     name = f"local_steps={options.every}"
-    build, overrides = partial(round_program, options), f"strategy=dear strategy.{name}"
+    build, overrides = partial(schedules.round_program, options), f"strategy=dear strategy.{name}"
     return Strategy(f"dear, {name}", build, overrides, "halves", costs_samples=True)
 
 
@@ -257,7 +253,7 @@ STRATEGIES: dict[str, Strategy] = {
     one.name: one
     for one in (
         # One rank alone, which sends nothing: the reference for scaling efficiency.
-        Strategy("single", single_program),
+        Strategy("single", schedules.single_program),
         # An all-reduce for every tensor, as soon as its gradient is ready.
         Strategy("wfbp", _EACH, "strategy=wfbp", "whole"),
         # DistributedDataParallel: all-reduces of 25 MiB, the first of 1 MiB.
@@ -266,7 +262,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("horovod", horovod_program, compresses="whole"),
         Strategy("mgwfbp", _mgwfbp, compresses="whole"),
         # All-reduces of 4 MiB; tensors that forward reads first have priority.
-        Strategy("bytescheduler", partitioned_program),
+        Strategy("bytescheduler", schedules.partitioned_program),
         # ZeRO-2: reduce-scatters in backward, all-gathers before the next forward.
         Strategy("zero", in_units(_ZERO)),
         # FSDP2 with reshard_after_forward=False: all-gathers in forward, one ahead.

@@ -21,7 +21,8 @@ from lightning_dear.apps.plan.config import network_of, world_sizes_of
 from lightning_dear.apps.plan.report import plan, script_of
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import CodecCost, CodecCosts, Linear, MergeCompFusion
-from lightning_dear.simulator import Program, SimulatedStep, Workload
+from lightning_dear.planning.step import Program
+from lightning_dear.simulator import SimulatedStep, Workload
 from lightning_dear.simulator.network import Link
 from lightning_dear.simulator.ranking import Ranked
 from lightning_dear.simulator.saved import save_workload

@@ -21,8 +21,8 @@ from lightning_dear.planning import (
 )
 from lightning_dear.planning.fusion import fuse_groups
 from lightning_dear.planning.measured import NO_CODEC
-from lightning_dear.simulator import Link, Network, Schedule, Workload, simulate
-from lightning_dear.simulator.schedule import round_program
+from lightning_dear.simulator import Link, Network, Workload, simulate
+from lightning_dear.simulator.schedule import Schedule, round_program
 from tests.planning.models import ITEMSIZE, UNIT, WORLD_SIZE, chain, chains, codecs, links
 
 TOLERANCE_S = 1e-9

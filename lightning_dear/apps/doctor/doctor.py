@@ -135,15 +135,13 @@ def _examine_all(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictCon
     timeout, node = timedelta(seconds=meeting.timeout_s), (strategy.node_rank, strategy.local_rank)
     collectives = new_collectives(strategy.root_device, timeout, hops=hops, node=node)
     cost, own_pairs = measure_links(collectives, strategy.root_device, slowest.gradient_bytes)
-    patience_s = max(COMPUTE_TIMEOUT_S, meeting.timeout_s)
-    everyones = meeting.exchange("pairs", own_pairs, patience_s)
+    everyones = meeting.exchange("pairs", own_pairs, max(COMPUTE_TIMEOUT_S, meeting.timeout_s))
     pairs = [Pair(*one) for some in everyones for one in some]
     backend = str(strategy.process_group_backend)  # type: ignore[attr-defined]
     table += [("backend", backend), layout_row(collectives.world, collectives.hops)]
     table += link_rows(cost, pairs, collectives.world.hosts)
     # What exchanges at once cost does not tell how long one of them is on its way.
-    one_way_s = max(pair.round_trip_s for pair in pairs) / 2
-    far = replace(cost, alpha_s=cost.alpha_s + one_way_s)
+    far = replace(cost, alpha_s=cost.alpha_s + max(pair.round_trip_s for pair in pairs) / 2)
     said = verdict(meeting.world_size, slowest, far, _accumulated(cfg))
     return Findings([], [*table, *compute_rows(slowest), late_row(computes)], said)
 
@@ -184,10 +182,10 @@ def _own_version() -> str:
 
 def version_problems(facts: Sequence[dict[str, str]]) -> list[str]:
     """Return a sentence for each version that is not the same on all ranks."""
-    differing = [name for name in facts[0] if len({one[name] for one in facts}) > 1]
     return [
         f"{name} differs: {_spread(facts, name)}. Install the same version on every host."
-        for name in differing
+        for name in facts[0]
+        if len({one[name] for one in facts}) > 1
     ]
 
 
