@@ -102,8 +102,8 @@ class DearModule(Module):
         trained = (p for part in self.pipeline.parts for p in part.parameters)
         if not (torch.is_grad_enabled() and any(p.requires_grad for p in trained)):
             self.pipeline.complete_parameters("evaluation")
-            if not self.module.training:
-                self.outer.show_anchor()
+            show = self.outer.show_replica if self.module.training else self.outer.show_anchor
+            show()
             return self.module(*args, **kwargs)
         self.outer.show_replica()
         with self.pipeline.forward(synchronize=not self.is_sync_blocked):
@@ -157,13 +157,15 @@ def part_of(optimizer: Optimizer) -> OptimizerPipeline | None:
 def finish_at_exit() -> None:
     """Blocks until the last step's all-gathers are done, so that all ranks have all parameters.
 
-    It waits for all modules that this process trains, and warns if an all-gather fails. Does
-    nothing if an uncaught exception ends the process: other ranks may never send their part.
+    It waits for all modules that this process trains, and warns if an all-gather fails, or if local
+    steps were not finished. Does nothing if an uncaught exception ends the process: other ranks may
+    never send their part.
     """
     # Python sets `sys.last_value` when it prints an uncaught exception.
     if getattr(sys, "last_value", None) is not None:
         return
     for module in list(_training):
+        module.outer.warn_of_lost_steps()
         if module.pipeline is not None:
             try:
                 module.pipeline.complete_parameters("exit")

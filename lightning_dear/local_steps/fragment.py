@@ -224,13 +224,17 @@ class Fragment:
                 alike.
 
         Returns:
-            Whether this rank's values are finite. If not, no rank merges them.
+            Whether the rank may go on with its replica: what it has sent is finite, or is not the
+            replica's (`keeps_own`). What is not finite is merged by no rank.
         """
         self.sent_at, rank = sent_at, self._options.collectives.world.rank
         self._take()
         messages = self._pairs(one.gradient for one in self._buffers.placements)
         for (anchor, value), (message, _) in zip(self.values, messages, strict=True):
             torch.sub(anchor, value, out=message)
+            if self.keeps_own:
+                # A mask may have inf in it, and inf - inf is nan.
+                message.masked_fill_(anchor == value, 0.0)
         gradients = [one.gradients for one in self._buffers.buckets]
         largest = torch.stack([largest_of(one).double() for one in gradients])
         # Besides the notes in `step`, only here the host waits for a device.
@@ -247,7 +251,7 @@ class Fragment:
             weights.weigh(samples)
             self.round.launch_weights()
         self.launch()
-        return is_finite
+        return is_finite or self.keeps_own
 
     def launch(self, *, blocks: bool = False) -> None:
         """Launches the messages of `send`, once an exchange.

@@ -63,6 +63,8 @@ class OuterHalf:
     ) -> None:
         self._parts, self.signal, self.shows_anchor = parts, signal, False
         self._training, self._saves_local = training, saves_local
+        # Sum of the bits of the anchor that the module holds. None means that it is not known.
+        self._shown: int | None = None
         # Whether ranks have different parameters that no optimizer holds. None means not compared.
         self._differs: bool | None = None
 
@@ -87,8 +89,8 @@ class OuterHalf:
             options: Compressor of the messages.
             fusion: Planner of the fragments' buckets.
             first_number: Number of the first fragment, see `Fragment`.
-            averages_buffers: Whether the anchor has the mean over ranks of the module's
-                floating-point buffers (BatchNorm), exchanged once a round. Replicas keep their own.
+            averages_buffers: Whether the anchor has the mean over ranks of floating-point buffers
+                that `state_dict` has (BatchNorm), exchanged once a round. Replicas keep their own.
                 False means that the module keeps this rank's buffers everywhere.
         """
         # A later training must not use these process groups: messages may still be under way.
@@ -103,11 +105,12 @@ class OuterHalf:
             what = training.module, part, steps, shared, number
             parts.append(OptimizerRounds(*what, signal, watch))
             number += len(parts[-1].groups)
-        if averages_buffers and _buffers_of(tree):
+        saved = training.module.state_dict().keys()
+        buffers = {name: one for name, one in _buffers_of(tree).items() if name in saved}
+        if averages_buffers and buffers:
             plain = replace(shared, exchange=ExchangeOptions(), new_outer=partial(SGD, lr=1.0))
             replica = lambda: {name: [Value(one)] for name, one in _buffers_of(tree).items()}  # noqa: E731
-            buffers = Fragment(replica, _buffers_of(tree), plain, number, keeps_own=True)
-            parts[0].groups[-1].append(buffers)
+            parts[0].groups[-1].append(Fragment(replica, buffers, plain, number, keeps_own=True))
         schedules = [one.schedule for one in parts]
         instruments.exchange_steps = max(one.interval + one.delay for one in schedules)
         return cls(parts, signal, training, saves_local=steps.local_state)
@@ -150,9 +153,7 @@ class OuterHalf:
         """
         assert self._training is not None
         unheld = unheld_parameters(self._training.module, self._training.optimizers)
-        bits = {name: one.detach().reshape(-1).view(torch.uint8) for name, one in unheld}
-        # A sum, since a hash would copy a frozen model to the CPU.
-        own = {name: int(one.sum(dtype=torch.int64)) for name, one in bits.items()}
+        own = {name: _sum_of_bits(one) for name, one in unheld}
         collectives = self._parts[0].collectives
         with uncounted(collectives):
             said = collectives.all_gather_object(own)
@@ -232,18 +233,21 @@ class OuterHalf:
         """Ends local steps: ranks exchange all that is left, and hold the anchor. Collective.
 
         Blocks. What is under way is merged first. Then each fragment is sent and merged once more,
-        unless it was merged just now without delay.
+        unless it was merged just now without delay. Does nothing if nothing was trained since.
         """
+        if all(part.is_finished for part in self._parts):
+            return
         self.show_replica()
         for part in self._parts:
             part.flush()
-            part.finished_at = part.count
+            part.is_finished = True
         if self._parts and not self._differs:
             self._compare_unheld()
         self.restore()
 
     def restore(self) -> None:
         """Overwrites the replica with the anchor of the last merges. Local. Idempotent."""
+        self._shown = None
         self.show_replica()
         for part in self._parts:
             for fragment in part.fragments:
@@ -257,7 +261,7 @@ class OuterHalf:
         """
         for part in self._parts:
             part.collectives.discard()
-            part.finished_at = part.count
+            part.is_finished = True
         self.restore()
 
     # Lightning may save under inference mode (NCCL), and tensors made there refuse later updates.
@@ -301,7 +305,7 @@ class OuterHalf:
         what = self._parts, under_way, inner, self._buffers, of_rank
         own[LOCAL_KEY], nbytes = local_state.gathered_state(*what)
         return (
-            f"The folder has {nbytes / 2**20:.1f} MiB of state that each of {world.size} ranks has"
+            f"The folder has {nbytes / 2**20:.3g} MiB of state that each of {world.size} ranks has"
             " of its own. LocalSteps(local_state=False) leaves it out."
         )
 
@@ -355,7 +359,7 @@ class OuterHalf:
         """Makes the module's values the anchor, equal on all ranks, and counts anew. Local."""
         for part in self._parts:
             part.part.prepare_state("local steps")
-            part.progress = 0, 0
+            part.progress, part.is_finished = (0, 0), True
         for fragment in self.fragments:
             fragment.take_replica()
 
@@ -363,11 +367,29 @@ class OuterHalf:
         """Puts the anchor into the module, in place, until `show_replica`. Local. Idempotent."""
         if not self.shows_anchor:
             self._swap()
+            self._shown = self._bits()
 
     def show_replica(self) -> None:
-        """Puts the replica's values back into the module, bit by bit. Local. Idempotent."""
-        if self.shows_anchor:
-            self._swap()
+        """Puts the replica's values back into the module, bit by bit. Local. Idempotent.
+
+        Raises:
+            RuntimeError: If weights were written meanwhile. Only once.
+        """
+        if not self.shows_anchor:
+            return
+        shown, self._shown = self._shown, None
+        if shown not in (None, self._bits()):
+            raise RuntimeError(
+                "Weights were written while the module had the anchor of local steps, in a hook of"
+                " validation or between an evaluation and the next forward in training. They would"
+                " be lost. Write in on_train_batch_start, or load them on all ranks through"
+                " strategy.load_model_state_dict or fabric.load."
+            )
+        self._swap()
+
+    def _bits(self) -> int:
+        held = chain.from_iterable(part.part.parameters for part in self._parts)
+        return sum(map(_sum_of_bits, held))
 
     def _swap(self) -> None:
         self.shows_anchor = not self.shows_anchor
@@ -383,15 +405,19 @@ class OuterHalf:
         Messages under way are not waited for. Warns if the replica has trained since `finish`.
         """
         self.restore()
-        if any(part.count != part.finished_at for part in self._parts):
+        self.warn_of_lost_steps()
+        for part in self._parts:
+            part.detach()
+        self._parts = ()
+
+    def warn_of_lost_steps(self) -> None:
+        """Warns if the replica has trained since `finish`. Local."""
+        if not all(part.is_finished for part in self._parts):
             warnings.warn(
                 "Local steps end without an exchange: what this rank has trained since its last one"
                 " is lost. Call strategy.finish_local_steps() on all ranks at the end.",
                 stacklevel=2,
             )
-        for part in self._parts:
-            part.detach()
-        self._parts = ()
 
 
 def _agreed_seed(steps: LocalSteps, collectives: Collectives) -> int:
@@ -409,6 +435,15 @@ def _agreed_seed(steps: LocalSteps, collectives: Collectives) -> int:
                 f" {rank}. Set the same on all ranks: they exchange after the same steps."
             )
     return said[0][1]
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    """Returns a number that nearly always differs for other values. Blocks until it is known.
+
+    A hash would copy the tensor to the CPU.
+    """
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.itemsize, torch.uint8)
+    return int(tensor.detach().reshape(-1).view(whole).sum(dtype=torch.int64))
 
 
 def _buffers_of(tree: ModuleTree) -> dict[str, Tensor]:

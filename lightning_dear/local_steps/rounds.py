@@ -114,7 +114,8 @@ class OptimizerRounds:
             and merged together. A group is empty if the optimizer has no parameter in its fragment.
         collectives: Collectives over all ranks.
         count: Steps since replicas were equal.
-        finished_at: `count` when `OuterHalf.finish` was called last; to be assigned to.
+        is_finished: Whether nothing was trained since `OuterHalf.finish` or the start; to be
+            assigned to.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class OptimizerRounds:
         signal: Signal,
         watch: ExchangeWatch,
     ) -> None:
-        self.part, self.optimizer, self.count, self.finished_at = part, part.optimizer, 0, 0
+        self.part, self.optimizer, self.count, self.is_finished = part, part.optimizer, 0, True
         self.collectives, self._signal, self.watch = shared.collectives, signal, watch
         self._module, self._steps, self._shared, self._number = module, steps, shared, number
         # This rank's samples so far: before the last `every` steps, and after each of them. The
@@ -148,7 +149,8 @@ class OptimizerRounds:
         """
         self._held = parameters_of(self.optimizer)
         fragments = self._steps.fragments or self.schedule.fragments
-        notes = lambda outer: [RoundDigest(self.collectives, self, outer)]  # noqa: E731
+        steps, inner = StepsDigest(self.collectives, self), self.optimizer
+        notes = lambda outer: [steps, OptionsDigest(self.collectives, inner, outer)]  # noqa: E731
         for turn, named in enumerate(cut(self._module, self._held, fragments)):
             kept = [one for one in self.groups[turn] if one.keeps_own]
             if named:
@@ -264,7 +266,7 @@ class OptimizerRounds:
 
     @progress.setter
     def progress(self, progress: Sequence[float]) -> None:
-        self.count, since = int(progress[0]), progress[1:]
+        self.count, since, self.is_finished = int(progress[0]), progress[1:], False
         self._totals.clear()
         self._totals.extend(self._shared.weights.total + one for one in since)
 
@@ -300,7 +302,7 @@ class OptimizerRounds:
             return self._exchange()
 
     def _exchange(self) -> bool:
-        self.count += 1
+        self.count, self.is_finished = self.count + 1, False
         self._totals.append(self._shared.weights.total)
         for one in self._under_way:
             one.launch()
@@ -347,8 +349,9 @@ class OptimizerRounds:
             self._signal.hear([fragment.stop.heard])
         if rank is not None:
             log.warning(
-                "An exchange is left out, since weights of rank %d were not finite: of '%s' and"
-                " %d more parameters, step %d.",
+                "An exchange is left out, since %s of rank %d were not finite: of '%s' and %d"
+                " more, step %d.",
+                "buffers" if fragment.keeps_own else "weights",
                 rank,
                 fragment.names[0],
                 len(fragment.names) - 1,
@@ -392,34 +395,53 @@ class OptimizerRounds:
             self._merge(fragment, 0.0)
 
 
-class RoundDigest(Digest):
-    """Compares between ranks how many steps they have made, and the options of both optimizers.
+class StepsDigest(Digest):
+    """Compares between ranks how many steps they have made.
 
     Args:
         collectives: Collectives over all ranks.
         rounds: Counts the steps.
-        outer: The outer optimizer.
     """
 
-    def __init__(self, collectives: Collectives, rounds: OptimizerRounds, outer: Optimizer) -> None:
+    def __init__(self, collectives: Collectives, rounds: OptimizerRounds) -> None:
         super().__init__(lambda: collectives)
-        self._rounds, self._outer = rounds, outer
+        self._rounds = rounds
 
     @override
     def value(self) -> int:
-        options = options_of(self._rounds.optimizer), options_of(self._outer)
-        self._counted = self._rounds.count, *options
-        return hash_of(repr((self._rounds.count, *(sorted(one.items()) for one in options))))
+        self._counted = count = self._rounds.count
+        return count
 
     @override
-    def explain(self, counted: tuple[int, OptionValues, OptionValues]) -> None:
-        reports = self._collectives().all_gather_object(counted)
-        counts = [count for count, *_ in reports]
-        if len({*counts}) > 1:
-            raise RuntimeError(
-                f"Ranks have made different numbers of local steps: {counts}, by rank. Give all"
-                " ranks equally many batches, and call each optimizer's step equally often."
-            )
-        name = type(self._rounds.optimizer).__name__
-        check_options(f"step with different options: {name}", [inner for _, inner, _ in reports])
-        check_options("have different outer optimizers", [outer for *_, outer in reports])
+    def explain(self, counted: int) -> None:
+        # Without a message: another rank may wait for an exchange that this rank never sends.
+        raise RuntimeError(
+            "Ranks have made different numbers of local steps. This rank has sent after step"
+            f" {counted}. Give all ranks equally many batches, such as by"
+            " Trainer(limit_train_batches=...), and call each optimizer's step equally often."
+        )
+
+
+class OptionsDigest(Digest):
+    """Compares between ranks the options of both optimizers.
+
+    Args:
+        collectives: Collectives over all ranks.
+        inner: The inner optimizer.
+        outer: The outer optimizer.
+    """
+
+    def __init__(self, collectives: Collectives, inner: Optimizer, outer: Optimizer) -> None:
+        super().__init__(lambda: collectives)
+        self._both = inner, outer
+
+    @override
+    def value(self) -> int:
+        inner, outer = self._counted = tuple(map(options_of, self._both))
+        return hash_of(repr((sorted(inner.items()), sorted(outer.items()))))
+
+    @override
+    def explain(self, counted: tuple[OptionValues, OptionValues]) -> None:
+        inner, outer = zip(*self._collectives().all_gather_object(counted), strict=True)
+        check_options(f"step with different options: {type(self._both[0]).__name__}", inner)
+        check_options("have different outer optimizers", outer)

@@ -71,18 +71,31 @@ class LocalSteps:
                     " it: a fragment is sent once in each round, and merged before the next time."
                 )
         mix: Any = self.mix
-        if mix is not None and not (isinstance(mix, Real) and 0 <= float(mix) <= 1):
-            raise ValueError(f"LocalSteps(mix={mix!r}) must be from 0 to 1.")
+        is_real = isinstance(mix, Real) and not isinstance(mix, bool)
+        if mix is not None and not (is_real and 0 <= float(mix) <= 1):
+            raise ValueError(f"LocalSteps(mix={mix!r}) must be from 0 to 1. None chooses.")
+        if not isinstance(self.local_state, bool):
+            raise TypeError(f"LocalSteps(local_state={self.local_state!r}) must be True or False.")
         if self.outer is not None and not callable(self.outer):
-            raise TypeError(
-                f"LocalSteps(outer={self.outer!r}) must make an optimizer from parameters, such as"
-                " partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
-            )
+            raise self._no_optimizer(self.outer)
         self._check_fragments()
+
+    def _no_optimizer(self, found: object) -> TypeError:
+        return TypeError(
+            f"LocalSteps(outer=...) must make an optimizer from parameters, such as"
+            " partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True), and not be or return"
+            f" a {type(found).__name__}."
+        )
 
     def _check_fragments(self) -> None:
         number: Any = self.fragments
-        if isinstance(number, str) or not isinstance(number, int | Sequence | None):
+        is_list = isinstance(number, Sequence) and not isinstance(number, str)
+        lists = [*number] if is_list else []
+        are_names = all(
+            isinstance(one, Sequence) and not isinstance(one, str) and {*map(type, one)} <= {str}
+            for one in lists
+        )
+        if not (isinstance(number, int | None) or (lists and are_names)):
             raise TypeError(
                 f"LocalSteps(fragments={number!r}) must be a number, or for each fragment a list of"
                 ' names, such as [["encoder"], ["decoder", "head"]].'
@@ -126,6 +139,8 @@ class LocalSteps:
         is_long = self.every > _FEW_STEPS
         default = partial(SGD, lr=1.0, momentum=0.5 if is_long else 0.0, nesterov=is_long)
         made = (self.outer or default)(parameters)
+        if not isinstance(made, Optimizer):
+            raise self._no_optimizer(made)
         if why_not_elementwise(made) is not None:
             raise ValueError(
                 f"LocalSteps(outer=...) made {type(made).__name__}, which is not element-wise. Use"

@@ -244,12 +244,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     def _before_hook(self, hook: str) -> None:
         self.complete_parameters(hook)
-        if hook == "on_validation_start":
-            self._outer.show_anchor()
-        elif hook == "on_train_end":
-            self.finish_local_steps()
-        elif hook != "on_save_checkpoint":
-            self._outer.show_replica()
+        local.before_hook(self._outer, self._trainer, hook)
 
     @property
     def _shows_gradients(self) -> bool:
@@ -283,6 +278,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         # Not in `training_step`, which runs within the optimizer's step.
         if halves := self._end_of_dense_steps(self.pipeline_of(), self._trainer.global_step):
             self._take(*halves)
+            local.say_how_local(self._outer, self._trainer)
         if batch_idx == 0:
             self.pipeline_of().training.buffers.asks = True
 

@@ -42,11 +42,17 @@ class LocalStepsOption:
     """
 
     def __init__(self, option: int | str | LocalSteps | None) -> None:
-        if isinstance(option, str) and option != "auto":
-            raise ValueError(
-                f"local_steps must be a number, 'auto', LocalSteps(...) or None, got {option!r}."
+        is_number = isinstance(option, int) and not isinstance(option, bool)
+        if not is_number and option not in (None, "auto") and not isinstance(option, LocalSteps):
+            kind = ValueError if isinstance(option, str) else TypeError
+            raise kind(
+                "local_steps must be a whole number of steps, 'auto', LocalSteps(...) or None, got"
+                f" {option!r}."
             )
+        if isinstance(option, int) and option < 1:
+            raise ValueError(f"local_steps={option} must be 1 or more. None exchanges each step.")
         self._is_auto = self._searches = option == "auto"
+        self._has_said = False
         first = LocalSteps(dense_steps=_NUM_TIMED) if isinstance(option, str) else option
         self.steps = LocalSteps(every=first) if isinstance(first, int) else first
         self.resumed: Mapping[str, Any] = {}
@@ -124,8 +130,11 @@ class LocalStepsOption:
                 means an ordinary file.
         """
         of_rank = None if precision is None else {"precision": precision.state_dict()}
-        if remark := outer.save(checkpoint, of_rank=of_rank):
+        remark = outer.save(checkpoint, of_rank=of_rank)
+        # Once in a fit: folders are alike.
+        if remark and not self._has_said:
             rank_zero_info(remark)
+        self._has_said |= bool(remark)
         if self._is_auto and not self._searches and self.steps is not None:
             checkpoint[CHECKPOINT_KEY][_FOUND] = dict(self._how())
 
@@ -145,7 +154,7 @@ def check_local_steps(
     """
     codec = options.compressor
     why = {
-        f"fusion={option_of(fusion)}": isinstance(fusion, SearchingPlanner)
+        option_of(fusion): isinstance(fusion, SearchingPlanner)
         and "it measures steps in which gradients travel. Use fusion='threshold'",
         "gather='gradients'": given["gather"] == "gradients"
         and "the anchor is gathered, and any optimizer steps whole tensors. Leave it out",
@@ -180,6 +189,38 @@ def say_how_local(outer: OuterHalf, trainer: Any) -> None:
         rank_zero_info(remark)
         if warning:
             rank_zero_warn(warning)
+
+
+_BEHIND_STEPS = ("on_train_batch_end", "on_validation_start", "on_train_epoch_end")
+"""Hooks that Lightning calls behind the last step of a fit, and in which checkpoints are saved."""
+
+
+def before_hook(outer: OuterHalf, trainer: Any, hook: str) -> None:
+    """Puts into the module what a hook of a fit is to see. Collective, blocks, where a fit ends.
+
+    Behind the last step ranks exchange all that is left, so that the last validation and the last
+    checkpoint have the weights of the end. Where a callback ends the fit, they do so only before
+    `on_train_end`.
+
+    Args:
+        outer: The outer half. Without local steps nothing is done.
+        trainer: The trainer.
+        hook: Name of the hook, which callbacks are going to be called in.
+    """
+    if not outer.is_on:
+        return
+    most, epoch = trainer.max_epochs, trainer.current_epoch
+    is_last_batch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    is_over = is_last_batch and most not in (None, -1) and most <= epoch + 1
+    is_over |= 0 <= trainer.max_steps <= trainer.global_step
+    # A resumed fit begins with the batch that was the last one.
+    is_behind = hook in _BEHIND_STEPS and not trainer.sanity_checking
+    if hook == "on_train_end" or (is_over and is_behind):
+        outer.finish()
+    if hook == "on_validation_start":
+        outer.show_anchor()
+    elif hook != "on_save_checkpoint":
+        outer.show_replica()
 
 
 def check_averaging(steps: LocalSteps | None, trainer: Any) -> None:

@@ -88,8 +88,8 @@ LOCAL_STEPS = [
     ),
     Mutation(
         "the anchor at validation",
-        "DearStrategy._before_hook",
-        "            self._outer.show_anchor()\n",
+        "local:before_hook",
+        "        outer.show_anchor()\n",
         "            pass\n",
         (f"{FITS}::test_validation_and_files_have_the_anchor",),
     ),
@@ -110,7 +110,7 @@ LOCAL_STEPS = [
     Mutation(
         "a mean of BatchNorm's buffers",
         "OuterHalf.of",
-        "        if averages_buffers and _buffers_of(tree):\n",
+        "        if averages_buffers and buffers:\n",
         "        if not averages_buffers:\n",
         (f"{FITS}::test_validation_in_a_fit_is_that_of_ddp_on_the_saved_weights",),
     ),
@@ -151,8 +151,8 @@ LOCAL_STEPS = [
     ),
     Mutation(
         "comparing learning rates in exchanges",
-        "RoundDigest.value",
-        "*(sorted(one.items()) for one in options)",
+        "OptionsDigest.value",
+        "(sorted(inner.items()), sorted(outer.items()))",
         "0",
         (f"{HABITS}::test_other_learning_rates_are_named",),
     ),
@@ -166,8 +166,8 @@ LOCAL_STEPS = [
     Mutation(
         "the anchor in evaluation under Fabric",
         "DearModule.forward",
-        "                self.outer.show_anchor()\n",
-        "                pass\n",
+        "else self.outer.show_anchor\n",
+        "else bool\n",
         (f"{FABRIC}::test_evaluation_and_the_end_have_the_anchor",),
     ),
     Mutation(
