@@ -11,6 +11,7 @@ from enum import Enum
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -217,6 +218,11 @@ def as_flat(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     if tensor.stride() != strides:
         tensor = tensor.new_empty_strided(tensor.size(), strides).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def hash_of_bits(tensor: Tensor, before: int = 0) -> int:
+    """Returns a hash of the bits of a tensor's values, and of those whose hash is `before`."""
+    return crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, before)
 
 
 @dataclass(frozen=True, eq=False)

@@ -70,7 +70,7 @@ ROOMS = {
     "collectives": Room(("torch_modes", "names", "private_names"), distributed=True),
     "planning": Room(("names",)),
     # What predicts, measures and compares. Nothing above imports it.
-    "simulator": Room(("planning", "telemetry", "names"), torch=False),
+    "simulator": Room(("local_steps", "planning", "telemetry", "names"), torch=False),
     "workloads": Room(
         ("exchange", "engine", *_EXCHANGE),
         lightning=True,

@@ -128,13 +128,14 @@ class Plan:
     device: Device = _takes(
         "kernel_s (0 or more) and bytes_per_s (above 0)", lambda d: d.bytes_per_s > 0 <= d.kernel_s
     )
+    local_steps: int | None = _takes("a whole number above 0, or null", lambda n: n > 0)
     algorithm: str = _takes("a name, such as best")
     world_sizes: list[int] | None = _list("numbers of ranks, as [8,64], or null", lambda n: n > 0)
     enough: float = _takes("a share of a step, 0 to 1, such as 0.03", lambda share: 0 <= share < 1)
 
     def __post_init__(self) -> None:
         """Check names, and ask on stderr whether a long time was meant in milliseconds."""
-        from lightning_dear.simulator import ALGORITHMS
+        from lightning_dear.simulator.network import ALGORITHMS
         from lightning_dear.simulator.strategies import resolve_strategy
 
         for name in self.strategies or ():

@@ -69,8 +69,7 @@ class Program:
         else:
             if not self.trains:
                 need(self.name, *APPS, error=SystemExit)
-            heard = nullcontext() if self.trains else INTERRUPTS.call(self._end)
-            with heard:
+            with nullcontext() if self.trains else INTERRUPTS.call(self._end):
                 self._run()
 
     def help(self) -> str:

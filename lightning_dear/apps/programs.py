@@ -79,8 +79,7 @@ def calibrate() -> None:
 
     Prints the command that predicts with what was measured.
     """
-    module = "calibrate.calibrate"
-    Program("dear-plan calibrate", "calibrate", module, calibrate.__doc__).main()
+    Program("dear-plan calibrate", "calibrate", "calibrate.calibrate", calibrate.__doc__).main()
 
 
 def recipe() -> None:

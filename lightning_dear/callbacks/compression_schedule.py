@@ -1,6 +1,5 @@
 """Changes the compressor of gradients as training goes on."""
 
-from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -123,8 +122,8 @@ class CompressionSchedule(Callback):
         """
         if step < self._dense_steps:
             return Fp32()
-        place = bisect_right(list(self._densities), step)
-        return codec.at_density(list(self._densities.values())[place - 1]) if place else codec
+        reached = [density for begin, density in self._densities.items() if begin <= step]
+        return codec.at_density(reached[-1]) if reached else codec
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

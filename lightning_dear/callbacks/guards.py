@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_dear.callbacks import compression_schedule, fusion_tuner, monitor, timeline
 from lightning_dear.callbacks.batch_split import BatchSplit
 
-_AFTER_BACKWARD = ("on_after_backward",)
+_AFTER_BACKWARD = "on_after_backward"
 _BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
 
 _NON_READERS: set[type[Callback]] = {
@@ -87,10 +87,6 @@ class CompletionGuard(Callback):
     end_backward: Callable[[], None] = lambda: None
     _readers: dict[tuple[str, tuple[int, ...]], str | None] = field(default_factory=dict)
 
-    def insert_into(self, callbacks: list[Callback]) -> None:
-        """Puts this guard before all other callbacks, in place of an earlier guard."""
-        callbacks[:] = [self, *(one for one in callbacks if not isinstance(one, CompletionGuard))]
-
     def reader_of(self, hook: str, owners: Sequence[Callback | LightningModule]) -> str | None:
         """Returns the class name of the first callback or module that may read weights in `hook`.
 
@@ -122,7 +118,7 @@ class CompletionGuard(Callback):
     @override
     def on_after_backward(self, *_: Any) -> None:
         self.end_backward()
-        if any(hook in self.gradient_hooks for hook in _AFTER_BACKWARD):
+        if _AFTER_BACKWARD in self.gradient_hooks:
             self.expose(None)
 
     @override
@@ -142,7 +138,7 @@ def gradient_readers(owners: Iterable[Callback | LightningModule]) -> dict[str, 
     readers: dict[str, list[str]] = {}
     for owner in owners:
         # `CompletionGuard` has these hooks itself, and reads no gradient.
-        for hook in () if isinstance(owner, CompletionGuard) else (*_AFTER_BACKWARD, *_BEFORE_STEP):
+        for hook in () if isinstance(owner, CompletionGuard) else (_AFTER_BACKWARD, *_BEFORE_STEP):
             if hasattr(owner, hook) and is_overridden(hook, owner):
                 readers.setdefault(hook, []).append(type(owner).__name__)
     return readers

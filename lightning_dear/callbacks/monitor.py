@@ -88,9 +88,8 @@ class DearMonitor(Callback):
     def on_before_zero_grad(self, trainer: Trainer, *_: Any) -> None:
         # The compressor's figures are read in this hook, since forward has waited for the
         # parameters by now, and backward has not encoded new gradients yet.
-        figures = getattr(trainer.strategy, "encoding_figures", None)
-        is_logged = _is_logged(trainer, trainer.global_step + 1)
-        self._encoding = figures() if is_logged and figures is not None else {}
+        figures = getattr(trainer.strategy, "encoding_figures", dict)
+        self._encoding = figures() if _is_logged(trainer, trainer.global_step + 1) else {}
 
     @override
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
@@ -133,9 +132,7 @@ class DearMonitor(Callback):
 
     def _exchange_figures(self, trainer: Trainer) -> dict[str, float]:
         """Returns figures of local steps' last exchange. Notes those of each exchange once."""
-        ask: Any = getattr(trainer.strategy, "exchange_figures", None)
-        if ask is None:
-            return {}
+        ask: Any = getattr(trainer.strategy, "exchange_figures", lambda **_: {})
         is_logged = _is_logged(trainer, trainer.global_step)
         found: dict[str, float] = ask(on_all_ranks=self.is_on_all_ranks, with_drift=is_logged)
         if (number := found.get("exchanges")) != self._num_exchanges:

@@ -166,14 +166,13 @@ def sharded(
         of, name = kind
         place = state[of].setdefault(name, {}) if name else state[of]
         for parameter, own in of_kind.items():
+            # Kinds with a name have a value for each element of the parameter. `own` may be chunks.
             values = own[0].values
-            shape, strides = values.shape, values.stride()
-            if name:
-                # Such kinds have a value for each element of the parameter. `own` may be chunks.
-                shape, strides = parameter.shape, storage_strides(parameter)
+            like = parameter if name else values
+            stand_in = torch.empty_like(like, dtype=values.dtype, device="meta")
             if of not in OF_ALL:
-                strides, shape = (shape.numel(), *strides), torch.Size((rows.of(kind)[1], *shape))
-            stand_in = torch.empty_strided(shape, strides, dtype=values.dtype, device="meta")
+                size, strides = (rows.of(kind)[1], *like.shape), (like.numel(), *stand_in.stride())
+                stand_in = stand_in.new_empty_strided(size, strides)
             place[numbers[parameter]] = stand_in
             stand_ins.append((stand_in, own))
     return state, stand_ins

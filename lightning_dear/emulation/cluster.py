@@ -246,8 +246,7 @@ class EmulatedCluster:
         if self.rate_mbit is not None and not self._is_forwarded:
             rate = f"rate {round(self.rate_mbit * 1e6)}bit burst {_TBF_BURST} limit {_QUEUE_MIB}mb"
             for namespace, interface in interfaces:
-                shape = f"qdisc add dev {interface} root tbf {rate}"
-                run(["tc", "-n", namespace, *shape.split()])
+                run(["tc", "-n", namespace, *f"qdisc add dev {interface} root tbf {rate}".split()])
         self._set_congestion_control(host)
         self._limit_socket_buffers(host)
         return host

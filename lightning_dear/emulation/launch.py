@@ -79,8 +79,7 @@ def run_on_cluster(
                 bound = ["setpriv", "--pdeathsig", "KILL", *argv]
                 command = cluster.hosts[rank // ranks_per_host].command(bound)
                 output = outputs.enter_context(TemporaryFile()) if rank else None
-                process = _started(command, told, cwd, output)
-                ranks.append(_Rank(rank, process, output))
+                ranks.append(_Rank(rank, _started(command, told, cwd, output), output))
             code = _watch(ranks)
         except KeyboardInterrupt as interrupt:
             _interrupt(ranks, interrupt.args[0] - 128 if interrupt.args else signal.SIGINT)

@@ -4,12 +4,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from zlib import crc32
+from itertools import compress
 
 import torch
 from torch.nn import Parameter
 
-from lightning_dear.bucket import allocate
+from lightning_dear.bucket import allocate, hash_of_bits
 from lightning_dear.checkpoint.optimizer_state import hand_on, spread_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.collectives.work import Collectives, uncounted
@@ -29,8 +29,7 @@ from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, drop_mas
 from lightning_dear.optimizers.pieces import SpreadState
 from lightning_dear.optimizers.replicated import ReplicatedOptimizer
 from lightning_dear.optimizers.sharded import ShardedOptimizer
-from lightning_dear.planning import BucketPlan, TensorSpec
-from lightning_dear.planning.plan import MAX_BUCKETS, with_whole_tensors
+from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, TensorSpec, with_whole_tensors
 
 
 class PlanLifecycle:
@@ -339,11 +338,8 @@ class PlanLifecycle:
         for other in others:
             left, was_written = other.hand_over(collectives)
             if left is not None:
-                all_ranks = collectives.all_gather_object([*was_written.values()])
-                columns = zip(*all_ranks, strict=True)
-                pairs = zip(was_written, columns, strict=True)
-                written = {parameter for parameter, flags in pairs if any(flags)}
-                lost = left.take(MASTER_KEY, written)
+                flags = zip(*collectives.all_gather_object([*was_written.values()]), strict=True)
+                lost = left.take(MASTER_KEY, {*compress(was_written, map(any, flags))})
                 self._tell_of_masters(AdoptedState(False, bool(lost.entries)))
                 self._stepper.left = left
                 self._stepper.guard()
@@ -382,7 +378,7 @@ class PlanLifecycle:
         left = None if was_loaded else spread_state(self._stepper, through)
         self._stepper.leave(None)
         at_end = self._lagging_at_end.items()
-        return left, {parameter: _digest(parameter) != digest for parameter, digest in at_end}
+        return left, {one: hash_of_bits(one) != before for one, before in at_end}
 
     def _hand_on(self, left: SpreadState) -> bool:
         """Moves state to the ranks that step it now, or into `optimizer.state` if no rank does.
@@ -454,11 +450,6 @@ class PlanLifecycle:
         # A training that inherits masters must know whether weights were written to since: these
         # replace their masters. Lagging weights differ from their masters anyway, so `hand_over`
         # compares hashes of the weights.
-        self._lagging_at_end.update((parameter, _digest(parameter)) for parameter in lagging)
+        self._lagging_at_end.update((parameter, hash_of_bits(parameter)) for parameter in lagging)
         self._stepper.detach()
         self.residuals.detach()
-
-
-def _digest(parameter: Parameter) -> int:
-    """Returns a hash of the bits of a parameter's values."""
-    return crc32(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)

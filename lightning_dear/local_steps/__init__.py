@@ -6,7 +6,7 @@ the anchor (*pseudo-gradients*). The outer optimizer steps the anchor with their
 move towards the new anchor: the outer half. The parameters are cut into *fragments*, which are sent
 at different steps, so that the link is busy all the time.
 
-    schedule.py     the option `LocalSteps`, and which fragment is sent and merged after which step
+    schedule.py     the option `LocalSteps`, when a fragment is sent and merged, and what is in it
     fragment.py     one fragment: its parameters, its anchor, its messages, its outer optimizer
     rounds.py       counts an optimizer's steps, and sends and merges its fragments
     local_state.py  what each rank has of its own, in checkpoint folders
@@ -16,7 +16,6 @@ Published: DiLoCo (arXiv 2311.08105) and Streaming DiLoCo (arXiv 2501.18512).
 """
 
 from lightning_dear.local_steps.outer_half import OuterHalf
-from lightning_dear.local_steps.rounds import num_modules
-from lightning_dear.local_steps.schedule import LocalSteps, hiding
+from lightning_dear.local_steps.schedule import LocalSteps, hiding, num_modules
 
 __all__ = ["LocalSteps", "OuterHalf", "hiding", "num_modules"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_dear.bucket import Role, allocate, storage_strides
+from lightning_dear.bucket import Role, allocate
 from lightning_dear.checkpoint.optimizer_state import ShardedState, gathered, sharded_state
 from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.checkpoint.residuals import Residuals
@@ -25,12 +25,10 @@ from lightning_dear.engine.notes import LaunchDigest, Note, Notes, Signal, Sums
 from lightning_dear.exchange import Traffic, new_exchange
 from lightning_dear.exchange.base import largest_of
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers.masters import without_masters
+from lightning_dear.optimizers.masters import MASTER_KEY, without_masters
 from lightning_dear.optimizers.pieces import Shards
 from lightning_dear.optimizers.sharded import ShardedOptimizer, inner_step
-from lightning_dear.optimizers.tensorwise import why_not_elementwise
-from lightning_dear.planning import FusionPlanner, ThresholdFusion
-from lightning_dear.planning.fusion import MIB
+from lightning_dear.planning.fusion import MIB, FusionPlanner, ThresholdFusion
 from lightning_dear.planning.plan import MAX_BUCKETS
 
 _NUM_BUCKETS, _LEAST_MB = 8, 1 / 16
@@ -83,13 +81,13 @@ class OuterOptions:
 class Fragment:
     """Some parameters: their anchor, its way to the other ranks and back, and the outer optimizer.
 
-    An exchange goes through `send`, `advance` and `merge`. What the outer optimizer has stepped,
-    and what has arrived, waits beside the anchor. So only `merge`, which runs after the same step
-    on all ranks, changes what other code can see.
+    An exchange goes through `send`, `step` and `merge`. What the outer optimizer has stepped, and
+    what has arrived, waits beside the anchor. So only `merge`, which runs after the same step on
+    all ranks, changes what other code can see.
 
         pseudo-gradient g = (anchor - replica) / world size    `send`
         reduce-scatter: this rank's shard of the sum of g      (meanwhile replicas train on)
-        outer optimizer steps this rank's shard                `advance`
+        outer optimizer steps this rank's shard                `step`
         all-gather of the stepped shards                       (meanwhile replicas train on)
         anchor <- gathered;
         replica <- (1 - mix) anchor + mix replica              `merge`
@@ -142,16 +140,10 @@ class Fragment:
         shadows = [_anchor_of(one) for one in tensors.values()]
         present = lambda: options.collectives  # noqa: E731
         outer = options.new_outer([*shadows])
-        if why_not_elementwise(outer) is not None:
-            raise ValueError(
-                f"LocalSteps(outer=...) made {type(outer).__name__}, which is not element-wise. Use"
-                " one that is, such as SGD or Adam: each rank steps parts of tensors."
-            )
         own = *notes(outer), LaunchDigest(present, number), self.stop, self._bad, self.sums
         self.stepper, self._notes = ShardedOptimizer(outer), Notes(own, blocks=True)
-        self._build(shadows, number)
+        self._build(shadows)
         self.anchor = dict(zip(self.names, (one.data for one in shadows), strict=True))
-        self._flat = [one.data.as_strided((one.numel(),), (1,)) for one in shadows]
         # After the outer optimizer has stepped: its pieces and state, until the merge.
         self._stepped: Shards = self.stepper.shards
         self._gathers: Sequence[Work] = ()
@@ -159,7 +151,7 @@ class Fragment:
         self._is_launched = True
         self._free()
 
-    def _build(self, shadows: list[Parameter], number: int) -> None:
+    def _build(self, shadows: list[Parameter]) -> None:
         """Makes buffers, exchange, round and outer optimizer. Moves `shadows` into the buffers."""
         options, collectives = self._options, self._options.collectives
         pairs = [*zip(self.names, shadows, strict=True)]
@@ -171,17 +163,17 @@ class Fragment:
         fusion = _in_buckets(options.fusion, sum(one.nbytes for one in specs))
         plan = replace(fusion.plan(specs, collectives.world.size), all_reduced=())
         # This rank's shard is a copy: the outer optimizer may step it before the merge.
-        role_of = lambda number, dtype: Role.LAGGING  # noqa: E731
+        role_of = lambda bucket, dtype: Role.LAGGING  # noqa: E731
         where = collectives.world.rank, collectives.scratch_numel
         self._buffers = flat = allocate(plan, shadows, role_of, *where, keeps_gradients=True)
-        traffic = Traffic(collectives, number * MAX_BUCKETS, flat, False, is_staged=True)
+        traffic = Traffic(collectives, self.number * MAX_BUCKETS, flat, False, is_staged=True)
         of_buckets = [codecs[bucket.slices[0].tensor] for bucket in plan.buckets]
         self._exchange = new_exchange(options.exchange, of_buckets, traffic)
         how = self._exchange, self.names, self._notes, partial(options.waiting, "reduce_scatter")
         self.round = BucketRound(flat, plan.reduce_order, *how)
         self.stepper.attach(flat, shadows)
-        keeper = self.stepper.optimizer, lambda: collectives, options.exchange
-        self.residuals = ResidualKeeper(*keeper)
+        outer = self.stepper.optimizer
+        self.residuals = ResidualKeeper(outer, lambda: collectives, options.exchange)
         self.residuals.attach(self._exchange.coded, shadows, options.seed)
 
     # --- memory of messages -----------------------------------------------------------------------
@@ -209,18 +201,18 @@ class Fragment:
 
     # --- an exchange ------------------------------------------------------------------------------
 
-    def _pairs(self, flat: Sequence[Tensor], whole: Sequence[Tensor]) -> Iterator[Any]:
-        """Yields (tensor of `flat` or `whole`, the replica's value), of one shape each."""
+    def _pairs(self, whole: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields (a tensor of `whole` or a range of it, the replica's value), of one shape each."""
         own = self._replica()
-        for index, name in enumerate(self.names):
-            for value, start in own[name]:
-                stop = None if start is None else start + value.numel()
-                yield (whole[index] if stop is None else flat[index][start:stop]), value
+        for name, one in zip(self.names, whole, strict=True):
+            begin = one.storage_offset()
+            for value, at in own[name]:
+                yield (one if at is None else one.as_strided(value.shape, (1,), begin + at)), value
 
     @property
     def values(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs (part of the anchor, the replica's values of that part), of one shape each."""
-        yield from self._pairs(self._flat, [*self.anchor.values()])
+        return self._pairs(self.anchor.values())
 
     @torch.no_grad()
     def send(self, sent_at: int, samples: float | None = None) -> bool:
@@ -236,11 +228,8 @@ class Fragment:
         """
         self.sent_at, rank = sent_at, self._options.collectives.world.rank
         self._take()
-        whole = [one.gradient for one in self._buffers.placements if one.gradient is not None]
-        flat = [one.as_strided((one.numel(),), (1,)) for one in whole]
-        for (anchor, value), (message, _) in zip(
-            self.values, self._pairs(flat, whole), strict=True
-        ):
+        messages = self._pairs(one.gradient for one in self._buffers.placements)
+        for (anchor, value), (message, _) in zip(self.values, messages, strict=True):
             torch.sub(anchor, value, out=message)
         gradients = [one.gradients for one in self._buffers.buckets]
         largest = torch.stack([largest_of(one).double() for one in gradients])
@@ -248,8 +237,7 @@ class Fragment:
         is_finite = bool(largest.isfinite().all())
         for one in () if is_finite else gradients:
             one.zero_()
-        number = 0 if is_finite else min(rank, 254) + 1
-        self._bad.ask = lambda: number
+        self._bad.ask = partial(int, 0 if is_finite else min(rank, 254) + 1)
         # Now, and not in `launch`: until then other ranks may have made another number of steps.
         self._notes.say()
         weights, self._is_launched = self.round.weights, False
@@ -261,12 +249,15 @@ class Fragment:
         self.launch()
         return is_finite
 
-    def launch(self) -> None:
-        """Launches the messages of `send`, if all ranks' samples are known. Does not block."""
-        if not self._is_launched and self.round.weights.is_known:
-            self._launch()
+    def launch(self, *, blocks: bool = False) -> None:
+        """Launches the messages of `send`, once an exchange.
 
-    def _launch(self) -> None:
+        Args:
+            blocks: Whether to wait for all ranks' samples. If not, nothing is launched until they
+                are known.
+        """
+        if self._is_launched or not (blocks or self.round.weights.is_known):
+            return
         self._is_launched, buckets = True, self._buffers.buckets
         for bucket in buckets:
             bucket.gradients.mul_(self.round.weights.scale)
@@ -275,22 +266,17 @@ class Fragment:
         self.round.launch_all()
         self.round.launch_flags([USED] * len(self.names))
 
-    def advance(self) -> None:
-        """Steps the outer optimizer if all sums have arrived, and sends what it has stepped.
-
-        Does not block. When that is differs between ranks, but nothing that other code sees.
-        """
-        if not self.is_stepped and self.round.is_complete:
-            self.step()
-
     @torch.no_grad()
     def step(self) -> None:
-        """Does what `advance` does, but blocks until all sums have arrived. Once an exchange."""
+        """Steps the outer optimizer, and sends what it has stepped. Once an exchange.
+
+        Blocks until all sums have arrived, see `BucketRound.is_complete`. When it is called may
+        differ between ranks on gloo: other code does not see it.
+        """
         if self.is_stepped:
             return
         self.is_stepped = True
-        if not self._is_launched:
-            self._launch()
+        self.launch(blocks=True)
         self.round.finish(())
         self._exchange.note_used(self.round.used, keeps=True)
         if self._bad.heard:
@@ -301,7 +287,11 @@ class Fragment:
         stepper, before = self.stepper, self.stepper.shards
         stepper.set_gradients(self.round.used)
         # The optimizer steps a copy of its state, so that checkpoints have the last merge's.
-        stepper.shards = replace(before, state=_copied_state(before.state))
+        state = {
+            parameter: {key: v.clone() if isinstance(v, Tensor) else v for key, v in own.items()}
+            for parameter, own in before.state.items()
+        }
+        stepper.shards = replace(before, state=defaultdict(dict, state))
         with stepper.on_shards():
             inner_step(stepper.optimizer)
         stepper.clear_gradients()
@@ -346,9 +336,8 @@ class Fragment:
         collectives, stepper = self._options.collectives, self.stepper
         with uncounted(collectives):
             state = sharded_state(stepper, collectives)
-            how = collectives, stepper.device
-            whole = gathered(state, *how, on_rank_0=not on_all_ranks)["state"]
-        return {self.names[index]: own for index, own in without_masters(whole).items()}
+            whole = gathered(state, collectives, stepper.device, on_rank_0=not on_all_ranks)
+        return {self.names[index]: own for index, own in without_masters(whole["state"]).items()}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
@@ -423,7 +412,12 @@ class Fragment:
         stepper, last, optimizer = self.stepper, self.stepper.shards, self.stepper.optimizer
         stepper.shards = replace(last, state=defaultdict(dict))
         options = [dict(group) for group in optimizer.param_groups]
-        optimizer.load_state_dict(saved["state"])
+        state = saved["state"]
+        # Masters are apart: before the first step an entry would have nothing else, as none has.
+        optimizer.load_state_dict({**state, "state": without_masters(state["state"])})
+        for index, own in state["state"].items():
+            if MASTER_KEY in own:
+                optimizer.state[last.parameters[index]][MASTER_KEY] = own[MASTER_KEY]
         for group, own in zip(optimizer.param_groups, options, strict=True):
             group.update(own)
         stepper.adopt_state()
@@ -442,9 +436,7 @@ class Fragment:
     @torch.no_grad()
     def write_replica(self, own: Mapping[str, Tensor]) -> None:
         """Overwrites the replica with `own`, whole tensors by name, like `anchor`. Local."""
-        whole = [own[name] for name in self.names]
-        flat = [one.as_strided((one.numel(),), (1,)) for one in whole]
-        for saved, value in self._pairs(flat, whole):
+        for saved, value in self._pairs(own[name] for name in self.names):
             value.copy_(saved)
 
     @torch.no_grad()
@@ -460,7 +452,7 @@ class Fragment:
     def swap(self) -> None:
         """Exchanges the anchor with the replica's values, in place. Local. Twice changes nothing.
 
-        An exchange that is under way must not advance meanwhile.
+        An exchange that is under way must not be stepped meanwhile.
         """
         for anchor, value in self.values:
             pair = anchor, value
@@ -483,18 +475,7 @@ def _in_buckets(fusion: FusionPlanner, nbytes: int) -> FusionPlanner:
     return ThresholdFusion(bucket_cap_mb=max(nbytes / MIB / _NUM_BUCKETS, _LEAST_MB))
 
 
-def _copied_state(state: Mapping[Tensor, Any]) -> defaultdict[Tensor, Any]:
-    """Returns a copy of an optimizer's state, with copies of its tensors."""
-    copied = {
-        parameter: {key: v.clone() if isinstance(v, Tensor) else v for key, v in own.items()}
-        for parameter, own in state.items()
-    }
-    return defaultdict(dict, copied)
-
-
 def _anchor_of(tensor: Tensor) -> Parameter:
     """Returns a copy of `tensor` in fp32, or in its dtype if that has more bits, without gaps."""
     dtype = torch.promote_types(tensor.dtype, torch.float32)
-    layout = tensor.shape, storage_strides(tensor)
-    made = torch.empty_strided(*layout, dtype=dtype, device=tensor.device)
-    return Parameter(made.copy_(tensor.detach()))
+    return Parameter(torch.empty_like(tensor, dtype=dtype).copy_(tensor.detach()))

@@ -11,15 +11,13 @@ The weights of a checkpoint are the anchor. Under `files.LOCAL_KEY` a folder als
                 `OptimizerRounds.progress` of each optimizer, and what the caller adds
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from lightning_dear.bucket import Chunk, storage_strides
+from lightning_dear.bucket import Chunk, hash_of_bits
 from lightning_dear.checkpoint.optimizer_state import ShardedState
 from lightning_dear.collectives.work import uncounted
 from lightning_dear.local_steps.rounds import OptimizerRounds
@@ -73,7 +71,7 @@ def gathered_state(
         buffers: The module's buffers.
         of_rank: What else this rank has.
     """
-    collectives, fragments = parts[0].collectives, _fragments_of(parts)
+    collectives, fragments = parts[0].collectives, [one for part in parts for one in part.fragments]
     world = collectives.world
     # While the module holds the anchor, the replica is in the place of the anchor.
     replica = {name: one for fragment in fragments for name, one in fragment.anchor.items()}
@@ -95,7 +93,7 @@ def gathered_state(
     for state in (*inner, *spread):
         chunks += state.chunks
     local = {
-        "layout": _layout_of(parts, world.size),
+        "layout": _layout_of(parts),
         "weights": _hash_of(parts),
         "fragments": [dict(one) for one in spread],
         "ranks": ranks,
@@ -116,9 +114,8 @@ def resume(
         The state of this rank. None means that the checkpoint's weights were changed, or that the
         fragments are others now: then nothing is done.
     """
-    collectives, fragments = parts[0].collectives, _fragments_of(parts)
-    layout = _layout_of(parts, collectives.world.size)
-    fits = local["layout"] == layout and local["weights"] == _hash_of(parts)
+    collectives, fragments = parts[0].collectives, [one for part in parts for one in part.fragments]
+    fits = local["layout"] == _layout_of(parts) and local["weights"] == _hash_of(parts)
     if not all(collectives.all_gather_object(fits)):
         return None
     own: Mapping[str, Any] = local["ranks"][collectives.world.rank]
@@ -139,24 +136,15 @@ def resume(
     return own
 
 
-def _fragments_of(parts: Sequence[OptimizerRounds]) -> Sequence[Any]:
-    return [*chain.from_iterable(part.fragments for part in parts)]
-
-
-def _layout_of(parts: Sequence[OptimizerRounds], world_size: int) -> list[Any]:
-    return [world_size, *(part.layout for part in parts)]
+def _layout_of(parts: Sequence[OptimizerRounds]) -> list[Any]:
+    return [parts[0].collectives.world.size, *(part.layout for part in parts)]
 
 
 def _hash_of(parts: Sequence[OptimizerRounds]) -> int:
-    return checksum_of(parameters_of(*(part.optimizer for part in parts)))
-
-
-def checksum_of(tensors: Iterable[Tensor]) -> int:
-    """Returns a hash of the bits of all elements of some tensors. Blocks until the CPU has them."""
+    """Returns a hash of the bits of all parameters that the optimizers hold."""
     found = 0
-    for parameter in tensors:
-        values = parameter.detach().cpu().reshape(-1).view(torch.uint8)
-        found = crc32(values.numpy().data, found)
+    for parameter in parameters_of(*(part.optimizer for part in parts)):
+        found = hash_of_bits(parameter, found)
     return found
 
 
@@ -179,7 +167,6 @@ def _stood_for(value: Any, chunks: Stood) -> Any:
         return value
     if value.nbytes <= _SMALL_BYTES:
         return value.detach().cpu().clone()
-    layout = value.shape, storage_strides(value)
-    stand_in = torch.empty_strided(*layout, dtype=value.dtype, device="meta")
+    stand_in = torch.empty_like(value, device="meta")
     chunks.append((stand_in, [Chunk(0, value.detach())]))
     return stand_in

@@ -4,8 +4,9 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
+from operator import or_, truediv
 from typing import Any
 
 import torch
@@ -92,26 +93,24 @@ class OuterHalf:
         """
         # A later training must not use these process groups: messages may still be under way.
         reusable_groups.clear()
-        seed = _agreed_seed(steps, collectives)
-        instruments, signal = pipeline.training.instruments, Signal()
+        seed, training, signal = _agreed_seed(steps, collectives), pipeline.training, Signal()
+        instruments, tree = training.instruments, training.tree
         instruments.follow(collectives)
-        watch, weights = ExchangeWatch(instruments), pipeline.training.weights
-        how = weights, instruments.waiting, seed
-        shared = OuterOptions(collectives, options, fusion, steps.new_outer, *how)
+        how = steps.new_outer, training.weights, instruments.waiting, seed
+        shared, watch = OuterOptions(collectives, options, fusion, *how), ExchangeWatch(instruments)
         parts, number = list[OptimizerRounds](), first_number
         for part in pipeline.parts:
-            what = pipeline.training.module, part, steps, shared
-            parts.append(OptimizerRounds(*what, number, signal, watch))
+            what = training.module, part, steps, shared, number
+            parts.append(OptimizerRounds(*what, signal, watch))
             number += len(parts[-1].groups)
-        tree = pipeline.training.tree
         if averages_buffers and _buffers_of(tree):
             plain = replace(shared, exchange=ExchangeOptions(), new_outer=partial(SGD, lr=1.0))
             replica = lambda: {name: [Value(one)] for name, one in _buffers_of(tree).items()}  # noqa: E731
             buffers = Fragment(replica, _buffers_of(tree), plain, number, keeps_own=True)
             parts[0].groups[-1].append(buffers)
-        spans = [one.schedule.interval + one.schedule.delay for one in parts]
-        instruments.exchange_steps = max(spans)
-        return cls(parts, signal, pipeline.training, saves_local=steps.local_state)
+        schedules = [one.schedule for one in parts]
+        instruments.exchange_steps = max(one.interval + one.delay for one in schedules)
+        return cls(parts, signal, training, saves_local=steps.local_state)
 
     @property
     def is_on(self) -> bool:
@@ -151,11 +150,13 @@ class OuterHalf:
         """
         assert self._training is not None
         unheld = unheld_parameters(self._training.module, self._training.optimizers)
-        own = {name: local_state.checksum_of([one]) for name, one in unheld}
+        bits = {name: one.detach().reshape(-1).view(torch.uint8) for name, one in unheld}
+        # A sum, since a hash would copy a frozen model to the CPU.
+        own = {name: int(one.sum(dtype=torch.int64)) for name, one in bits.items()}
         collectives = self._parts[0].collectives
         with uncounted(collectives):
             said = collectives.all_gather_object(own)
-        names = [name for name in said[0] if any(one[name] != said[0][name] for one in said)]
+        names = [name for name in own if any(one.get(name) != own[name] for one in said)]
         self._differs = bool(names)
         if names:
             warnings.warn(
@@ -174,10 +175,12 @@ class OuterHalf:
         device has reached the last wait, and with drift until it has reached this call.
 
         - "exchanges": number of fragments merged so far, by all optimizers.
-        - "exchange_exposed_s": seconds that training has waited for messages since the exchange
-          before. On a CUDA device they are timed as in `Instruments.statistics`.
-        - "exchange_wire_bytes": bytes of payload that this rank has sent since then.
-        - "pseudo_gradient_norm": 2-norm of the mean pseudo-gradient g of the exchange before.
+        - "exchange_exposed_s": seconds that training has waited for messages, from the merge before
+          the last one to the last one. On a CUDA device they are timed as in
+          `Instruments.statistics`.
+        - "exchange_wire_bytes": bytes of payload that this rank has sent in the same time.
+        - "pseudo_gradient_norm": 2-norm of the mean pseudo-gradient g of an exchange that was
+          merged before the last one: its norms travel with a later exchange.
         - "agreement": of the same, |g| / mean over ranks of |g_r|, where g_r is the rank's own.
           That is the mean cosine between g and g_r, each weighted by |g_r|. It is 1 if all
           replicas have moved alike, and 1 / sqrt(world size) if they have nothing in common.
@@ -206,16 +209,14 @@ class OuterHalf:
         return moved / (norm_of(pair[self.shows_anchor] for pair in pairs) or 1.0)
 
     def _encoding(self) -> dict[str, float]:
-        pairs = [
-            (sum(map(Tensor.numel, one.anchor.values())), one.round.exchange)
-            for one in self.fragments
-        ]
-        coded = [(numel, one) for numel, one in pairs if one.coded]
-        if not coded:
+        sent = [one for one in self.fragments if one.round.exchange.coded]
+        if not sent:
             return {}
-        wire = sum(numel / one.compression_ratio for numel, one in coded)
-        found = {"compression_ratio": sum(numel for numel, _ in coded) / wire}
-        norms = [norm for _, one in coded for state in one.coded for norm in state.residual_norms]
+        numels = [sum(map(Tensor.numel, one.anchor.values())) for one in sent]
+        coded = [one.round.exchange for one in sent]
+        ratios = [one.compression_ratio for one in coded]
+        found = {"compression_ratio": sum(numels) / sum(map(truediv, numels, ratios))}
+        norms = [norm for one in coded for state in one.coded for norm in state.residual_norms]
         return {**found, "residual_norm": norm_of(norms)} if norms else found
 
     def _recover(self) -> None:
@@ -236,11 +237,10 @@ class OuterHalf:
         self.show_replica()
         for part in self._parts:
             part.flush()
+            part.finished_at = part.count
         if self._parts and not self._differs:
             self._compare_unheld()
         self.restore()
-        for part in self._parts:
-            part.finished_at = part.count
 
     def restore(self) -> None:
         """Overwrites the replica with the anchor of the last merges. Local. Idempotent."""
@@ -263,10 +263,7 @@ class OuterHalf:
     # Lightning may save under inference mode (NCCL), and tensors made there refuse later updates.
     @torch.inference_mode(False)
     def save(
-        self,
-        checkpoint: dict[str, Any],
-        model: str = "",
-        of_rank: Mapping[str, Any] | None = None,
+        self, checkpoint: dict[str, Any], model: str = "", of_rank: Mapping[str, Any] | None = None
     ) -> str:
         """Puts the outer optimizers' state of the last merges into a checkpoint dict. Mutates it.
 
@@ -286,15 +283,13 @@ class OuterHalf:
         own, kind = checkpoint[CHECKPOINT_KEY], {CLASS: type(self._outer).__name__}
         if of_rank is None:
             states = [fragment.state() for fragment in self.fragments if not fragment.keeps_own]
-            named = (pair for state in states for pair in state.items())
-            own[_OUTER + model] = {**dict(named), **kind}
+            own[_OUTER + model] = reduce(or_, states) | kind
             return ""
         self.show_anchor()
-        fragments = [*self.fragments]
         # Outer optimizers step in the order of the sends, on all ranks.
-        turns = sorted(range(len(fragments)), key=lambda turn: fragments[turn].sent_at or 0)
-        by_turn = {turn: fragments[turn].spread() for turn in turns}
-        spread = [by_turn[turn] for turn in range(len(fragments))]
+        in_order = sorted(self.fragments, key=lambda fragment: fragment.sent_at or 0)
+        spread_of = {fragment: fragment.spread() for fragment in in_order}
+        spread = [spread_of[fragment] for fragment in self.fragments]
         last = {name: its for state, _ in spread for name, its in state.items()} | kind
         chunks = chain.from_iterable(state.chunks for state, _ in spread)
         own[_OUTER + model] = ShardedState(last, chunks, ())
@@ -313,10 +308,10 @@ class OuterHalf:
     def load(self, checkpoint: Mapping[str, Any], model: str = "") -> tuple[str, Mapping[str, Any]]:
         """Takes over what a checkpoint dict has of local steps. Collective. Blocks.
 
-        The module must hold its weights, and inner optimizers its states. With local state of this
-        rank all ranks go on as they were. If not, they go on from the anchor, with the outer
-        optimizers' state: names of parameters count, so that fragments may be others. What is
-        missing stays as it is.
+        The module must hold its weights, and inner optimizers its states. If it has local state
+        that fits, each rank goes on from its own replica, and from the exchanges that were under
+        way. If not, all ranks begin at the anchor, with the outer optimizers' state. That is found
+        by names of parameters, so that fragments may be others. What is missing stays as it is.
 
         Returns:
             Sentence for the user, or "", and what `save` got as `of_rank`, or nothing.

@@ -3,11 +3,11 @@
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from lightning_dear.collectives.work import Collectives, under_way
 from lightning_dear.engine.notes import Digest, OptionValues, Signal, check_options, options_of
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value
-from lightning_dear.local_steps.schedule import LocalSteps, Schedule
+from lightning_dear.local_steps.schedule import LocalSteps, cut, num_modules
 from lightning_dear.optimizers.masters import MASTER_KEY, differs
 from lightning_dear.optimizers.pieces import parameters_of
 from lightning_dear.telemetry.statistics import Instruments, StepStatistics
@@ -47,7 +47,7 @@ class ExchangeWatch:
     num_merged: int = 0
 
     def __post_init__(self) -> None:
-        # Of the steps since the last merge, and of those before it since the merge before.
+        # What was counted since the last merge, and what was counted from the merge before to it.
         self._since = self._latest = StepStatistics(self.instruments.clock)
         self._norms: dict[str, float] = {}
         # Marks of a timeline's clock at which fragments that are under way were sent.
@@ -111,7 +111,7 @@ class OptimizerRounds:
         optimizer: The user's optimizer.
         schedule: Which fragment is sent and merged after which step.
         groups: Fragments, by the number that the schedule gives them. Those of one number are sent
-            and merged together. Empty where the optimizer has no parameter in a fragment.
+            and merged together. A group is empty if the optimizer has no parameter in its fragment.
         collectives: Collectives over all ranks.
         count: Steps since replicas were equal.
         finished_at: `count` when `OuterHalf.finish` was called last; to be assigned to.
@@ -130,10 +130,10 @@ class OptimizerRounds:
         self.part, self.optimizer, self.count, self.finished_at = part, part.optimizer, 0, 0
         self.collectives, self._signal, self.watch = shared.collectives, signal, watch
         self._module, self._steps, self._shared, self._number = module, steps, shared, number
-        # After each step of a round: this rank's samples so far. Earlier ones, to count from.
+        # This rank's samples so far: before the last `every` steps, and after each of them. The
+        # last minus the first are the samples of a round.
         self._totals = deque([shared.weights.total], maxlen=steps.every + 1)
-        held = parameters_of(part.optimizer)
-        self.schedule: Schedule = steps.schedule(num_modules(module, held))
+        self.schedule = steps.schedule(num_modules(module, parameters_of(part.optimizer)))
         self._seen: object = None
         self._values: Mapping[Parameter, Sequence[Value]] = {}
         self._masters: Mapping[Parameter, Tensor] = {}
@@ -147,10 +147,9 @@ class OptimizerRounds:
             anchor: Name -> value of the anchor, where it is not the parameter's own value.
         """
         self._held = parameters_of(self.optimizer)
-        fragments, module = self._steps.fragments, self._module
-        names = fragments if isinstance(fragments, Sequence) else self.schedule.fragments
+        fragments = self._steps.fragments or self.schedule.fragments
         notes = lambda outer: [RoundDigest(self.collectives, self, outer)]  # noqa: E731
-        for turn, named in enumerate(cut(module, self._held, names)):
+        for turn, named in enumerate(cut(self._module, self._held, fragments)):
             kept = [one for one in self.groups[turn] if one.keeps_own]
             if named:
                 first = {name: anchor.get(name, value) for name, value in named.items()}
@@ -158,14 +157,17 @@ class OptimizerRounds:
                 kept.insert(0, Fragment(replica, first, self._shared, number, notes))
             self.groups[turn] = kept
 
-    def _follow(self) -> None:
+    def _follow(self) -> bool:
         """Makes new fragments if the optimizer has other parameters than before. Blocks.
 
         What is under way is merged first. The anchor begins with rank 0's values of parameters that
         are new. Parameters that are gone keep the anchor's values.
+
+        Returns:
+            Whether it has.
         """
         if [*map(id, self._held)] == [*map(id, parameters_of(self.optimizer))]:
-            return
+            return False
         self.settle()
         own = [one for one in self.fragments if not one.keeps_own]
         left = [(one, one.left_out()) for one in own]
@@ -184,6 +186,7 @@ class OptimizerRounds:
         for fragment in self.fragments:
             fragment.load(state)
             fragment.inherit(left)
+        return True
 
     @property
     def remark(self) -> str:
@@ -199,10 +202,8 @@ class OptimizerRounds:
         own = (one for one in self.fragments if not one.keeps_own)
         momentum = next(own).stepper.optimizer.param_groups[0].get("momentum", 0.0)
         num_rounds = num_steps / self.schedule.every
-        if not (0 < num_rounds < math.inf and 0 < momentum < 1):
-            return ""
-        least = 5 / (1 - momentum)
-        if num_rounds >= least:
+        least = 5 / (1 - momentum) if 0 < momentum < 1 else 0.0
+        if not 0 < num_rounds < least:
             return ""
         return (
             f"This fit has {num_rounds:.3g} rounds of {self.schedule.every} local steps, and the"
@@ -250,15 +251,14 @@ class OptimizerRounds:
     @property
     def layout(self) -> list[Any]:
         """What must be the same for local state to be loaded: when what is sent and merged."""
-        every, number, delay, _ = self.schedule
         names = [[list(one.names) for one in group] for group in self.groups]
-        return [every, number, delay, names]
+        return [*self.schedule[:3], names]
 
     @property
     def progress(self) -> list[float]:
-        """`count`, then this rank's samples up to each step of a round, less those of now.
+        """`count`, then `_totals`, each minus this rank's samples by now: numbers of at most 0.
 
-        To be assigned to, also in another training.
+        To be assigned to, also in another training, which has counted other samples.
         """
         return [self.count, *(one - self._shared.weights.total for one in self._totals)]
 
@@ -295,28 +295,30 @@ class OptimizerRounds:
         return [one for _, one in sorted(sent, key=lambda pair: pair[0])]
 
     def after_step(self) -> bool:
-        """See `OuterHalf.after_step`. Returns whether this rank's values are finite, if sent."""
+        """See `OuterHalf.after_step`. False: it has sent values that are not finite."""
         with self.watch.after_step():
             return self._exchange()
 
     def _exchange(self) -> bool:
         self.count += 1
         self._totals.append(self._shared.weights.total)
-        is_finite, sent = True, self.schedule.sent_after(self.count)
-        if sent is not None:
-            for one in self.groups[sent]:
-                one.stop.ask = self._signal.ask
-                is_finite &= self._send(one)
         for one in self._under_way:
             one.launch()
+        # Before the next send: what is merged first goes ahead on the link.
         for one in self._under_way:
             self._advance(one)
             # In the order of the sends, on all ranks: a timeline waits for messages in that order.
             if not one.is_stepped:
                 break
+        is_finite, sent = True, self.schedule.sent_after(self.count)
+        if sent is not None:
+            for one in self.groups[sent]:
+                one.stop.ask = self._signal.ask
+                is_finite &= self._send(one)
         merged = self.schedule.merged_after(self.count)
         if merged is not None:
-            for one in self.groups[merged]:
+            # Nothing is under way if it was settled, since the optimizer had other parameters.
+            for one in (one for one in self.groups[merged] if one.sent_at is not None):
                 self._merge(one, self.schedule.mix)
             self._follow()
             self.publish()
@@ -328,14 +330,13 @@ class OptimizerRounds:
         return fragment.send(self.count, samples if self._shared.weights.is_on else None)
 
     def _advance(self, fragment: Fragment) -> None:
-        """Lets the outer optimizer step, if that is due. On NCCL it is at fixed steps.
+        """Lets the outer optimizer step if all sums have arrived. On NCCL it is at fixed steps.
 
         NCCL matches messages by their order, which must be the same on all ranks.
         """
         assert fragment.sent_at is not None
-        if self.collectives.matches_by_tag:
-            fragment.advance()
-        elif self.count - fragment.sent_at >= (self.schedule.delay + 1) // 2:
+        is_due = self.count - fragment.sent_at >= (self.schedule.delay + 1) // 2
+        if fragment.round.is_complete if self.collectives.matches_by_tag else is_due:
             fragment.step()
 
     def _merge(self, fragment: Fragment, mix: float) -> None:
@@ -379,7 +380,9 @@ class OptimizerRounds:
 
     def flush(self) -> None:
         """Merges what is under way, then exchanges the other fragments once more. Blocks."""
-        merged = self.schedule.merged_after(self.count) if self.schedule.delay == 0 else None
+        is_new = self._follow()
+        is_just_merged = self.schedule.delay == 0 and not is_new
+        merged = self.schedule.merged_after(self.count) if is_just_merged else None
         self.settle()
         groups = (group for number, group in enumerate(self.groups) if number != merged)
         rest = [*chain.from_iterable(groups)]
@@ -420,78 +423,3 @@ class RoundDigest(Digest):
         name = type(self._rounds.optimizer).__name__
         check_options(f"step with different options: {name}", [inner for _, inner, _ in reports])
         check_options("have different outer optimizers", [outer for *_, outer in reports])
-
-
-# --- which parameters are in which fragment -------------------------------------------------------
-
-
-def cut(
-    module: Module, parameters: Iterable[Parameter], fragments: int | Sequence[Sequence[str]]
-) -> list[dict[str, Parameter]]:
-    """Cuts parameters into fragments, each as a dict from their names. Pure.
-
-    Args:
-        module: Module that owns the parameters.
-        parameters: Parameters to cut.
-        fragments: Number of fragments: runs of modules in the order of their registration, of about
-            equal size. A tied parameter belongs to the first of its modules. Or for each fragment
-            names of modules and parameters.
-
-    Raises:
-        ValueError: If a name is unknown, if a parameter is in no fragment or in two, or if there
-            are fewer modules than fragments.
-    """
-    held, every = set(parameters), dict(module.named_parameters())
-    named = {name: one for name, one in every.items() if one in held}
-    if not isinstance(fragments, int):
-        return _by_names(named, [*every], fragments)
-    runs: dict[str, dict[str, Parameter]] = {}
-    for name, parameter in named.items():
-        runs.setdefault(name.rpartition(".")[0], {})[name] = parameter
-    modules = [*runs.values()]
-    sizes = [sum(one.nbytes for one in its.values()) for its in modules]
-    ends = [0, *accumulate(sizes)]
-    cuts = [0]
-    for turn in range(1, fragments):
-        ideal = ends[-1] * turn / fragments
-        # At least one module is left for each further fragment.
-        places = range(cuts[-1] + 1, len(modules) - (fragments - turn) + 1)
-        cuts.append(min(places, key=lambda place: abs(ends[place] - ideal)))
-    bounds = zip(cuts, [*cuts[1:], len(modules)], strict=True)
-    return [
-        {name: one for its in modules[begin:end] for name, one in its.items()}
-        for begin, end in bounds
-    ]
-
-
-def num_modules(module: Module, parameters: Iterable[Parameter]) -> int:
-    """Returns how many modules own any of the parameters. A tied one counts for its first."""
-    held = set(parameters)
-    named = module.named_parameters()
-    return len({name.rpartition(".")[0] for name, one in named if one in held})
-
-
-def _by_names(
-    named: Mapping[str, Parameter], known: Sequence[str], fragments: Sequence[Sequence[str]]
-) -> list[dict[str, Parameter]]:
-    def is_in(name: str, owner: str) -> bool:
-        return name == owner or name.startswith(f"{owner}.")
-
-    for owner in (owner for owners in fragments for owner in owners):
-        if not any(is_in(name, owner) for name in known):
-            valid = ", ".join(dict.fromkeys(name.partition(".")[0] for name in known))
-            raise ValueError(
-                f"LocalSteps(fragments=...) names {owner!r}, and no parameter is there. Write names"
-                f" of modules or parameters, such as {valid}."
-            )
-    made: list[dict[str, Parameter]] = [{} for _ in fragments]
-    for name, parameter in named.items():
-        homes = [n for n, owners in enumerate(fragments) if any(is_in(name, o) for o in owners)]
-        if len(homes) != 1:
-            raise ValueError(
-                f"The parameter {name!r} is in {len(homes) or 'no'} fragments of"
-                " LocalSteps(fragments=...). Name each in one of them, or pass a number: ranks"
-                " exchange what is in fragments."
-            )
-        made[homes[0]][name] = parameter
-    return made

@@ -1,13 +1,20 @@
-"""The option `LocalSteps`, and `Schedule`: which fragment is sent and merged after which step."""
+"""The option `LocalSteps`; when a fragment is sent and merged, and which parameters are in it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from itertools import accumulate, pairwise
 from math import ceil, log2
 from numbers import Real
+from operator import or_
 from typing import Any, NamedTuple
 
+import torch
+from torch.nn import Module, Parameter
 from torch.optim import SGD, Optimizer
+
+from lightning_dear.optimizers.pieces import parameters_of
+from lightning_dear.optimizers.tensorwise import why_not_elementwise
 
 _FEW_STEPS = 8
 """Up to this many steps a round the outer optimizer has no momentum: rounds follow so fast that
@@ -110,14 +117,32 @@ class LocalSteps:
         mix = (0.5 if delay else 0.0) if self.mix is None else float(self.mix)
         return Schedule(self.every, number, delay, mix)
 
-    @property
-    def new_outer(self) -> Callable[[list[Any]], Optimizer]:
-        """Function that makes the outer optimizer of a fragment from its parameters."""
-        if self.outer is not None:
-            return self.outer
-        if self.every <= _FEW_STEPS:
-            return partial(SGD, lr=1.0)
-        return partial(SGD, lr=1.0, momentum=0.5, nesterov=True)
+    def new_outer(self, parameters: list[Any]) -> Optimizer:
+        """Returns the outer optimizer of a fragment that has these parameters.
+
+        Raises:
+            ValueError: If `outer` makes one that is not element-wise.
+        """
+        is_long = self.every > _FEW_STEPS
+        default = partial(SGD, lr=1.0, momentum=0.5 if is_long else 0.0, nesterov=is_long)
+        made = (self.outer or default)(parameters)
+        if why_not_elementwise(made) is not None:
+            raise ValueError(
+                f"LocalSteps(outer=...) made {type(made).__name__}, which is not element-wise. Use"
+                " one that is, such as SGD or Adam: each rank steps parts of tensors."
+            )
+        return made
+
+    def check(self, module: Module, optimizer: Optimizer) -> None:
+        """Raises what the fragments of an optimizer would raise, which dense steps precede. Local.
+
+        Raises:
+            ValueError: What `schedule`, `cut` and `new_outer` raise.
+        """
+        held = parameters_of(optimizer)
+        number = self.schedule(num_modules(module, held)).fragments
+        cut(module, held, self.fragments or number)
+        self.new_outer([Parameter(torch.zeros(2))])
 
 
 _SMALL = 0.05
@@ -126,15 +151,17 @@ _SMALL = 0.05
 _MARGIN = 1.25
 """Times of messages are multiplied by this, since they vary from round to round."""
 
-_LONGEST = 512
-"""Most steps of a round that `hiding` returns."""
+_SHORTEST, _LONGEST = 4, 512
+"""Fewest and most steps of a round that `hiding` returns. With fewer than 4, a fragment is merged
+before it has gone there and back."""
 
 
 def hiding(measured: Sequence[tuple[float, float]], num_modules: int) -> LocalSteps | None:
     """Returns the shortest round whose messages hide behind computing. Pure.
 
-    In a step that exchanges gradients both halves of all parameters travel, in at most the whole
-    step. The messages of one fragment need that time divided by the number of fragments.
+    A step that exchanges gradients sends as much as a round does, and its messages take at most the
+    whole step. So they hide in a round whose steps, of computing alone on the fastest rank, take
+    that long. The messages of one fragment need that time divided by the number of fragments.
 
     Args:
         measured: For each rank the median seconds of steps that exchange gradients, and how many of
@@ -149,9 +176,11 @@ def hiding(measured: Sequence[tuple[float, float]], num_modules: int) -> LocalSt
     fastest_s = min(step_s - waited_s for step_s, waited_s in measured)
     slowest_s = max(step_s for step_s, _ in measured)
     num_steps = min(_MARGIN * slowest_s / max(fastest_s, slowest_s / _LONGEST), _LONGEST)
-    every = 2 ** ceil(log2(num_steps))
+    every = 2 ** ceil(log2(max(num_steps, _SHORTEST)))
     fragments = LocalSteps(every=every).schedule(num_modules).fragments
-    delay = min(ceil(num_steps / fragments), every - 1)
+    own = num_steps / fragments
+    # The way back begins after the step in which the sums arrive.
+    delay = min(ceil(max(own, own / _MARGIN + 1)), every - 1)
     return LocalSteps(every=every, fragments=fragments, delay=delay)
 
 
@@ -199,3 +228,75 @@ class Schedule(NamedTuple):
     def merged_after(self, step: int) -> int | None:
         """Returns the number of the fragment to merge after `step`. None means no fragment."""
         return self.sent_after(step - self.delay) if step > self.delay else None
+
+
+# --- which parameters are in which fragment -------------------------------------------------------
+
+
+def cut(
+    module: Module, parameters: Iterable[Parameter], fragments: int | Sequence[Sequence[str]]
+) -> list[dict[str, Parameter]]:
+    """Cuts parameters into fragments, each as a dict from their names. Pure.
+
+    Args:
+        module: Module that owns the parameters.
+        parameters: Parameters to cut.
+        fragments: Number of fragments: runs of modules in the order of their registration, of about
+            equal size. A tied parameter belongs to the first of its modules. Or for each fragment
+            names of modules and parameters.
+
+    Raises:
+        ValueError: If a name is unknown, if a parameter is in no fragment or in two, or if there
+            are fewer modules than fragments.
+    """
+    held, every = set(parameters), dict(module.named_parameters())
+    named = {name: one for name, one in every.items() if one in held}
+    if not isinstance(fragments, int):
+        return _by_names(named, [*every], fragments)
+    runs: dict[str, dict[str, Parameter]] = {}
+    for name, parameter in named.items():
+        runs.setdefault(name.rpartition(".")[0], {})[name] = parameter
+    modules = [*runs.values()]
+    sizes = [sum(one.nbytes for one in its.values()) for its in modules]
+    ends = [0, *accumulate(sizes)]
+    cuts = [0]
+    for turn in range(1, fragments):
+        ideal = ends[-1] * turn / fragments
+        # At least one module is left for each further fragment.
+        places = range(cuts[-1] + 1, len(modules) - (fragments - turn) + 1)
+        cuts.append(min(places, key=lambda place: abs(ends[place] - ideal)))
+    bounds = pairwise([*cuts, len(modules)])
+    return [reduce(or_, modules[begin:end], {}) for begin, end in bounds]
+
+
+def num_modules(module: Module, parameters: Iterable[Parameter]) -> int:
+    """Returns how many modules own any of the parameters. A tied one counts for its first."""
+    held = set(parameters)
+    named = module.named_parameters()
+    return len({name.rpartition(".")[0] for name, one in named if one in held})
+
+
+def _by_names(
+    named: Mapping[str, Parameter], known: Sequence[str], fragments: Sequence[Sequence[str]]
+) -> list[dict[str, Parameter]]:
+    def is_in(name: str, owner: str) -> bool:
+        return name == owner or name.startswith(f"{owner}.")
+
+    for owner in (owner for owners in fragments for owner in owners):
+        if not any(is_in(name, owner) for name in known):
+            valid = ", ".join(dict.fromkeys(name.partition(".")[0] for name in known))
+            raise ValueError(
+                f"LocalSteps(fragments=...) names {owner!r}, and no parameter is there. Write names"
+                f" of modules or parameters, such as {valid}."
+            )
+    made: list[dict[str, Parameter]] = [{} for _ in fragments]
+    for name, parameter in named.items():
+        homes = [n for n, owners in enumerate(fragments) if any(is_in(name, o) for o in owners)]
+        if len(homes) != 1:
+            raise ValueError(
+                f"The parameter {name!r} is in {len(homes) or 'no'} fragments of"
+                " LocalSteps(fragments=...). Name each in one of them, or pass a number: ranks"
+                " exchange what is in fragments."
+            )
+        made[homes[0]][name] = parameter
+    return made

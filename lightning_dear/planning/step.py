@@ -99,23 +99,27 @@ Op = Compute | Phase | Launch | Wait
 class Program(NamedTuple):
     """Describes a step, which is the same on each rank: forward, backward and optimizer step.
 
+    With local steps it describes a round of steps, which is repeated as others repeat a step.
+
     Attributes:
         name: Name of the program, for people.
         ops: Operations in the order in which every rank does them.
+        num_steps: Number of steps that the operations make.
     """
 
     name: str
     ops: tuple[Op, ...]
+    num_steps: int = 1
 
     @property
     def messages(self) -> list[Message]:
-        """Returns the collectives of a step, in the order of their launches."""
+        """Returns the collectives of all operations, in the order of their launches."""
         return [op.message for op in self.ops if isinstance(op, Launch)]
 
     @property
     def sent_bytes(self) -> float:
-        """Returns the bytes that a rank sends in a step."""
-        return sum(message.nbytes for message in self.messages)
+        """Returns the bytes that a rank sends in a step, on the average."""
+        return sum(message.nbytes for message in self.messages) / self.num_steps
 
 
 def interleaved(

@@ -48,9 +48,9 @@ class Link:
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value} of a link is not valid. Set 0 or more, finite.")
 
-    def message_s(self, nbytes: float, num_messages: float = 1) -> float:
-        """Return the seconds for `num_messages` messages in a row, which have `nbytes` in all."""
-        return num_messages * self.alpha_s + nbytes * self.beta_s
+    def message_s(self, nbytes: float) -> float:
+        """Return the seconds for a message of `nbytes`."""
+        return self.alpha_s + nbytes * self.beta_s
 
 
 @dataclass(frozen=True)

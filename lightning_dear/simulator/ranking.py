@@ -43,8 +43,7 @@ class Ranked:
         """Name of strategy and compressor. DDP with a hook has `dear-train`'s name, as ddp_bf16."""
         if self.compressor == "none":
             return self.strategy.name
-        both = f"{self.strategy.name} + {self.compressor}"
-        return self.strategy.hooks.get(self.compressor, both)
+        return self.strategy.hooks.get(self.compressor, f"{self.strategy.name} + {self.compressor}")
 
     def efficiency(self, alone_s: float) -> float:
         """Return the efficiency of weak scaling, 0 to 1: one rank's step time over this one."""

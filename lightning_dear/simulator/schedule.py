@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from math import ceil
+from typing import TYPE_CHECKING, Literal
 
 from typing_extensions import override
 
-from lightning_dear.planning import BucketPlan, TensorSpec
+from lightning_dear.planning import BucketPlan, NoFusion, TensorSpec
 from lightning_dear.planning import step as steps
 from lightning_dear.planning.step import Compute, Launch, Message, Op, PlannedStep, Program, Wait
 from lightning_dear.simulator.network import Network
 from lightning_dear.simulator.workload import Workload
+
+if TYPE_CHECKING:
+    from lightning_dear.local_steps import LocalSteps
 
 Gathers = Literal["stepped", "one_ahead", "at_once"]
 """When all-gathers are launched.
@@ -172,18 +176,68 @@ def _blocking(op: Op) -> list[Op]:
     return [op, Wait(op.message.key)] if isinstance(op, Launch) else [op]
 
 
+class _SimulatedRound(_SimulatedStep):
+    """A round of local steps. Its buckets are the fragments: all of one size, and in fp32."""
+
+    def __init__(self, options: "LocalSteps", workload: Workload, network: Network) -> None:
+        owners = {one.name.rpartition(".")[0] or one.name for one in workload.tensors}
+        self._round = options.schedule(len(owners))
+        turns = range(self._round.fragments)
+        numel = -(-sum(one.numel for one in workload.tensors) // len(turns))
+        fragments = [TensorSpec(turn, f"fragment {turn}", numel, 4, "", turn) for turn in turns]
+        plan = NoFusion().plan(fragments, network.world_size)
+        super().__init__(Schedule(), plan, workload, network)
+        self._alone = _alone(workload)
+        alone_s = sum(op.seconds for op in self._alone)
+        # Between two steps the outer optimizer steps what has arrived; at the merge at the latest.
+        self._until_gather = min(ceil(self.reduce(0).seconds / alone_s), self._round.delay)
+
+    @override
+    def program(self) -> Program:
+        every = self._round.every
+        ops = tuple(op for step in range(1, every + 1) for op in self._step(step))
+        return Program(f"round of {every} steps", ops, every)
+
+    def _step(self, step: int) -> Iterator[Op]:
+        # In later rounds than the first one no exchange is left out.
+        later, delay, until = step + self._round.every, self._round.delay, self._until_gather
+        yield from self._alone
+        if (sent := self._round.sent_after(later)) is not None:
+            yield from steps.computed(steps.CODEC, self.costs[sent].encode_s)
+            yield Launch(self.reduce(sent))
+        if (stepped := self._round.sent_after(later - until)) is not None:
+            yield Launch(self.gather(stepped))
+        if (merged := self._round.merged_after(later)) is not None:
+            yield Wait((steps.REDUCE_SCATTER, merged), from_last_step=step <= delay)
+            yield Wait((steps.ALL_GATHER, merged), from_last_step=step <= delay - until)
+            cost = self.costs[merged]
+            yield from steps.computed(steps.CODEC, cost.sum_s + cost.publish_s + cost.decode_s)
+
+
+def round_program(options: "LocalSteps", workload: Workload, network: Network) -> Program:
+    """Return the steady-state round of local steps, in which every rank steps all parameters.
+
+    Fragments share the link. An all-gather is launched after a step, once a free link would have
+    carried its reduce-scatter. The outer optimizer takes no time.
+    """
+    return _SimulatedRound(options, workload, network).program()
+
+
 # --- without a plan -------------------------------------------------------------------------------
 
 
 def single_program(workload: Workload, network: Network) -> Program:
     """Return the step of one rank alone, which sends nothing."""
+    return Program("one rank", _alone(workload))
+
+
+def _alone(workload: Workload) -> tuple[Compute, ...]:
     times = workload.times
-    ops = (
+    return (
         Compute(steps.FORWARD, times.forward_s),
         Compute(steps.BACKWARD, times.backward_s),
         Compute(steps.STEP, times.step_s + workload.fixed_step_s),
     )
-    return Program("one rank", ops)
 
 
 def partitioned_program(workload: Workload, network: Network) -> Program:

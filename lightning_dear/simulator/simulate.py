@@ -12,7 +12,7 @@ and number of steps that count."""
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Mean over the counted steps.
+    """Mean over the counted steps, or over the steps of the counted rounds.
 
     Attributes:
         program: Program that was run.
@@ -29,7 +29,7 @@ class SimulatedStep:
 
 def simulate(program: Program) -> SimulatedStep:
     """Simulate `program` on ranks that all behave alike. Equal arguments give equal results."""
-    run, begin_s = Run(), 0.0
+    run, begin_s, num_steps = Run(), 0.0, _NUM_STEPS * program.num_steps
     for step in range(_WARM_UP_STEPS + _NUM_STEPS):
         if step == _WARM_UP_STEPS:
             begin_s = run.clock_s
@@ -37,6 +37,6 @@ def simulate(program: Program) -> SimulatedStep:
     exposed_s = {message.kind: 0.0 for message in program.messages}
     for busy in run.busy:
         if busy.is_wait and busy.step >= _WARM_UP_STEPS:
-            exposed_s[busy.kind] += (busy.end_s - busy.begin_s) / _NUM_STEPS
-    step_s = (run.clock_s - begin_s) / _NUM_STEPS
+            exposed_s[busy.kind] += (busy.end_s - busy.begin_s) / num_steps
+    step_s = (run.clock_s - begin_s) / num_steps
     return SimulatedStep(program, step_s, exposed_s, tuple(run.link.spans))

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_dear import planning
 from lightning_dear.names import check_name
@@ -10,11 +11,15 @@ from lightning_dear.planning import measured, programme, refine
 from lightning_dear.planning.fusion import MIB, fuse_groups
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.step import Program
+from lightning_dear.simulator import schedule as schedules
 from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.network import Network
-from lightning_dear.simulator.schedule import Schedule, partitioned_program, single_program
+from lightning_dear.simulator.schedule import Schedule
 from lightning_dear.simulator.simulate import simulate
 from lightning_dear.simulator.workload import Workload
+
+if TYPE_CHECKING:
+    from lightning_dear.local_steps import LocalSteps
 
 HOROVOD_FUSION_MB = 128.0
 """Most MiB of a Horovod bucket: default of HOROVOD_FUSION_THRESHOLD since 0.21; 64 before."""
@@ -42,6 +47,7 @@ class Strategy:
         plans_for_codecs: Whether it may be used with a workload that has a compressor.
         searches: Whether a search finds its buckets. Not all compressors allow that.
         hooks: Compressor -> name that `dear-train` has for this strategy with that compressor.
+        costs_samples: Whether training takes more steps than under DDP, whatever the compressor.
     """
 
     name: str
@@ -51,6 +57,7 @@ class Strategy:
     plans_for_codecs: bool = True
     searches: bool = False
     hooks: Mapping[str, str] = field(default_factory=dict)
+    costs_samples: bool = False
 
     def program(self, workload: Workload, network: Network) -> Program:
         """Return the program of a step of `workload` on `network`.
@@ -228,6 +235,17 @@ def _fused(fusion: str) -> Strategy:
     )
 
 
+def with_local_steps(options: "LocalSteps") -> Strategy:
+    """Return `strategy="dear"` with local steps.
+
+    Args:
+        options: The options. `dear-train`'s overrides tell `every` alone.
+    """
+    name = f"local_steps={options.every}"
+    build, overrides = partial(schedules.round_program, options), f"strategy=dear strategy.{name}"
+    return Strategy(f"dear, {name}", build, overrides, "halves", costs_samples=True)
+
+
 _EACH = planned(planning.NoFusion().plan, _DDP, all_reduces=True)
 _IN_CAPS = planned(refine.everything_all_reduced, _DDP)
 
@@ -235,7 +253,7 @@ STRATEGIES: dict[str, Strategy] = {
     one.name: one
     for one in (
         # One rank alone, which sends nothing: the reference for scaling efficiency.
-        Strategy("single", single_program),
+        Strategy("single", schedules.single_program),
         # An all-reduce for every tensor, as soon as its gradient is ready.
         Strategy("wfbp", _EACH, "strategy=wfbp", "whole"),
         # DistributedDataParallel: all-reduces of 25 MiB, the first of 1 MiB.
@@ -244,7 +262,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("horovod", horovod_program, compresses="whole"),
         Strategy("mgwfbp", _mgwfbp, compresses="whole"),
         # All-reduces of 4 MiB; tensors that forward reads first have priority.
-        Strategy("bytescheduler", partitioned_program),
+        Strategy("bytescheduler", schedules.partitioned_program),
         # ZeRO-2: reduce-scatters in backward, all-gathers before the next forward.
         Strategy("zero", in_units(_ZERO)),
         # FSDP2 with reshard_after_forward=False: all-gathers in forward, one ahead.

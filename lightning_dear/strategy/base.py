@@ -175,6 +175,9 @@ class PipelineStrategy(ABC):
         steps, is_one = self._local.steps, collectives.world.size == 1
         if steps is not None and is_one:
             rank_zero_info("local_steps has no effect with one rank. It trains as plain torch.")
+        elif steps is not None:
+            for optimizer in optimizers:
+                steps.check(module, optimizer)
         if steps is None or is_one or num_steps < steps.dense_steps:
             return self._new_pipeline(module, optimizers, collectives, **own), OuterHalf()
         with meanwhile(self, _options=ExchangeOptions(), _or_else=ExchangeOptions("gradients")):

@@ -163,9 +163,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         """Does what Lightning does, and begins a run's `FailureBoard`. Collective. Blocks."""
         super().setup_environment()
         self._failures.close()
-        board = failures.FailureBoard(
-            self.broadcast(uuid4().hex), self.global_rank, self.world_size
-        )
+        attempt = self.broadcast(uuid4().hex)
+        board = failures.FailureBoard(attempt, self.global_rank, self.world_size)
         self._failures = failure_watch.FailureWatch(board, self._timeout or NO_TIMEOUT)
         module = self.lightning_module
         if module is not None and private_names.MODULE_TRAINER.of(module) is not None:
@@ -240,7 +239,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         if readers := readers if self._shows_gradients else {}:
             refusals.warn_about_readers(readers)
         called = self._before_hook, self.report_failure, readers, self._expose_gradients
-        CompletionGuard(*called, self._end_backward).insert_into(callbacks)
+        others = (one for one in callbacks if not isinstance(one, CompletionGuard))
+        callbacks[:] = [CompletionGuard(*called, self._end_backward), *others]
 
     def _before_hook(self, hook: str) -> None:
         self.complete_parameters(hook)

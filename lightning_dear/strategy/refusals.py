@@ -114,10 +114,8 @@ def _check_value(option: str, value: Any, takes: Sequence[Any]) -> None:
 
 
 def _guess(option: str, given: Mapping[str, Any], own: Iterable[str]) -> str:
-    if any(
-        option in signature(one).parameters
-        for one in (strategies.DDPStrategy, parallel.DistributedDataParallel)
-    ):
+    ddp = strategies.DDPStrategy, parallel.DistributedDataParallel
+    if any(option in signature(one).parameters for one in ddp):
         return "it is of DistributedDataParallel: needs strategy='ddp'"
     value, kind = given["ddp_options"][option], class_of(given["compressor"])
     takes = () if kind is None else tuple(signature(kind).parameters)

@@ -86,22 +86,6 @@ class BlockLength:
         return BlockLength(-(-warm_up // period) * period, -(-steps // period) * period, period)
 
 
-class Endless:
-    """Yields the same batches again and again, so that loading data takes no time in a step.
-
-    Args:
-        batches: Batches, at least one.
-    """
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        if not batches:
-            raise ValueError("The training loader gave no batch. Use more data or smaller batches.")
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return cycle(self._batches)
-
-
 @dataclass(frozen=True)
 class RankBlock:
     """Measurements of one rank in a block.
@@ -191,8 +175,7 @@ class StepProbe(Profiler):
 
     @override
     def stop(self, action_name: str) -> None:
-        phase = self._phase(action_name)
-        if phase is not None:
+        if (phase := self._phase(action_name)) is not None:
             phase.append(time.perf_counter() - self._phase_began_s)
 
     def _phase(self, action_name: str) -> list[float] | None:
@@ -258,17 +241,20 @@ def run_block(
         rig: This process's rank and machine.
         new_trainer: Makes the trainer; a step has `accumulate_grad_batches` batches.
         module: Module to train; it is mutated, and sharded if the strategy does so.
-        batches: Batches, which are repeated.
+        batches: Batches, at least one. They are repeated, so that loading data takes no time in a
+            step.
         length: Number of warm-up steps and of timed steps.
         on_step: Called after every step except the last one, which only marks an end.
     """
+    if not batches:
+        raise ValueError("The training loader gave no batch. Use more data or smaller batches.")
     probe = StepProbe(length, rig.interface, on_step)
     counts_memory = machine.forget_peak_memory()
     with quiet_lightning():
         trainer = new_trainer(profiler=probe, max_steps=length.max_steps)
         probe.strategy = trainer.strategy
         probe.batches_per_step = trainer.accumulate_grad_batches
-        trainer.fit(module, train_dataloaders=Endless(batches))
+        trainer.fit(module, train_dataloaders=cycle(batches))
     measured = probe.measured(rig, machine.peak_memory() if counts_memory else math.nan)
     competitors.forget_mesh(trainer.strategy)
     return measured

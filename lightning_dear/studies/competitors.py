@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.local_steps import LocalSteps
-from lightning_dear.local_steps.rounds import cut, num_modules
+from lightning_dear.local_steps.schedule import cut, num_modules
 from lightning_dear.optimizers.pieces import parameters_of
 from lightning_dear.planning import BucketPlan, MGWFBPFusion, PlanSearch
 from lightning_dear.planning.predict import StepModel

@@ -329,8 +329,7 @@ def _draw_row(axis: Any, number: int, row: Line, limit: float) -> None:
         value = f"{mean:.3g}" if math.isfinite(mean) else "broke off"
         axis.text(limit, number, f"{value} >", ha="right", va="center")
         return
-    is_judged = row["verdict"] in JUDGED
-    color, label = (BLUE, "judged") if is_judged else (GREY, "controls and others")
+    color, label = (BLUE, "judged") if row["verdict"] in JUDGED else (GREY, "controls and others")
     axis.plot([lower, upper], [number, number], color=color, label=label)
     axis.plot([mean], [number], marker="o", markersize=3, color=color)
 

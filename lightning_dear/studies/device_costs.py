@@ -143,8 +143,7 @@ def _resolved(compressor: str | Compressor) -> Codec | SparseAllReduce | None:
 
 def _parts_of(codec: Codec, device: Device) -> tuple[Linear, Linear, Linear]:
     """Return a codec's own cost to encode and to decode, and its bytes, all by the elements."""
-    generator = torch.Generator()
-    few, many = (_counted(codec, numel, generator) for numel in (_FEW, _MANY))
+    few, many = (_counted(codec, numel, torch.Generator()) for numel in (_FEW, _MANY))
 
     def line(place: int) -> Linear:
         beta = (many[place].nbytes - few[place].nbytes) / (_MANY - _FEW)
@@ -207,8 +206,7 @@ def _sparse(made: SparseAllReduce, device: Device, world_size: int) -> CodecCost
         adding = total(device.work(2, 4.0), device.work(kernels, 4 * words * density))
         # In a tree the sum travels up, and then down again to all ranks.
         there_and_back, starts = (2, 2.0 * rounds) if made.is_tree else (1, None)
-        travelling = there_and_back * _words_per_element(made, world_size)
-        wire = Linear(0.0, 4 * travelling * world_size)
+        wire = Linear(0.0, 4 * there_and_back * _words_per_element(made, world_size) * world_size)
         encode = device.work(8 + (0 if tau else 3 + 2 * _NUDGES), 4 * select)
         return replace(
             _GATHERED, encode=encode, decode_sum=adding, reduce_bytes=wire, reduce_starts=starts

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import math
 import os
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -54,11 +55,8 @@ def counters(interface: str = "") -> Counters:
 
 def sent_bytes(interface: str) -> float:
     """Return all bytes that `interface` has sent, headers included."""
-    for line in _read("net/dev").splitlines():
-        name, _, counts = line.partition(":")
-        if name.strip() == interface:
-            return int(counts.split()[8])
-    return math.nan
+    counts = re.search(rf"^ *{re.escape(interface)}:(.*)", _read("net/dev"), re.MULTILINE)
+    return int(counts[1].split()[8]) if counts else math.nan
 
 
 def forget_peak_memory() -> bool:
@@ -76,10 +74,8 @@ def forget_peak_memory() -> bool:
 
 def peak_memory() -> float:
     """Return the most resident memory since `forget_peak_memory`, in bytes."""
-    for line in _read("self/status").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return math.nan
+    most = re.search(r"^VmHWM:\s*(\d+)", _read("self/status"), re.MULTILINE)
+    return int(most[1]) * 1024 if most else math.nan
 
 
 def _machine_times() -> tuple[float, float]:

@@ -354,6 +354,5 @@ def _times(collectives: Collectives, device: torch.device, run: Run) -> list[flo
         collectives.all_gather_object(None)
         begin = clock.mark()
         run()
-        end = clock.mark()
-        own.append(clock.seconds(end) - clock.seconds(begin))
+        own.append(clock.seconds(clock.mark()) - clock.seconds(begin))
     return slowest(collectives, own[_NUM_WARM_UP:])

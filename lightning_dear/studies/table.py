@@ -31,8 +31,7 @@ def format_table(
     table = Table(box=HORIZONTALS, padding=(0, 1, 0, 0), pad_edge=False)
     for number, title in enumerate(titles):
         is_last = number == len(titles) - 1
-        entries = [row[number] for row in cells]
-        narrow = max(map(len, (*title.split(), *entries)), default=0)
+        narrow = max(map(len, (*title.split(), *(row[number] for row in cells))), default=0)
         table.add_column(
             title,
             justify="left" if is_last or number == 0 else "right",

@@ -151,8 +151,7 @@ def digest_of(module: LightningModule) -> str:
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().flatten()
-    return flat.view(torch.uint8).numpy().tobytes()
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 # --- a deliberate bug ---------------------------------------------------------------------------

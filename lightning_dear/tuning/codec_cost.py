@@ -111,9 +111,7 @@ def fitted_line(sizes: Sequence[int], values: Sequence[float]) -> Linear:
     """
     (small, large), (low, high) = sizes, values
     beta = max((high - low) / (large - small), 0.0)
-    if low < beta * small:
-        return Linear(0.0, high / large)
-    return Linear(low - beta * small, beta)
+    return Linear(0.0, high / large) if low < beta * small else Linear(low - beta * small, beta)
 
 
 class _Probe:

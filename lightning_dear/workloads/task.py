@@ -162,5 +162,4 @@ class LanguageModel(Task):
 
     def evaluate(self, windows: Tensor, stage: str) -> None:
         """Log bits per byte."""
-        nats = self.loss(windows)
-        self.log_mean(stage, "bits_per_byte", nats / math.log(2), weight=len(windows))
+        self.log_mean(stage, "bits_per_byte", self.loss(windows) / math.log(2), weight=len(windows))

@@ -67,8 +67,7 @@ def planners_of(cfg: DictConfig) -> dict[str, FusionPlanner]:
                 capped = ThresholdFusion(bucket_cap_mb=cap_mb, first_bucket_cap_mb=first_mb)
                 made[f"{cap_mb:g} MiB"] = capped
         elif name in (EXACT, *FUSIONS):
-            fusion = "mergecomp" if name == EXACT else name
-            made[name] = FUSIONS[fusion](**cfg.get(name, {}))
+            made[name] = FUSIONS["mergecomp" if name == EXACT else name](**cfg.get(name, {}))
         else:
             valid = ", ".join((EXACT, *FUSIONS))
             raise ValueError(f"Unknown name {name!r} in fusions; valid names: {valid}.")

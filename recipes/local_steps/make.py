@@ -61,8 +61,7 @@ def steps_of_reference(rows: Mapping[Run, Mapping[str, str]], model: str, loss: 
     steps, losses = np.array(curve, dtype=float).reshape(-1, 2).T
     if not len(losses) or loss > losses[0]:
         return float("nan")
-    falling = np.minimum.accumulate(losses)
-    return float(np.exp(np.interp(-loss, -falling, np.log(steps))))
+    return float(np.exp(np.interp(-loss, -np.minimum.accumulate(losses), np.log(steps))))
 
 
 def row_of(rows: Mapping[Run, Mapping[str, str]], run: Run) -> dict[str, Any]:

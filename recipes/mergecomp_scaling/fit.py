@@ -63,8 +63,7 @@ class Figure:
 
     def is_of(self, network: str, num_gpus: int, model: str | None = None) -> bool:
         """Whether the figure has this network and number of GPUs, and this model unless None."""
-        own = self.network, self.num_gpus
-        return own == (network, num_gpus) and model in (None, self.model)
+        return (self.network, self.num_gpus) == (network, num_gpus) and model in (None, self.model)
 
 
 Figures = Sequence[Figure]
@@ -103,8 +102,7 @@ class Host(NamedTuple):
     def scaling(self, workload: Workload) -> Pair:
         """Return the two scaling factors of a model with this host."""
         scheduled_s = alone_s(workload) + self.per_byte_s * workload.nbytes
-        merged = len(workload.tensors) - GROUPS
-        layerwise_s = scheduled_s + self.per_tensor_s * merged
+        layerwise_s = scheduled_s + self.per_tensor_s * (len(workload.tensors) - GROUPS)
         return alone_s(workload) / layerwise_s, alone_s(workload) / scheduled_s
 
 

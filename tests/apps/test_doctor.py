@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -11,7 +12,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 
+from lightning_dear import DearStrategy
 from lightning_dear.apps.doctor import doctor
 from lightning_dear.apps.doctor.doctor import late_row, layout_row, link_rows, verdict
 from lightning_dear.apps.doctor.measuring import Compute, Pair, pairs_to_measure
@@ -25,6 +29,7 @@ from lightning_dear.apps.doctor.reachability import (
 )
 from lightning_dear.collectives.world import World
 from lightning_dear.emulation import EmulatedCluster
+from lightning_dear.local_steps import LocalSteps
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import LinkCost
 
@@ -95,6 +100,7 @@ def test_two_ranks_are_examined_and_nothing_is_trained(tmp_path):
         r"lightning_dear +\S.*",
         r"backend +gloo",
         r"start of an exchange, all at once +\d+ us",
+        r"longest round trip +[\d.]+ ms",
         r"rate of each rank, all at once +([\d.]+ MB/s|too fast to tell)",
         r"the same in the backend's all-reduces +([\d.]+ MB/s|too fast to tell)",
         r"slowest pair within hosts +ranks 0 and 1: [\d.]+ MB/s",
@@ -315,12 +321,13 @@ def test_pairs():
 
 def test_the_slowest_pair_is_named():
     cost = LinkCost(1e-4, 1 / 5e6, LinkCost(1e-3, 0.0))
-    pairs = [Pair(0, 1, 9e8), Pair(0, 2, 1e8), Pair(1, 2, 9e8)]
+    pairs = [Pair(0, 1, 9e8, 0.002), Pair(0, 2, 1e8, 0.1), Pair(1, 2, 9e8)]
     rows = dict(link_rows(cost, pairs, (0, 1, 2)))
     slowest = "ranks 0 and 2: 100.00 MB/s; median of 3 pairs: 900.00 MB/s"
     assert rows["slowest pair between hosts"] == slowest
     assert "slowest pair within hosts" not in rows
     assert rows["start of an exchange, all at once"] == "100 us"
+    assert rows["longest round trip"] == "100.0 ms"
     assert rows["rate of each rank, all at once"] == "5.00 MB/s"
     assert rows["the same in the backend's all-reduces"] == "too fast to tell"
     few = dict(link_rows(cost, [Pair(0, 1, 9e8), Pair(1, 2, 8e8)], [0] * 9))
@@ -346,7 +353,7 @@ def test_links_within_hosts_are_apart_from_those_between_them():
     rates = {(0, 1): 8e9, (2, 3): 9e9, (0, 2): 25e6, (0, 3): 24e6, (1, 2): 23e6, (1, 3): 25e6}
     pairs = [Pair(*ranks, rate) for ranks, rate in rates.items()]
     rows = link_rows(LinkCost(1e-4, 1 / 5e6), pairs, (0, 0, 2, 2))
-    assert rows[3:] == [
+    assert rows[4:] == [
         (
             "slowest pair within hosts",
             "ranks 0 and 1: 8000.00 MB/s; median of 2 pairs: 8500.00 MB/s",
@@ -392,6 +399,62 @@ def test_the_verdict(rate, num_accumulated, words):
         assert f"ddp, which hides it behind backward, leaves {left[0]} ms of it" in said
         assert f"dear, behind backward and the next forward, {left[1]} ms: time both" in said
         assert said.endswith("save more than either.") == (rate == 1e7)
+
+
+def proposed(said: str) -> LocalSteps:
+    """What the two lines to paste make."""
+    *_, options, script = said.splitlines()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        strategy = compose("train", shlex.split(options)).strategy
+    steps = instantiate(strategy.local_steps)
+    assert (strategy.compressor._target_, strategy._target_) == (
+        "lightning_dear.compression.Int8",
+        "lightning_dear.DearStrategy",
+    )
+    known = {"DearStrategy": DearStrategy, "LocalSteps": LocalSteps}
+    built = eval(script.removeprefix("In a script: "), known)
+    assert isinstance(built, DearStrategy)
+    assert f"every={steps.every}, fragments={steps.fragments}, delay={steps.delay})" in script
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("rate", "one_way_s", "num_modules", "found", "steps_ms"),
+    [
+        # 2.5 million numbers at 4 ranks: int8 sends 3.75 MB a step, beside 0.3 s of computing, so
+        # that 1.25 x 3.75 / 0.3 = 15.6 steps hide them. A fragment needs a quarter of 12.5, and up
+        # to one more before its way back.
+        (1e6, 0.0, 9, (16, 4, 5), (3750.0, 300.0)),
+        # Each fragment goes there and back: 4 x 0.4 s more, in 22.3 steps.
+        (1e6, 0.2, 9, (32, 4, 6), (4150.0, 300.0)),
+        (1e6, 0.0, 1, (16, 1, 15), (3750.0, 300.0)),
+        # More than the longest round hides: 3750 / 512 s in each step.
+        (1e3, 0.0, 9, (512, 4, 128), (3750000.0, 7324.2)),
+        (6.2e6, 0.0, 9, (4, 4, 2), (604.8, 300.0)),
+    ],
+)
+def test_local_steps_are_proposed_where_steps_mostly_wait(
+    rate, one_way_s, num_modules, found, steps_ms
+):
+    compute = Compute(10_000_000, 0.1, 0.2, 8, 0.0, 2_500_000, num_modules)
+    said = verdict(4, compute, LinkCost(one_way_s, 1 / rate))
+    steps = proposed(said)
+    assert (steps.every, steps.fragments, steps.delay) == found
+    dense, local = (f"{one:.1f} ms" for one in steps_ms)
+    assert f"int8 a step would still take {dense}, and with local steps about {local}." in said
+    assert "They cost samples: about 1.5 to 2 times the steps for a small model" in said
+    assert len(said.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("rate", "num_accumulated", "is_proposed"),
+    # int8's messages take 3.75 MB / rate, and two steps' computing 0.6 s.
+    [(6.2e6, 1, True), (6.3e6, 1, False), (1e9, 1, False), (1e6, 1, True), (1e6, 20, False)],
+)
+def test_local_steps_are_not_proposed_where_int8_will_do(rate, num_accumulated, is_proposed):
+    compute = Compute(10_000_000, 0.1, 0.2, 8, 0.0, 2_500_000, 9)
+    said = verdict(4, compute, LinkCost(0.0, 1 / rate), num_accumulated)
+    assert ("local_steps" in said) == is_proposed
 
 
 # --- docs/clusters.md ---------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from lightning_dear.apps.plan.config import network_of, world_sizes_of
 from lightning_dear.apps.plan.report import plan, script_of
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import CodecCost, CodecCosts, Linear, MergeCompFusion
-from lightning_dear.simulator import Program, SimulatedStep, Workload
+from lightning_dear.planning.step import Program
+from lightning_dear.simulator import SimulatedStep, Workload
 from lightning_dear.simulator.network import Link
 from lightning_dear.simulator.ranking import Ranked
 from lightning_dear.simulator.saved import save_workload
@@ -34,7 +35,11 @@ from tests.workloads.replaying import divided
 PLANNED = sorted(
     path.stem for path in (conf_dir() / "cluster").glob("*.yaml") if "source:" in path.read_text()
 )
-FEW = ("strategies=[single,ddp,dear,bytescheduler]", "world_sizes=[1,4,8,16]")
+FEW = (
+    "strategies=[single,ddp,dear,bytescheduler]",
+    "world_sizes=[1,4,8,16]",
+    "local_steps=null",
+)
 
 
 def planned(folder: Path, *overrides: str):
@@ -118,7 +123,11 @@ def table_of(said: str) -> list[str]:
 
 
 def test_lossy_compressors_are_below_a_line_and_never_advised(tmp_path, capsys) -> None:
-    options = ("strategies=[ddp,dear,dear_mergecomp]", "compressors=[int8,oktopk,fp16]")
+    options = (
+        "strategies=[ddp,dear,dear_mergecomp]",
+        "compressors=[int8,oktopk,fp16]",
+        "local_steps=null",
+    )
     best = planned(tmp_path, *options, "world_sizes=[4]", "cluster=aries")
     said = capsys.readouterr().out
     table = table_of(said)
@@ -132,6 +141,44 @@ def test_lossy_compressors_are_below_a_line_and_never_advised(tmp_path, capsys) 
     assert any(line.startswith("ddp_bf16 ") for line in above)
     assert best.compressor != "oktopk"
     assert max(map(len, table)) <= 100
+
+
+def test_local_steps_are_shown_below_the_line_and_never_advised(tmp_path, capsys) -> None:
+    slow = ("cluster=emulated", "cluster.num_hosts=4", "cluster.rate_mbit=5", "cluster.delay_ms=50")
+    few = ("compute_s=0.3", "strategies=[ddp,dear]", "world_sizes=[4]")
+    best = planned(tmp_path, *slow, *few, "compressors=[int8,oktopk]", "local_steps=4096")
+    said = capsys.readouterr().out
+    assert best.name == "ddp"
+    table = table_of(said)
+    assert max(map(len, table)) <= 100
+    rules = [number for number, line in enumerate(table) if not line.strip("-")]
+    below = {line.split("  ")[0]: line for line in table[rules[2] + 1 : rules[3]]}
+    assert below.keys() == {
+        "dear, local_steps=4096",
+        "dear, local_steps=4096 + int8",
+        "dear + oktopk",
+    }
+    assert below["dear, local_steps=4096"].endswith("  costs samples")
+    # It cannot send differences of weights.
+    assert "local_steps=4096 + oktopk" not in said
+    assert "about 1.5 to 2 times the steps for a small model" in " ".join(said.split())
+    rows = list(csv.DictReader((tmp_path / "plan.csv").read_text().splitlines()))
+    steps_s = {row["strategy"]: float(row["step_s"]) for row in rows}
+    # 3/4 of 440 MB there and back at 5 Mb/s, in four fragments. The default delay is half of an
+    # interval of 1024 steps. int8 sends a quarter.
+    fragment_s = 2 * (0.05 + 0.75 * 110.1e6 / 625e3)
+    exposed_s = 4 * (fragment_s - 4096 / 8 * 0.3) / 4096
+    assert steps_s["dear, local_steps=4096"] == pytest.approx(0.3 + exposed_s, rel=0.01)
+    assert steps_s["dear, local_steps=4096 + int8"] == pytest.approx(0.3, rel=0.01)
+
+
+def test_where_all_is_lossy_local_steps_are_not_advised_either(tmp_path) -> None:
+    few = ("strategies=[dear]", "world_sizes=[2]", "cluster=aries", "cluster.num_nodes=2")
+    tensors, times = chain([8, 8], [1.0, 1.0], [1.0, 1.0])
+    costs = CodecCosts(CodecCost(encode=Linear(9.0), reduce_bytes=Linear(0, 1)))
+    saved = tmp_path / "model.json"
+    save_workload(Workload("mine", tensors, times, costs, compressor="int4"), saved)
+    assert planned(tmp_path, *few, f"profile={saved}").name == "dear + int4"
 
 
 def test_bf16_and_int8_are_tried_unless_the_model_was_measured_with_one(tmp_path, capsys) -> None:

@@ -33,7 +33,8 @@ from lightning_dear.apps.plan.config import measured_network
 from lightning_dear.compression import OkTopk
 from lightning_dear.planning import CodecCost, CodecCosts, Linear, TensorSpec
 from lightning_dear.planning.fusion import fuse_groups, runs_of
-from lightning_dear.simulator import Link, Network, Program, Workload, simulate
+from lightning_dear.planning.step import Program
+from lightning_dear.simulator import Link, Network, Workload, simulate
 from lightning_dear.simulator.ranking import chosen
 from lightning_dear.simulator.strategies import MIB, OURS, STRATEGIES, whole
 from lightning_dear.studies.device_costs import Device, halves_costs

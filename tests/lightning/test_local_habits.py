@@ -165,8 +165,14 @@ def test_optimizer_state_goes_over() -> None:
     assert counts == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize(("every", "delay"), [(2, None), (4, 3), (14, 7)])
 @distributed(world_sizes=(2, 3))
-def test_parameters_that_come_later_are_exchanged() -> None:
+def test_parameters_that_come_later_are_exchanged(every: int, delay: int | None) -> None:
+    """With several fragments under way, those that were sent before are merged early.
+
+    In a round of 14 steps nothing is merged before the end.
+    """
+
     class Grows(Module):
         def on_train_batch_start(self, batch: Any, index: int) -> None:
             if index == 5:
@@ -177,7 +183,8 @@ def test_parameters_that_come_later_are_exchanged() -> None:
             return AdamW(self.net[:3].parameters(), lr=0.01)
 
     module = Grows()
-    fit(dear(local_steps=LocalSteps(every=2, fragments=2)), module, 13)
+    fit(dear(local_steps=LocalSteps(every=every, fragments=2, delay=delay)), module, 13)
+    assert same_on_all_ranks(module.seen[0]) == (every < 14)
     assert same_on_all_ranks(weights(module))
     assert not torch.equal(weights(module)["net.3.weight"], new_net()[3].weight)
 
@@ -327,6 +334,27 @@ def test_an_outer_optimizer_of_whole_tensors_is_refused() -> None:
     strategy = dear(local_steps=steps(outer=partial(Adafactor, lr=0.1)))
     with pytest.raises(ValueError, match="made Adafactor, which is not element-wise"):
         fit(strategy, Module(), 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fragments": 8}, "more than the 4 modules"),
+        ({"fragments": [["net.0"]]}, "is in no fragments"),
+        ({"outer": partial(Adafactor, lr=0.1)}, "not element-wise"),
+    ],
+)
+@distributed(world_sizes=(2,))
+def test_refusals_do_not_wait_for_the_end_of_dense_steps(
+    options: dict[str, Any], said: str
+) -> None:
+    class Untouched(Module):
+        def training_step(self, *_: Any) -> Tensor:
+            raise AssertionError("training began")
+
+    strategy = dear(local_steps=LocalSteps(every=8, dense_steps=3, **options))
+    with pytest.raises(ValueError, match=said):
+        fit(strategy, Untouched(), 4)
 
 
 @distributed(world_sizes=(2,))

@@ -239,6 +239,13 @@ def test_an_outer_optimizer_without_state_goes_on(
     check(tmp_path, Options(steps=how, strategy={"compressor": compressor}), 7)
 
 
+@distributed(world_sizes=(2,))
+def test_an_outer_optimizer_goes_on_before_its_first_step(tmp_path: Path) -> None:
+    """Its state then has masters alone, of which Adam knows nothing."""
+    how = Options(steps=steps(outer=KINDS["adam"]), strategy={"compressor": "int8"})
+    check(tmp_path, how, 1)
+
+
 KINDS = {"sgd": NESTEROV, "plain": partial(SGD, lr=1.0), "adam": partial(Adam, lr=0.01)}
 
 

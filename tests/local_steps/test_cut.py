@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_dear.local_steps.rounds import cut, num_modules
+from lightning_dear.local_steps.schedule import cut, num_modules
 
 
 def layers(*sizes: int) -> nn.Sequential:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD
@@ -32,10 +33,11 @@ def test_defaults(every: int, modules: int, schedule: Schedule) -> None:
 
 @pytest.mark.parametrize(("every", "momentum"), [(1, 0), (8, 0), (9, 0.5), (32, 0.5)])
 def test_few_steps_have_no_outer_momentum(every: int, momentum: float) -> None:
-    outer: Any = LocalSteps(every=every).new_outer
-    assert outer.keywords.get("momentum", 0) == momentum
-    own = partial(SGD, lr=0.7)
-    assert LocalSteps(every=every, outer=own).new_outer is own
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    (group,) = LocalSteps(every=every).new_outer(parameters).param_groups
+    assert (group["lr"], group["momentum"], group["nesterov"]) == (1, momentum, momentum > 0)
+    own = LocalSteps(every=every, outer=partial(SGD, lr=0.7)).new_outer(parameters)
+    assert own.param_groups[0]["lr"] == 0.7
 
 
 @pytest.mark.parametrize(
@@ -91,5 +93,8 @@ def test_rounds_hide_behind_computing() -> None:
     # Messages of 9 s, computing of 0.3 s: 31 steps of a round, with a margin of a quarter 39.
     found = hiding([(9.3, 9.0), (9.3, 8.9)], 8)
     assert found == LocalSteps(every=64, fragments=4, delay=10)
+    # The way back begins after a step, so that a delay of one step would always wait for it.
+    fast = LocalSteps(every=4, fragments=4, delay=2)
+    assert hiding([(0.6, 0.3)], 8) == hiding([(0.33, 0.03)], 8) == fast
     slow = hiding([(1000.0, 999.99)], 1)
     assert slow == LocalSteps(every=512, fragments=1, delay=511)

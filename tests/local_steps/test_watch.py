@@ -21,7 +21,7 @@ from tests.local_steps.reference import Law, Reference
 from tests.local_steps.test_law import FRAGMENTS, NESTEROV, Ours, new_model, step
 
 ALL = {"on_all_ranks": True, "with_drift": False}
-SLEPT_S = 0.05
+SLEPT_S = 0.2
 
 
 class Measured(Reference):
@@ -193,7 +193,7 @@ def test_waits_for_a_late_rank_are_exposed_in_the_step_of_the_merge() -> None:
     if dist.get_rank() == last:
         return
     for number in (8, 12):
-        assert 0.7 * slept_s < waits_s[number - 1]
+        assert 0.4 * slept_s < waits_s[number - 1]
         assert sorted(waits_s[number - 4 : number - 1])[1] < waits_s[number - 1] / 2
     assert exposed_s[1:] == pytest.approx([waits_s[7], waits_s[11]], abs=0.05)
 

@@ -137,7 +137,7 @@ KEPT = [
     Mutation(
         "writes to lagging weights between two trainings",
         "PlanLifecycle.inherit",
-        "left.take(MASTER_KEY, written)",
+        "left.take(MASTER_KEY, {*compress(was_written, map(any, flags))})",
         "left.take(MASTER_KEY, set())",
         (f"{MEMORY}::test_what_is_written_to_lagging_weights_between_two_trainings_stays",),
     ),

@@ -110,6 +110,20 @@ LOCAL_STATE = [
         (f"{STATE}::test_options_of_the_outer_optimizer_are_those_of_the_fit",),
     ),
     Mutation(
+        "masters of an outer optimizer that has not stepped",
+        "Fragment.resume",
+        '{**state, "state": without_masters(state["state"])}',
+        "state",
+        (f"{STATE}::test_an_outer_optimizer_goes_on_before_its_first_step",),
+    ),
+    Mutation(
+        "masters of a folder are loaded",
+        "Fragment.resume",
+        "            if MASTER_KEY in own:\n",
+        "            if False:\n",
+        (f"{WITH}[2-int8]", f"{STATE}::test_an_outer_optimizer_without_state_goes_on"),
+    ),
+    Mutation(
         "another class of outer optimizer is refused",
         "OuterHalf.load",
         "        check_class(self._outer, saved[_OUTER + model],",

@@ -24,7 +24,7 @@ LOCAL_STEPS = [
     ),
     Mutation(
         "the mean over ranks of pseudo-gradients",
-        "Fragment._launch",
+        "Fragment.launch",
         "            bucket.gradients.mul_(self.round.weights.scale)\n",
         "            pass\n",
         (BITS,),
@@ -136,6 +136,13 @@ LOCAL_STEPS = [
         (f"{HABITS}::test_parameters_that_come_later_are_exchanged",),
     ),
     Mutation(
+        "fragments of parameters that come in the last round",
+        "OptimizerRounds.flush",
+        "self._follow()",
+        "False",
+        (f"{HABITS}::test_parameters_that_come_later_are_exchanged",),
+    ),
+    Mutation(
         "wishes to stop that travel with exchanges",
         "OptimizerRounds._exchange",
         "                one.stop.ask = self._signal.ask\n",
@@ -187,7 +194,7 @@ LOCAL_STEPS = [
     Mutation(
         "launching messages that wait for samples no later than they are stepped",
         "Fragment.step",
-        "        if not self._is_launched:\n            self._launch()\n",
+        "        self.launch(blocks=True)\n",
         "",
         (f"{BITS}_by_samples",),
     ),
@@ -228,8 +235,8 @@ LOCAL_STEPS = [
     ),
     Mutation(
         "refusing outer optimizers of whole tensors",
-        "Fragment.__init__",
-        "if why_not_elementwise(outer) is not None:",
+        "LocalSteps.new_outer",
+        "if why_not_elementwise(made) is not None:",
         "if False:",
         (f"{HABITS}::test_an_outer_optimizer_of_whole_tensors_is_refused",),
     ),
@@ -253,5 +260,19 @@ LOCAL_STEPS = [
         "            self._compare_unheld()\n",
         "            pass\n",
         (f"{HABITS}::test_parameters_that_are_not_exchanged_are_named",),
+    ),
+    Mutation(
+        "what was settled is not merged again",
+        "OptimizerRounds._exchange",
+        "if one.sent_at is not None):\n",
+        "if True):\n",
+        (f"{HABITS}::test_parameters_that_come_later_are_exchanged",),
+    ),
+    Mutation(
+        "refusing before dense steps",
+        "PipelineStrategy._new_halves",
+        "                steps.check(module, optimizer)\n",
+        "                pass\n",
+        (f"{HABITS}::test_refusals_do_not_wait_for_the_end_of_dense_steps",),
     ),
 ]

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dear.simulator import ALGORITHMS, Link, Network
+from lightning_dear.simulator import Link, Network
+from lightning_dear.simulator.network import ALGORITHMS
 
 FAST, SLOW = Link(1.0, 1.0), Link(10.0, 5.0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -104,12 +104,15 @@ class Job:
     strategy: dict[str, Any] = field(default_factory=dict)
     habit: str = "none"
     weighs: bool = False
+    local: dict[str, Any] = field(default_factory=dict)
+    law: str = ""
+    extra: str = "none"
 
     @property
     def is_exact(self) -> bool:
         """Whether two ranks give DDP's bits: nothing is lossy, and no norm is summed up."""
         by_norm = self.trainer.get("gradient_clip_algorithm") == "norm"
-        return not self.is_lossy and not by_norm
+        return not self.is_lossy and not by_norm and not self.local
 
     @property
     def is_lossy(self) -> bool:
@@ -126,7 +129,7 @@ def job_of(seed: int) -> Job:
     draw = random.Random(seed)
     optimizer = draw.choice([*OPTIMIZERS, *THIRD_PARTY])
     manual = draw.random() < 0.2
-    return Job(
+    job = Job(
         seed,
         draw.choice(MODELS),
         optimizer,
@@ -136,6 +139,74 @@ def job_of(seed: int) -> Job:
         _strategy(draw, optimizer in ("centralized", "trusted")),
         draw.choice(HABITS),
         draw.random() < 0.25,
+    )
+    # Of another generator, so that other jobs stay as they were.
+    draw = random.Random(f"local steps {seed}")
+    return _with_local_steps(job, draw) if draw.random() < 0.25 else job
+
+
+EXTRAS = ("validates", "folder", "file", "frozen", "grows", "scaler", "bf16", "nan", "raises")
+"""What jobs with local steps do besides; see `tests/soak/local.py`."""
+
+LAWS = ("reference", "reference", "reference", "one device", "ddp", "finite")
+"""What the end of a job with local steps is compared with; "finite" with nothing."""
+
+
+def _with_local_steps(job: Job, draw: random.Random) -> Job:
+    """The job with local steps, and the strongest law that holds for it."""
+    every = draw.randint(1, 8)
+    divisors = [None, *(n for n in (1, 2, 3, 4) if every % n == 0)]
+    local = {
+        "every": every,
+        "fragments": draw.choice(divisors),
+        "delay": draw.choice((None, 0, draw.randrange(every))),
+        "mix": draw.choice((None, 0, 0.5, 1)),
+        "outer": draw.choice((None, "sgd", "momentum", "nesterov", "adam")),
+        "dense_steps": draw.choice((0, 0, 0, 3)),
+    }
+    extra = draw.choice(("none",) * 6 + EXTRAS)
+    strategy = {"broadcast_buffers": job.strategy["broadcast_buffers"], "fusion": "threshold"}
+    strategy["fusion"] = draw.choice(("small", "threshold", "none", "single"))
+    law = draw.choice(LAWS)
+    is_manual, is_alone = "precision" not in job.trainer, job.num_optimizers == 1
+    if (extra == "scaler" and is_manual) or (extra == "grows" and not is_alone):
+        extra = "none"
+    if extra in ("scaler", "bf16", "nan", "raises", "file", "grows"):
+        law = "finite"
+    if law == "finite":
+        strategy["compressor"] = draw.choice(("none", "int8"))
+        if draw.random() < 0.1:
+            strategy["gather"] = draw.choice(("parameters", "gradients"))
+    else:
+        local["dense_steps"] = 0
+    weighs = job.weighs and law in ("reference", "finite")
+    job = replace(job, strategy=strategy, weighs=weighs, law=law, extra=extra, local=local)
+    if job.optimizer == "sgd_fused" and job.model == "branches":
+        # torch raises where some parameters of a list have momentum, and others not yet.
+        job = replace(job, optimizer="sgd")
+    return {"one device": _of_one_device, "ddp": _of_ddp}.get(law, lambda one: one)(job)
+
+
+def _of_one_device(job: Job) -> Job:
+    """The anchor comes to the replicas as they are sent, or they keep their own to the end."""
+    local = {**job.local, "outer": "sgd"}
+    local |= {"mix": 1} if local["delay"] or local["delay"] is None else {}
+    return replace(job, local=local, habit="none" if job.habit == "buffers" else job.habit)
+
+
+def _of_ddp(job: Job) -> Job:
+    """All is linear in the gradients: their mean may be taken before the step, or after."""
+    local = {"every": 1, "fragments": 1, "mix": 0, "outer": "sgd"}
+    trainer = {name: value for name, value in job.trainer.items() if "clip" not in name}
+    is_linear = job.hook in ("none", "tensor", "reads", "step_post")
+    return replace(
+        job,
+        local=local,
+        trainer=trainer,
+        optimizer="linear",
+        hook=job.hook if is_linear else "none",
+        habit="none" if job.habit == "buffers" else job.habit,
+        extra=job.extra if job.extra in ("validates", "folder") else "none",
     )
 
 
@@ -180,6 +251,9 @@ def optimizers_of(job: Job, model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def _optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if name == "linear":
+        # Without weight decay, which a rank that does not use a parameter leaves out.
+        return torch.optim.SGD([{"params": one["params"]} for one in groups], lr=0.05)
     if name in THIRD_PARTY:
         return THIRD_PARTY[name](groups)
     if name == "rprop":

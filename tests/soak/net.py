@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -15,12 +16,19 @@ from tests.training.models import build, loss_of
 CLIP = 0.01
 
 
+def weight_of(job: Job, rank: int) -> int:
+    """Weight of each batch. With local steps ranks have other ones; DDP has the same."""
+    return 1 + 2 * rank if job.local else 3
+
+
 class SoakNet(LightningModule):
     """A model, its optimizers and a hook.
 
     Attributes:
         losses: Of every batch.
         noted: What the hook saw, in the order in which it saw it.
+        shown: Weights that validation has seen.
+        rank: Of this process; 0 where all ranks are to train alike.
     """
 
     def __init__(self, job: Job) -> None:
@@ -31,17 +39,23 @@ class SoakNet(LightningModule):
         self.automatic_optimization = "precision" in job.trainer
         self.losses: list[Tensor] = []
         self.noted: list[Tensor] = []
+        self.shown: list[Tensor] = []
+        self.rank = 0 if job.law == "one device" else int(os.environ.get("RANK", "0"))
         if job.hook == "apart":
             self.scale = nn.Parameter(torch.ones(()))
             self.own, self.num_own_steps = torch.optim.SGD([self.scale], lr=0.1), 0
         if job.habit == "buffers":
             self.register_buffer("center", torch.zeros(()))
         if job.habit == "shared":
-            self.net.share_memory()
-            self.shared = [parameter.detach() for parameter in self.net.parameters()]
+            self.share()
         if job.hook == "tensor":
             for parameter in self.net.parameters():
                 parameter.register_hook(lambda grad: grad * 0.5)
+
+    def share(self) -> None:
+        """Moves the weights into memory that other processes could read."""
+        self.net.share_memory()
+        self.shared = [parameter.detach() for parameter in self.net.parameters()]
 
     def configure_optimizers(self) -> Any:
         """A schedule, too, where Lightning steps it."""
@@ -51,6 +65,8 @@ class SoakNet(LightningModule):
                 one.register_step_pre_hook(self._clip_in_step)
         if self.job.hook == "step_post":
             made[0].register_step_post_hook(self._note_in_step)
+        if self.job.extra == "grows":
+            self.later = made[0].param_groups.pop()
         if not self.automatic_optimization:
             return made
         return made, [torch.optim.lr_scheduler.StepLR(made[0], 1, gamma=0.5)]
@@ -58,7 +74,7 @@ class SoakNet(LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         """Automatic; or by hand, the optimizers by turns."""
         if isinstance(self.net, Branches):
-            turn = (batch_idx + self.global_rank) % 3
+            turn = (batch_idx + self.rank) % 3
             self.net.used = (0, 1) if turn == 2 else (turn,)
         loss = loss_of(self.net, batch[0], batch[1].flatten())
         if self.job.hook == "apart":
@@ -67,7 +83,7 @@ class SoakNet(LightningModule):
             loss = loss * (1 + self.center)
         self.losses.append(loss.detach().clone())
         if self.job.weighs and isinstance(strategy := self.trainer.strategy, DearStrategy):
-            strategy.weigh(3)
+            strategy.weigh(weight_of(self.job, self.rank))
         if self.automatic_optimization:
             return loss
         made = self.optimizers()
@@ -78,6 +94,13 @@ class SoakNet(LightningModule):
         for optimizer in made if batch_idx % 2 else made[:1]:
             optimizer.step()
         return None
+
+    def validation_step(self, *_: Any) -> None:
+        """Looks at weights alone."""
+
+    def on_validation_start(self) -> None:
+        """Where a metric would be computed."""
+        self.shown.extend(one.detach().clone() for one in self.net.parameters())
 
     # --- hooks ----------------------------------------------------------------------------------
 
@@ -167,7 +190,7 @@ class Habit(Callback):
         accumulates = job.trainer.get("accumulate_grad_batches", 1) > 1
         # With find_unused_parameters DDP itself hangs after such a backward.
         is_left_out = job.habit != "saliency" or job.model == "branches" or accumulates
-        if is_left_out or trainer.global_rank:
+        if is_left_out or pl_module.rank:
             return
         pl_module.net.zero_grad()
         loss_of(pl_module.net, batch[0], batch[1].flatten()).backward()
@@ -179,7 +202,7 @@ class Habit(Callback):
         """Each rank writes a buffer; all reset some of the optimizer's state."""
         # In manual optimization DDP leaves each rank its own buffers, and ours are rank 0's.
         if pl_module.job.habit == "buffers" and pl_module.automatic_optimization:
-            pl_module.center.mul_(0.5).add_(0.1 * trainer.global_rank + 0.01)
+            pl_module.center.mul_(0.5).add_(0.1 * pl_module.rank + 0.01)
         if pl_module.job.habit == "state" and batch_idx % 3 == 1:
             for optimizer in trainer.optimizers:
                 for parameter in optimizer.param_groups[0]["params"][::2]:

@@ -3,10 +3,12 @@
     python -m tests.soak                        # the jobs of seeds 0 to 999, on two ranks
     python -m tests.soak --first 1155 --jobs 1  # one of them again
     python -m tests.soak --ranks 3 --out FILE   # a line of JSON for each job, too
+    python -m tests.soak --local                # jobs with local steps alone, see `local.py`
 
 Verdicts: "equal" by the bit, "near" (a norm is summed up in another order, or three ranks are),
 "finite" (gradients are encoded: ranks are equal, and losses finite), "refused" on every
-rank before any weight changed, "ddp raised", and "FAULT".
+rank before any weight changed, "ddp raised", and "FAULT". With local steps also "raised", as the
+job wants; "torch raised", as on one device; and "diverges", in plain torch, too.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch import Tensor
 from lightning_dear.planning import ThresholdFusion
 from tests.distributed.harness import RanksFailed, run_ranks
 from tests.lightning.fitting import ddp, dear, digest, fit
+from tests.soak import local
 from tests.soak.job import Job, job_of
 from tests.soak.net import Habit, SoakNet, net_of
 from tests.training.models import distance
@@ -75,6 +78,8 @@ def run_job(seed: int, ranks: int) -> dict[str, Any]:
         # Of a rounding error, such as the gradient of a bias that batch norm takes off again, these
         # take the sign, or a multiple as long as the weights.
         job = replace(job, optimizer="adamw")
+    if job.local:
+        return local.run(job, ranks)
     theirs, raised = train(job, False, ranks)
     if raised:
         return {"verdict": "ddp raised", "said": raised}
@@ -107,9 +112,12 @@ def _same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 def judge(seed: int, ranks: int) -> dict[str, Any]:
     """Runs a job on new or kept ranks; what all of them saw together. Blocks."""
-    about = {"seed": seed, "job": str(job_of(seed))}
+    job = job_of(seed)
+    about = {"seed": seed, "job": str(job)}
+    ends = job.extra == "raises"
+    how = {"timeout_s": 120, "keeps_ranks": not ends, "init_process_group": not ends}
     try:
-        seen = run_ranks(run_job, ranks, seed, ranks, timeout_s=120, keeps_ranks=True)
+        seen = run_ranks(run_job, ranks, seed, ranks, **how)
     except RanksFailed as failure:
         return {**about, "verdict": "FAULT", "said": str(failure)}
     verdicts = {one["verdict"] for one in seen}
@@ -124,10 +132,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--local", action="store_true", help="only jobs with local steps")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     counts: Counter[str] = Counter()
     for seed in range(options.first, options.first + options.jobs):
+        if options.local and not job_of(seed).local:
+            continue
         found = judge(seed, options.ranks)
         counts[found["verdict"]] += 1
         if found["verdict"] in ("FAULT", "refused", "ddp raised"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.soak.job import Job, job_of
+from tests.soak import local
+from tests.soak.job import EXTRAS, LAWS, Job, job_of
 from tests.soak.net import SoakNet, net_of
 from tests.soak.soak import compare, judge
 
@@ -29,6 +31,26 @@ def test_random_trainings_are_those_of_ddp(ranks: int) -> None:
 def test_a_seed_says_all_of_a_job() -> None:
     assert [job_of(seed) for seed in range(50)] == [job_of(seed) for seed in range(50)]
     assert len({str(job_of(seed)) for seed in range(50)}) == 50
+
+
+def test_all_laws_and_extras_of_local_steps_are_drawn() -> None:
+    jobs = [job for job in map(job_of, range(2000)) if job.local]
+    assert 400 < len(jobs) < 600
+    assert {job.law for job in jobs} == {*LAWS}
+    assert {job.extra for job in jobs} == {"none", *EXTRAS}
+
+
+def test_a_weight_that_breaks_the_law_of_local_steps_is_noticed() -> None:
+    job = next(one for one in map(job_of, range(2000)) if one.law == "reference")
+    ours, theirs = _nets(job)
+    assert not local.broken(job, ours, [], theirs, 3)
+    with torch.no_grad():
+        next(ours.net.parameters()).mul_(1.01)
+    assert local.broken(job, ours, [], theirs, 3).startswith("weights off by")
+    ours, theirs = _nets(replace(job, extra="folder"))
+    with torch.no_grad():
+        next(theirs.net.parameters()).mul_(1 + 1e-6)
+    assert "a folder is off" in local.broken(ours.job, ours, [theirs], None, 3)
 
 
 def _nets(job: Job) -> tuple[SoakNet, SoakNet]:

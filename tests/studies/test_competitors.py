@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_dear import DearStrategy
 from lightning_dear.local_steps import LocalSteps
-from lightning_dear.local_steps.rounds import cut
+from lightning_dear.local_steps.schedule import cut
 from lightning_dear.paths import conf_dir
 from lightning_dear.studies import competitors
 from lightning_dear.studies.block import Endless

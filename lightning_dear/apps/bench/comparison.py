@@ -217,5 +217,4 @@ def found_plan(entry: str, strategy: Any) -> tuple[BucketPlan, str]:
             " tuning_steps (fusion=mergecomp takes 60 with a compressor), or shorten the search"
             " (fusion.num_steps of fusion=auto, fusion.num_trials of fusion=bayesian)."
         )
-    reasons = "".join(one.reason for one in tuners)
-    return plan, f"plan: {reasons or plan.name}"
+    return plan, f"plan: {''.join(one.reason for one in tuners) or plan.name}"

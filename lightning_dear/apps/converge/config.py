@@ -144,8 +144,7 @@ def _tries_of(cfg: DictConfig, one: Any, *, goes_dense: bool) -> tuple[Options, 
     name = one["name"]
     usual = cfg.lr_factors if goes_dense else cfg.reference_lr_factors
     shares = (one.get("dense_shares") or cfg.dense_shares) if goes_dense else (0,)
-    has_schedule = any(str(key).startswith("strategy.compression_schedule") for key in one)
-    if has_schedule and any(shares):
+    if any(shares) and any(str(key).startswith("strategy.compression_schedule") for key in one):
         raise ValueError(
             f"Entry {name} has a compression_schedule, which dense_shares would replace. Give it"
             " dense_shares: [0], and as many lr_factors as there are reference_lr_factors."
@@ -194,5 +193,4 @@ def key_of(cfg: DictConfig, *others: Any) -> str:
     """
     parts: Any = {name: OmegaConf.to_container(cfg[name], resolve=True) for name in _IN_A_KEY}
     del parts["trainer"]["default_root_dir"]
-    text = json.dumps([parts, others], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps([parts, others], sort_keys=True).encode()).hexdigest()[:12]

@@ -86,8 +86,7 @@ class Study:
 
     def _rows(self) -> list[Line]:
         """Return the rows of all trainings so far."""
-        num_seeds = len(self._cfg.seeds)
-        return convergence.summarize(self._entries, self.trials, self._metric, num_seeds)
+        return convergence.summarize(self._entries, self.trials, self._metric, len(self._cfg.seeds))
 
     @property
     def _num_steps(self) -> int:

@@ -10,6 +10,7 @@ import platform
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from math import gcd
@@ -28,6 +29,7 @@ from lightning_dear.apps.train import report
 from lightning_dear.callbacks.batch_split import quickest
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.world import World
+from lightning_dear.local_steps import LocalSteps, hiding
 from lightning_dear.planning import LinkCost
 from lightning_dear.telemetry.statistics import latest_rank
 
@@ -36,6 +38,10 @@ COMPUTE_TIMEOUT_S = 600.0
 
 NEGLIGIBLE_SHARE = 0.1
 """Share of a step. If communication takes less of it, the doctor recommends strategy=ddp."""
+
+_MANY_STEPS = 2.0
+"""Times as many steps as others local steps may need. They are proposed where a step with int8
+takes longer than computing alone by more than this factor: elsewhere they may gain nothing."""
 
 _MB = 1e6
 
@@ -129,13 +135,14 @@ def _examine_all(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictCon
     timeout, node = timedelta(seconds=meeting.timeout_s), (strategy.node_rank, strategy.local_rank)
     collectives = new_collectives(strategy.root_device, timeout, hops=hops, node=node)
     cost, own_pairs = measure_links(collectives, strategy.root_device, slowest.gradient_bytes)
-    patience_s = max(COMPUTE_TIMEOUT_S, meeting.timeout_s)
-    everyones = meeting.exchange("pairs", own_pairs, patience_s)
+    everyones = meeting.exchange("pairs", own_pairs, max(COMPUTE_TIMEOUT_S, meeting.timeout_s))
     pairs = [Pair(*one) for some in everyones for one in some]
     backend = str(strategy.process_group_backend)  # type: ignore[attr-defined]
     table += [("backend", backend), layout_row(collectives.world, collectives.hops)]
     table += link_rows(cost, pairs, collectives.world.hosts)
-    said = verdict(meeting.world_size, slowest, cost, _accumulated(cfg))
+    # What exchanges at once cost does not tell how long one of them is on its way.
+    far = replace(cost, alpha_s=cost.alpha_s + max(pair.round_trip_s for pair in pairs) / 2)
+    said = verdict(meeting.world_size, slowest, far, _accumulated(cfg))
     return Findings([], [*table, *compute_rows(slowest), late_row(computes)], said)
 
 
@@ -175,10 +182,10 @@ def _own_version() -> str:
 
 def version_problems(facts: Sequence[dict[str, str]]) -> list[str]:
     """Return a sentence for each version that is not the same on all ranks."""
-    differing = [name for name in facts[0] if len({one[name] for one in facts}) > 1]
     return [
         f"{name} differs: {_spread(facts, name)}. Install the same version on every host."
-        for name in differing
+        for name in facts[0]
+        if len({one[name] for one in facts}) > 1
     ]
 
 
@@ -234,6 +241,7 @@ def link_rows(cost: LinkCost, pairs: Sequence[Pair], hosts: Sequence[int]) -> Ro
     what = "pairs" if 2 * len(pairs) == len(hosts) * (len(hosts) - 1) else "neighbouring pairs"
     return [
         ("start of an exchange, all at once", f"{cost.alpha_s * 1e6:.0f} us"),
+        ("longest round trip", _milli(max(pair.round_trip_s for pair in pairs))),
         ("rate of each rank, all at once", _rate_of(cost)),
         ("the same in the backend's all-reduces", _rate_of(cost.all_reduce or cost)),
         *((f"slowest pair {kind}", _slowest(some, what)) for kind, some in kinds.items() if some),
@@ -241,7 +249,7 @@ def link_rows(cost: LinkCost, pairs: Sequence[Pair], hosts: Sequence[int]) -> Ro
 
 
 def _slowest(pairs: Sequence[Pair], what: str) -> str:
-    low, high, rate = min(pairs, key=lambda pair: pair.rate)
+    low, high, rate, _ = min(pairs, key=lambda pair: pair.rate)
     median_rate = median(pair.rate for pair in pairs)
     others = f"; median of {len(pairs)} {what}: {_rate(median_rate)}" if len(pairs) > 1 else ""
     return f"ranks {low} and {high}: {_rate(rate)}{others}"
@@ -279,7 +287,7 @@ def late_row(computes: Sequence[Compute]) -> tuple[str, str]:
 
 
 def verdict(world_size: int, compute: Compute, cost: LinkCost | None, num_batches: int = 1) -> str:
-    """Return a sentence or two on whether plain DDP would be as good, with the figures.
+    """Return whether plain DDP would be as good, with the figures, and whether local steps help.
 
     Args:
         world_size: Number of ranks.
@@ -305,7 +313,44 @@ def verdict(world_size: int, compute: Compute, cost: LinkCost | None, num_batche
     )
     if sent_s > compute.total_s:
         said += " Larger batches or accumulate_grad_batches save more than either."
-    return said
+    return said + local_steps_said(world_size, compute, cost, computed_s)
+
+
+def local_steps_said(world_size: int, compute: Compute, cost: LinkCost, computed_s: float) -> str:
+    """Return lines that propose local steps with int8, and options to paste.
+
+    Empty if steps with int8 do not mostly wait, since local steps cost samples.
+
+    Args:
+        world_size: Number of ranks.
+        compute: Forward and backward of the slowest rank.
+        cost: Cost of exchanges.
+        computed_s: Seconds of a step without communication.
+    """
+
+    def sent_s(parts: int) -> float:
+        # int8 sends a byte for each element.
+        return 2 * parts * cost.reduce_scatter_s(compute.numel / parts, world_size)
+
+    step_s = computed_s + max(sent_s(1) - compute.total_s, 0.0)
+    if step_s <= _MANY_STEPS * computed_s:
+        return ""
+    round_s = sent_s(LocalSteps().schedule(compute.num_modules).fragments)
+    waited_s = round_s - compute.total_s
+    found = hiding([(computed_s + waited_s, waited_s)], compute.num_modules)
+    assert found is not None
+    options = [(name, getattr(found, name)) for name in ("every", "fragments", "delay")]
+    keys = ", ".join(f"{name}: {value}" for name, value in options)
+    arguments = ", ".join(f"{name}={value}" for name, value in options)
+    local_s = max(computed_s, round_s / found.every)
+    return (
+        f"\nWith compressor=int8 a step would still take {_milli(step_s)}, and with local steps"
+        f" about {_milli(local_s)}. They cost samples: about 1.5 to 2 times the steps for a small"
+        " model; see docs/local_steps.md.\n"
+        "strategy=dear compressor=int8 'strategy.local_steps="
+        f"{{_target_: lightning_dear.local_steps.LocalSteps, {keys}}}'\n"
+        f'In a script: DearStrategy(compressor="int8", local_steps=LocalSteps({arguments}))'
+    )
 
 
 def _milli(seconds: float) -> str:

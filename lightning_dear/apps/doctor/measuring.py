@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_dear.apps.bench.build import build_model, build_trainer
 from lightning_dear.collectives.work import Collectives
+from lightning_dear.local_steps import num_modules
 from lightning_dear.planning import LinkCost
 from lightning_dear.studies.block import BlockLength, StepProbe, quiet_lightning
 from lightning_dear.telemetry.clock import clock_of
@@ -48,6 +49,8 @@ class Compute(NamedTuple):
         backward_s: Median time of backward.
         num_steps: Number of steps over which the medians are taken.
         error_s: By how much `total_s` may be wrong, see `median_and_error`.
+        numel: Number of elements of the gradients.
+        num_modules: Number of modules that own trainable parameters.
     """
 
     gradient_bytes: int
@@ -55,6 +58,8 @@ class Compute(NamedTuple):
     backward_s: float
     num_steps: int
     error_s: float = 0.0
+    numel: int = 0
+    num_modules: int = 1
 
     @property
     def total_s(self) -> float:
@@ -63,17 +68,19 @@ class Compute(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The rate between two ranks while no other rank sends.
+    """The rate and latency between two ranks while no other rank sends.
 
     Attributes:
         low: The lower rank.
         high: The higher rank.
         rate: Median bytes per second of a message between them.
+        round_trip_s: Median seconds in which a message of one byte goes there and back.
     """
 
     low: int
     high: int
     rate: float
+    round_trip_s: float = 0.0
 
 
 class _StepTimer(StepProbe):
@@ -132,9 +139,11 @@ def measure_compute(cfg: DictConfig, device: torch.device) -> Compute:
             f"The training data ended after {len(timer.backward_s)} batches on this rank, too"
             f" few to time. Give at least {NUM_WARM_UP + 1}: more data, or a smaller batch size."
         )
-    nbytes = sum(one.nbytes for one in model.parameters() if one.requires_grad)
+    trained = [one for one in model.parameters() if one.requires_grad]
     _, error_s = median_and_error([*map(sum, zip(forward_s, backward_s, strict=False))])
-    return Compute(nbytes, median(forward_s), median(backward_s), len(backward_s), error_s)
+    times = median(forward_s), median(backward_s), len(backward_s), error_s
+    sizes = sum(one.numel() for one in trained), num_modules(model, trained)
+    return Compute(sum(one.nbytes for one in trained), *times, *sizes)
 
 
 def measure_links(
@@ -154,15 +163,16 @@ def measure_links(
     cost = measure_collectives(collectives, device, max(gradient_bytes, _LEAST_BYTES))
     least, most = _PAIR_BYTES
     nbytes = min(max(int(_PAIR_S / cost.beta_s), least), most) if cost.beta_s else most
-    message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    messages = [torch.zeros(size, dtype=torch.uint8, device=device) for size in (1, nbytes)]
     found = []
     for low, high in pairs_to_measure(collectives.world.size):
         dist.barrier()
         if collectives.world.rank == low:
-            trips_s = _round_trips(message, high, dist.send, dist.recv)
-            found.append(Pair(low, high, 2 * nbytes / median(trips_s)))
+            small_s, large_s = (_round_trips(one, high, dist.send, dist.recv) for one in messages)
+            found.append(Pair(low, high, 2 * nbytes / median(large_s), median(small_s)))
         elif collectives.world.rank == high:
-            _round_trips(message, low, dist.recv, dist.send)
+            for one in messages:
+                _round_trips(one, low, dist.recv, dist.send)
     return cost, found
 
 

@@ -144,11 +144,10 @@ def knock_from(rank: int, doors: Sequence[Door]) -> list[str]:
         doors: Addresses of all ranks, in rank order.
     """
     here = doors[rank]
-    problems = {door: _knock(door) for door in doors if door != here}
     return [
         f"rank {rank} (host {here.host}) -> {door}: {problem}{_advice(here, door)}"
-        for door, problem in problems.items()
-        if problem is not None
+        for door in doors
+        if door != here and (problem := _knock(door)) is not None
     ]
 
 

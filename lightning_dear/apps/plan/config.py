@@ -7,8 +7,10 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from lightning_dear.compression import Compressor
-from lightning_dear.simulator import Algorithm, Curve, Link, Network, Workload, ranking, saved
-from lightning_dear.simulator.strategies import HOOKS, STRATEGIES, resolve_strategy
+from lightning_dear.local_steps import LocalSteps
+from lightning_dear.simulator import Curve, Link, Network, Workload, ranking, saved, strategies
+from lightning_dear.simulator.network import Algorithm
+from lightning_dear.strategy import DearStrategy
 from lightning_dear.studies.device_costs import Device, halves_costs, whole_costs
 from lightning_dear.workloads.replay.profile import load_profile, planned
 
@@ -225,16 +227,21 @@ def cases_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[ranki
     """Return the pairs of strategy and workload to predict.
 
     These are ``cfg.strategies``, or all that the workload allows if that is null, with each
-    compressor; and DDP with its own hook (ddp_bf16), even if that compressor was not asked for.
+    compressor; DDP with its own hook (ddp_bf16), even if that compressor was not asked for; and
+    beside `dear` itself `dear` with ``cfg.local_steps``, with the compressors that it takes.
     """
-    has_codec = not workload.codecs.are_none
-    strategies = [one for one in STRATEGIES.values() if one.plans_for_codecs or not has_codec]
-    if cfg.strategies is not None:
-        strategies = [resolve_strategy(name) for name in cfg.strategies if name not in HOOKS]
-    cases = ranking.pairs(strategies, workloads_of(cfg, workload, world_size))
-    there, names = [(strategy.name, one.compressor) for strategy, one in cases], cfg.strategies
-    for hooked, (strategy, name) in HOOKS.items():
-        is_asked = strategy in strategies or hooked in (names or ())
+    known, asked = strategies.STRATEGIES, cfg.strategies
+    chosen = [one for one in known.values() if one.plans_for_codecs or workload.codecs.are_none]
+    if asked is not None:
+        chosen = [strategies.resolve_strategy(one) for one in asked if one not in strategies.HOOKS]
+    workloads = workloads_of(cfg, workload, world_size)
+    cases = ranking.pairs(chosen, workloads)
+    if cfg.local_steps is not None and known["dear"] in chosen:
+        local = strategies.with_local_steps(LocalSteps(every=cfg.local_steps))
+        cases += ((local, one) for one in workloads if _takes_local_steps(one.compressor))
+    there = [(strategy.name, one.compressor) for strategy, one in cases]
+    for hooked, (strategy, name) in strategies.HOOKS.items():
+        is_asked = strategy in chosen or hooked in (asked or ())
         if is_asked and (strategy.name, name) not in there:
             one = compressed(workload.uncompressed, name, device_of(cfg), world_size)
             cases.append((strategy, one))
@@ -242,10 +249,16 @@ def cases_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[ranki
     return [
         (strategy, one)
         for strategy, one in cases
-        if cfg.strategies is not None
-        or not strategy.encodes(one)
-        or strategy.overrides_for(one) is not None
+        if asked is not None or not strategy.encodes(one) or strategy.overrides_for(one) is not None
     ]
+
+
+def _takes_local_steps(compressor: str) -> bool:
+    try:
+        DearStrategy(compressor=compressor, local_steps=1)
+    except ValueError:
+        return False
+    return True
 
 
 def world_sizes_of(cfg: DictConfig) -> list[int]:

@@ -25,22 +25,29 @@ _WIDTH = 100
 KNOWN_ERROR = 0.06
 """Average error of predictions, as a share of a step; see docs/simulator.md."""
 
-LOSSLESS, AS_GOOD, LOSSY = "lossless", "as good as dense", "lossy"
+LOSSLESS, AS_GOOD, SAMPLES, LOSSY = "lossless", "as good as dense", "costs samples", "lossy"
 
 _ARE_AS_GOOD = ("bf16", "fp16", "int8")
 """Compressors with which all runs of recipes/compression (digits, GPT) ended as well as dense."""
 
 _QUALITY = (
     "lossless: the gradients of DDP. as good as dense: in our studies (recipes/compression). lossy:"
-    " it may take more steps, or end worse; train a while with both before you use it."
+    " it may take more steps, or end worse; train a while with both before you use it. costs"
+    " samples: about 1.5 to 2 times the steps for a small model; see docs/local_steps.md."
 )
 
 
 def quality_of(row: ranking.Ranked) -> str:
-    """Return whether the row's compressor is lossless, as good as dense (studied), or lossy."""
-    if row.compressor == "none":
-        return LOSSLESS
-    return AS_GOOD if row.compressor in _ARE_AS_GOOD else LOSSY
+    """Return what training loses with the row's strategy and compressor."""
+    if row.compressor not in ("none", *_ARE_AS_GOOD):
+        return LOSSY
+    if row.strategy.costs_samples:
+        return SAMPLES
+    return LOSSLESS if row.compressor == "none" else AS_GOOD
+
+
+def _is_as_good(row: ranking.Ranked) -> bool:
+    return quality_of(row) in (LOSSLESS, AS_GOOD)
 
 
 _RIVALS = "lightning_dear.studies.competitors"
@@ -82,14 +89,18 @@ class Report:
 
     @cached_property
     def best(self) -> ranking.Ranked:
-        """The row to advise. It is lossy only if no other row can be advised."""
-        return ranking.recommended(self._choices or self.rows, self.enough)
+        """The row to advise. It is lossy only if no other row can be advised.
+
+        Rows that cost samples are never advised: their steps are no measure of a training.
+        """
+        dense = [row for row in self.rows if not row.strategy.costs_samples]
+        return ranking.recommended(self._choices or dense, self.enough)
 
     @cached_property
     def _choices(self) -> list[ranking.Ranked]:
-        """Rows that may be advised: dear-train can run them, not lossy, encoding time known."""
+        """Rows that may be advised: dear-train can run them, as good, encoding time known."""
         can_run = [row for row in self.rows if row.overrides is not None]
-        return [row for row in can_run if quality_of(row) != LOSSY and not self._is_guessed(row)]
+        return [row for row in can_run if _is_as_good(row) and not self._is_guessed(row)]
 
     def _is_guessed(self, row: ranking.Ranked) -> bool:
         """Whether the row's encoding time was counted for a GPU that this cluster does not have."""
@@ -116,11 +127,12 @@ class Report:
     def table(self) -> str:
         """Return the table of strategies that can be run, and notes.
 
-        Lossy rows are below a rule. Strategies that dear-train cannot run are listed in a note.
+        Rows that are not as good as dense are below a rule. Strategies that dear-train cannot run
+        are listed in a note.
         """
         can_run = [row for row in self.rows if row.overrides is not None]
-        safe = [row for row in can_run if quality_of(row) != LOSSY]
-        lossy = [row for row in can_run if quality_of(row) == LOSSY]
+        safe = [row for row in can_run if _is_as_good(row)]
+        lossy = [row for row in can_run if not _is_as_good(row)]
         titles = "strategy", "step ms", "waits ms", "x ddp", "scaling", "MB/step", ""
         lines = format_table(titles, [self._cells(row) for row in (*safe, *lossy)]).splitlines()
         if safe and lossy:

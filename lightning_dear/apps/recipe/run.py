@@ -56,8 +56,7 @@ def run_job(cfg: DictConfig, program: Program) -> None:
     recorded = recipes_dir() / name
     if cfg.measure:
         measure(cfg, folder)
-    siblings = siblings_of(cfg, folder if cfg.measure else recorded)
-    report: Report = load(name).make(cfg, siblings)
+    report: Report = load(name).make(cfg, siblings_of(cfg, folder if cfg.measure else recorded))
     report.write(name, folder)
     print(report.as_text())
     if all(word.startswith("measure=") for word in HydraConfig.get().overrides.task):

@@ -20,8 +20,7 @@ _NOT_MEASURED = "not measured"
 
 def summary_of(trainer: Any) -> dict[str, float]:
     """Return the medians of the trainer's `DearMonitor`; empty if it has no such callback."""
-    summaries = (one.summary() for one in trainer.callbacks if isinstance(one, DearMonitor))
-    return next(summaries, {})
+    return next((one.summary() for one in trainer.callbacks if isinstance(one, DearMonitor)), {})
 
 
 class EpochLines(Callback):

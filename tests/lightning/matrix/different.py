@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from tests.lightning.fitting import assert_same, dear, fit
+from tests.lightning.matrix import local_steps
 from tests.lightning.matrix.rows import Different
 from tests.lightning.nets import Net, copies
 
@@ -102,4 +103,5 @@ DIFFERENT = (
         "the assigned weights are trained; under DDP the old ones are",
         "nothing has to be done",
     ),
+    *local_steps.DIFFERENT,
 )

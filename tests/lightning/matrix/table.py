@@ -6,6 +6,7 @@ from tests.lightning.matrix import (
     compiled,
     gradients,
     hooks,
+    local_steps,
     loops,
     optimization,
     parameters,
@@ -17,12 +18,22 @@ from tests.lightning.matrix.refused import REFUSED_ROWS
 from tests.lightning.matrix.rows import Feature, Refused
 from tests.lightning.matrix.uncaught import UNCAUGHT
 
-SECTIONS = (gradients, hooks, precision, optimization, parameters, weights, loops, compiled)
+SECTIONS = (
+    gradients,
+    hooks,
+    precision,
+    optimization,
+    parameters,
+    weights,
+    loops,
+    compiled,
+    local_steps,
+)
 FEATURES: dict[str, Feature] = {
     feature.name: feature for section in SECTIONS for feature in section.FEATURES
 }
 assert len(FEATURES) == sum(len(section.FEATURES) for section in SECTIONS), "a name twice"
-REFUSED: dict[str, Refused] = {one.name: one for one in REFUSED_ROWS}
-assert len(REFUSED) == len(REFUSED_ROWS), "a name twice"
+REFUSED: dict[str, Refused] = {one.name: one for one in (*REFUSED_ROWS, *local_steps.REFUSED)}
+assert len(REFUSED) == len(REFUSED_ROWS) + len(local_steps.REFUSED), "a name twice"
 
 __all__ = ["FEATURES", "REFUSED", "UNCAUGHT", "DIFFERENT"]

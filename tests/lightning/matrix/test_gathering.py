@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.harness import run_ranks
+from tests.lightning.matrix import local_steps
 from tests.lightning.matrix.run import run_row
 from tests.lightning.matrix.table import FEATURES
 
@@ -36,10 +37,8 @@ TWO_OPTIMIZERS = (
     "two optimizers that share modules",
     "two optimizers, each clipped",
 )
-REFUSED = {
-    **dict.fromkeys(OPTIONS, ("precision bf16-true", "precision 16-true")),
-    "all_reduced": ("precision bf16-true", "precision 16-true", *TWO_OPTIMIZERS),
-}
+ALONE = ("precision bf16-true", "precision 16-true", *(one.name for one in local_steps.FEATURES))
+REFUSED = {**dict.fromkeys(OPTIONS, ALONE), "all_reduced": (*ALONE, *TWO_OPTIMIZERS)}
 """Options -> rows that are refused with them (see `tests.optimizers.test_tensorwise`)."""
 
 CASES = [
