@@ -27,7 +27,7 @@ $(entry 'int8 16 momentum 0' 336 dear 16 4 "$int8" '{_target_: torch.optim.SGD, 
 $(entry 'int8 8 delay 3' 272 dear 8 3 "$int8"),$(entry 'int8 8' 288 dear 8 6 "$int8"),\
 $(entry 'int8 16 published' 320 dear 16 4 "$int8" "$published"),$(entry 'int8 16 published 304' 304 dear 16 4 "$int8" "$published"),\
 $(entry 'none 32 published' 352 dear 32 7 '' "$published"),$(entry 'none 32 published 336' 336 dear 32 7 '' "$published"),\
-$(entry 'none 64 published' 416 dear 64 15 '' "$published"),$(entry 'none 64 published 384' 384 dear 64 15 '' "$published")]"
+$(entry 'none 16 published' 320 dear 16 3 '' "$published"),$(entry 'none 64 published' 416 dear 64 15 '' "$published"),$(entry 'none 64 published 384' 384 dear 64 15 '' "$published")]"
 digits cluster.devices=4 seeds=[1,2,3] hydra.run.dir=outputs/steps_digits entries="[{name: ddp, strategy: ddp, trainer.max_steps: 45},\
 $(entry 'int8 8' 64 dear 8 3 "$int8"),$(entry 'int8 16' 80 dear 16 3 "$int8"),$(entry 'int8 16 delay 6' 80 dear 16 6 "$int8"),$(entry 'int8 32' 96 dear 32 4 "$int8")]"
 
