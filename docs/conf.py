@@ -36,6 +36,7 @@ include_patterns = [
     "tests/README.md",
     "recipes/README.md",
     "recipes/*/README.md",
+    "recipes/local_steps/clock/README.md",
     "recipes/local_steps/speed/README.md",
 ]
 exclude_patterns = [".*", "lightning_dear", "conf", "examples", "outputs", "multirun"]

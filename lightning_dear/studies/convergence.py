@@ -10,7 +10,8 @@ A trial is one training, from fresh weights to the test. It is a line of raw.csv
 - metric: the test metric in its unit. train_loss: mean over ranks and over the last steps. Both are
   nan if the training broke off because gradients were no longer finite.
 - num_steps: number of optimizer steps that were made. weights, batches: digests of the weights
-  before the first step, and of rank 0's training batches in order. train_s: seconds of the fit.
+  before the first step, and of rank 0's training batches in order. train_s: seconds of the fit
+  from its first step on.
 
 A point of a training's curve is a line of loss_over_time.csv. Its figures are means over ranks.
 

@@ -34,7 +34,7 @@ class Ending:
         metrics: Test metrics over all ranks. None means that the training broke off, because
             gradients were not finite and could not be encoded.
         batches: Digest of this rank's training batches, in order.
-        train_s: Seconds of the fit.
+        train_s: Seconds of the fit, from the beginning of its first step to its end.
     """
 
     steps: Tensor
@@ -69,6 +69,11 @@ class Recorder:
         marks = torch.tensor(self._marks, dtype=torch.float64).reshape(-1, 2)
         since = marks[1 : len(losses) + 1] - marks[:1]
         return torch.cat([losses[:, None], since], dim=1)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the first step began; nan before."""
+        return time.perf_counter() - self._marks[0][0] if self._marks else math.nan
 
     @property
     def batches(self) -> str:
@@ -125,14 +130,13 @@ def run_training(
     metrics = None
     with block.quiet_lightning():
         trainer = new_trainer()
-        began_s = time.perf_counter()
         try:
             with recorder.watching(module):
                 trainer.fit(module, datamodule=datamodule)
-            train_s = time.perf_counter() - began_s
+            train_s = recorder.seconds
             (metrics,) = trainer.test(module, datamodule=datamodule, verbose=False)
         except GradientsNotFinite:
-            train_s = time.perf_counter() - began_s
+            train_s = recorder.seconds
     competitors.forget_mesh(trainer.strategy)
     return Ending(recorder.steps, metrics, recorder.batches, train_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -237,14 +238,14 @@ class Numbers(LightningDataModule):
     test_dataloader = train_dataloader
 
 
+def new_trainer() -> Trainer:
+    options = {"enable_checkpointing": False, "enable_progress_bar": False}
+    return Trainer(accelerator="cpu", max_steps=3, logger=False, **options)
+
+
 def test_a_training_notes_losses_times_and_bytes_of_each_step() -> None:
     sent, stepped = iter(range(0, 1000, 100)), []
     module = Squares()
-
-    def new_trainer() -> Trainer:
-        options = {"enable_checkpointing": False, "enable_progress_bar": False}
-        return Trainer(accelerator="cpu", max_steps=3, logger=False, **options)
-
     ending = run_training(new_trainer, module, Numbers(), lambda: stepped.append(1), sent.__next__)
     # After each step the weight is what its batch was.
     assert ending.steps[:, 0].tolist() == [1.0, 1.0, 1.0]
@@ -261,8 +262,20 @@ def test_a_training_notes_losses_times_and_bytes_of_each_step() -> None:
     assert again.steps[:, 2].isnan().all()
 
 
+def test_seconds_of_a_training_are_counted_from_its_first_step_on() -> None:
+    class SlowToBegin(Squares):
+        def on_train_start(self) -> None:
+            time.sleep(0.5)
+
+    began_s = time.perf_counter()
+    ending = run_training(new_trainer, SlowToBegin(), Numbers())
+    assert ending.train_s < time.perf_counter() - began_s - 0.5
+
+
 def test_a_training_without_steps_has_none() -> None:
-    assert Recorder(lambda: None, lambda: NAN).steps.shape == (0, 3)
+    recorder = Recorder(lambda: None, lambda: NAN)
+    assert recorder.steps.shape == (0, 3)
+    assert math.isnan(recorder.seconds)
 
 
 def test_the_table_says_what_was_chosen_and_found(tmp_path: Path) -> None:
