@@ -78,6 +78,7 @@ class CompletionGuard(Callback):
         expose: Function that gathers the mean gradient into `.grad` of an optimizer's parameters.
             None as its argument means all optimizers. Collective. Blocks.
         end_backward: Function that is called after each backward, before all other hooks.
+        end_batch: Function that is called after each batch, before all other hooks.
     """
 
     complete: Callable[[str], None]
@@ -85,6 +86,7 @@ class CompletionGuard(Callback):
     gradient_hooks: Collection[str] = ()
     expose: Callable[[Optimizer | None], None] = lambda _: None
     end_backward: Callable[[], None] = lambda: None
+    end_batch: Callable[[], None] = lambda: None
     _readers: dict[tuple[str, tuple[int, ...]], str | None] = field(default_factory=dict)
 
     def reader_of(self, hook: str, owners: Sequence[Callback | LightningModule]) -> str | None:
@@ -104,12 +106,17 @@ class CompletionGuard(Callback):
         return self._readers[key]
 
     on_train_batch_start = _completing("on_train_batch_start", for_readers=True)
-    on_train_batch_end = _completing("on_train_batch_end", for_readers=True)
+    _behind_batch = _completing("on_train_batch_end", for_readers=True)
     on_train_epoch_start = _completing("on_train_epoch_start")
     on_train_epoch_end = _completing("on_train_epoch_end")
     on_train_end = _completing("on_train_end")
     on_validation_start = _completing("on_validation_start")
     on_save_checkpoint = _completing("on_save_checkpoint")
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.end_batch()
+        self._behind_batch(trainer, pl_module)
 
     @override
     def on_exception(self, trainer: Trainer, _: Any, exception: BaseException) -> None:

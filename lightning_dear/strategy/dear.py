@@ -240,7 +240,8 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
             refusals.warn_about_readers(readers)
         called = self._before_hook, self.report_failure, readers, self._expose_gradients
         others = (one for one in callbacks if not isinstance(one, CompletionGuard))
-        callbacks[:] = [CompletionGuard(*called, self._end_backward), *others]
+        end_batch = lambda: local.before_hook(self._outer, trainer, "on_train_batch_end")  # noqa: E731
+        callbacks[:] = [CompletionGuard(*called, self._end_backward, end_batch), *others]
 
     def _before_hook(self, hook: str) -> None:
         self.complete_parameters(hook)

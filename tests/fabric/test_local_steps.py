@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from lightning_dear.fabric.module import finish_at_exit
 from tests.distributed.harness import distributed
 from tests.fabric.running import dear, new_fabric
 from tests.lightning.fitting import assert_ranks_agree
@@ -90,6 +92,52 @@ def test_a_file_has_the_anchor_and_the_outer_state(tmp_path: Path) -> None:
             assert dist.get_rank() or torch.equal(own["momentum_buffer"], theirs["momentum_buffer"])
     other.run(range(3))
     other.strategy.finish_local_steps()
+
+
+@distributed(world_sizes=(2,))
+def test_finishing_twice_changes_nothing() -> None:
+    """Not even the momentum of the outer optimizer moves the anchor."""
+    training = Training()
+    training.run(range(7))
+    training.strategy.finish_local_steps()
+    before = training.weights
+    training.strategy.finish_local_steps()
+    for name, value in training.weights.items():
+        assert torch.equal(before[name], value)
+
+
+@distributed(world_sizes=(2,))
+def test_training_mode_without_gradients_has_the_replica() -> None:
+    training = Training()
+    training.run(range(6))
+    with torch.no_grad():
+        before = training.model(batch_of(0, 77))
+        training.evaluate()
+        training.model.train()
+        assert torch.equal(training.model(batch_of(0, 77)), before)
+
+
+@distributed(world_sizes=(2,))
+def test_writing_after_an_evaluation_raises() -> None:
+    training = Training()
+    training.run(range(6))
+    training.evaluate()
+    with torch.no_grad():
+        training.raw[0].weight.clamp_(-0.1, 0.1)
+    with pytest.raises(RuntimeError, match="while the module had the anchor"):
+        training.run(range(6, 7))
+
+
+@distributed(world_sizes=(2,))
+def test_an_exit_without_an_exchange_warns() -> None:
+    training = Training()
+    training.run(range(6))
+    with pytest.warns(UserWarning, match="finish_local_steps"):
+        finish_at_exit()
+    training.strategy.finish_local_steps()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        finish_at_exit()
 
 
 @distributed(world_sizes=(2,))

@@ -162,6 +162,74 @@ def test_validation_in_a_fit_is_that_of_ddp_on_the_saved_weights(tmp_path: Path)
     assert same_on_all_ranks(weights(module))
 
 
+@pytest.mark.parametrize("how", ["epochs", "steps"])
+@distributed(world_sizes=(2, 3))
+def test_the_last_checkpoint_has_the_weights_of_the_end(tmp_path: Path, how: str) -> None:
+    """So have the last validation, and a checkpoint that is saved after the last step."""
+    module = Module()
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=7, save_top_k=-1)
+    limits = {"max_epochs": 1} if how == "epochs" else {"max_epochs": -1, "max_steps": 7}
+    options: Any = {"val_check_interval": 7, "check_val_every_n_epoch": None, **limits}
+    fit(dear(local_steps=steps()), module, 7, saver, enable_checkpointing=True, **options)
+    dist.barrier()
+    reference = reference_of(7)
+    reference.flush()
+    assert_same(weights(module), reference.anchor)
+    assert_same(module.seen[-1], reference.anchor)
+    saved = torch.load(tmp_path / "step=7.ckpt", weights_only=False)
+    assert_same(saved["state_dict"], reference.anchor)
+
+
+@distributed(world_sizes=(2,))
+def test_writing_into_the_anchor_raises() -> None:
+    class Writes(Module):
+        def on_validation_end(self) -> None:
+            with torch.no_grad():
+                self.net[0].weight.fill_(0.25)
+
+    how: Any = {"val_check_interval": 3, "check_val_every_n_epoch": None}
+    with pytest.raises(RuntimeError, match="while the module had the anchor"):
+        fit(dear(local_steps=steps()), Writes(), 7, **how)
+
+
+class Masked(Module):
+    """Has a mask that never changes, and a buffer that only rank 1 spoils."""
+
+    def __init__(self, *, masked: bool, spoils: bool = False) -> None:
+        super().__init__()
+        self.spoils = spoils
+        if masked:
+            self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+            self.register_buffer("running", torch.zeros(3))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.spoils and self.global_rank == 1:
+            self.running.fill_(float("nan"))
+        return super().training_step(batch, batch_idx)
+
+
+@distributed(world_sizes=(2,))
+def test_a_mask_with_inf_changes_nothing() -> None:
+    ends = []
+    for masked in (False, True):
+        module = Masked(masked=masked)
+        fit(dear(local_steps=steps()), module, 11)
+        ends.append([one.detach().clone() for one in module.net.parameters()])
+    assert all(map(torch.equal, *ends))
+    assert torch.equal(module.mask, torch.full((3, 3), float("-inf")).triu(1))
+
+
+@distributed(world_sizes=(2,))
+def test_buffers_that_are_not_finite_do_not_stop_replicas() -> None:
+    ends = []
+    for spoils in (False, True):
+        module = Masked(masked=True, spoils=spoils)
+        fit(dear(local_steps=steps()), module, 11)
+        ends.append([one.detach().clone() for one in module.net.parameters()])
+    assert all(map(torch.equal, *ends))
+    assert torch.equal(module.running, torch.zeros(3))
+
+
 @distributed(world_sizes=(2,))
 def test_a_file_goes_on_with_the_outer_state(tmp_path: Path) -> None:
     module = Module()

@@ -118,8 +118,12 @@ CALLBACKS = [
     _guard_hook(
         "on_train_batch_start", True, "a held list read in the module's own on_train_batch_start"
     ),
-    _guard_hook(
-        "on_train_batch_end", True, "a callback with a list of parameters kept since on_fit_start"
+    Mutation(
+        "completing before callbacks' on_train_batch_end",
+        "CompletionGuard.on_train_batch_end",
+        "        self._behind_batch(trainer, pl_module)\n",
+        "",
+        row("a callback with a list of parameters kept since on_fit_start"),
     ),
     _guard_hook("on_train_epoch_start", False),
     _guard_hook("on_train_epoch_end", False),
