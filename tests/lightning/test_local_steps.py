@@ -205,6 +205,8 @@ class Masked(Module):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.spoils and self.global_rank == 1:
             self.running.fill_(float("nan"))
+        elif hasattr(self, "running") and not self.spoils:
+            self.running.add_(self.global_rank)
         return super().training_step(batch, batch_idx)
 
 
@@ -217,6 +219,7 @@ def test_a_mask_with_inf_changes_nothing() -> None:
         ends.append([one.detach().clone() for one in module.net.parameters()])
     assert all(map(torch.equal, *ends))
     assert torch.equal(module.mask, torch.full((3, 3), float("-inf")).triu(1))
+    assert torch.equal(module.running, torch.full((3,), 5.5))
 
 
 @distributed(world_sizes=(2,))
