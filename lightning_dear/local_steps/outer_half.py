@@ -20,7 +20,6 @@ from lightning_dear.engine.module_tree import ModuleTree
 from lightning_dear.engine.notes import Signal
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.trained_parameters import unheld_parameters
-from lightning_dear.engine.training import Training
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.local_steps import local_state
 from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value, norm_of
@@ -44,25 +43,16 @@ class OuterHalf:
 
     Args:
         parts: One for each optimizer.
-        signal: Carries each rank's wish to stop, which travels with each exchange.
-        training: The inner half's `Training`. None means that there are no parts.
-        saves_local: Whether folders have local state, see `LocalSteps`.
 
     Attributes:
-        signal: Same as the argument. None without local steps.
+        signal: Carries each rank's wish to stop, which travels with each exchange. None without
+            local steps.
         shows_anchor: Whether the module holds the anchor at present, and not the replica.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[OptimizerRounds] = (),
-        signal: Signal | None = None,
-        training: Training | None = None,
-        *,
-        saves_local: bool = True,
-    ) -> None:
-        self._parts, self.signal, self.shows_anchor = parts, signal, False
-        self._training, self._saves_local = training, saves_local
+    def __init__(self, parts: Sequence[OptimizerRounds] = ()) -> None:
+        self._parts, self.shows_anchor = parts, False
+        self.signal = parts[0].shared.signal if parts else None
         # Whether ranks have different parameters that no optimizer holds. None means not compared.
         self._differs: bool | None = None
 
@@ -93,24 +83,24 @@ class OuterHalf:
         """
         # A later training must not use these process groups: messages may still be under way.
         reusable_groups.clear()
-        seed, training, signal = _agreed_seed(steps, collectives), pipeline.training, Signal()
+        seed, training = _agreed_seed(steps, collectives), pipeline.training
         instruments, tree = training.instruments, training.tree
         instruments.follow(collectives)
-        how = steps.new_outer, training.weights, instruments.waiting, seed
-        shared, watch = OuterOptions(collectives, options, fusion, *how), ExchangeWatch(instruments)
+        how = collectives, options, fusion, Signal(), seed
+        shared, watch = OuterOptions(training, steps, *how), ExchangeWatch(instruments)
         parts, number = list[OptimizerRounds](), first_number
         for part in pipeline.parts:
-            what = training.module, part, steps, shared, number
-            parts.append(OptimizerRounds(*what, signal, watch))
+            parts.append(OptimizerRounds(part, shared, number, watch))
             number += len(parts[-1].groups)
         if averages_buffers and _buffers_of(tree):
-            plain = replace(shared, exchange=ExchangeOptions(), new_outer=partial(SGD, lr=1.0))
+            mean = replace(steps, outer=partial(SGD, lr=1.0))
+            plain = replace(shared, exchange=ExchangeOptions(), steps=mean)
             replica = lambda: {name: [Value(one)] for name, one in _buffers_of(tree).items()}  # noqa: E731
             buffers = Fragment(replica, _buffers_of(tree), plain, number, keeps_own=True)
             parts[0].groups[-1].append(buffers)
         schedules = [one.schedule for one in parts]
         instruments.exchange_steps = max(one.interval + one.delay for one in schedules)
-        return cls(parts, signal, training, saves_local=steps.local_state)
+        return cls(parts)
 
     @property
     def is_on(self) -> bool:
@@ -148,8 +138,8 @@ class OuterHalf:
 
         Those are the module's parameters that no optimizer holds.
         """
-        assert self._training is not None
-        unheld = unheld_parameters(self._training.module, self._training.optimizers)
+        training = self._parts[0].shared.training
+        unheld = unheld_parameters(training.module, training.optimizers)
         bits = {name: one.detach().reshape(-1).view(torch.uint8) for name, one in unheld}
         # A sum, since a hash would copy a frozen model to the CPU.
         own = {name: int(one.sum(dtype=torch.int64)) for name, one in bits.items()}
@@ -293,7 +283,7 @@ class OuterHalf:
         own[_OUTER + model] = ShardedState(last, chunks, ())
         world = self._parts[0].collectives.world
         inner = local_state.keep_ranks_apart(checkpoint, world.rank)
-        if not inner or not self._saves_local:
+        if not inner or not self._parts[0].shared.steps.local_state:
             return ""
         under_way = [state for _, state in spread]
         what = self._parts, under_way, inner, self._buffers, of_rank
@@ -335,7 +325,7 @@ class OuterHalf:
 
     @property
     def _buffers(self) -> Mapping[str, Tensor]:
-        return {} if self._training is None else dict(self._training.tree.named_buffers())
+        return dict(self._parts[0].shared.training.tree.named_buffers())
 
     @property
     def _outer(self) -> Optimizer:

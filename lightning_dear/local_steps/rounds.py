@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.collectives.launch_log import hash_of
 from lightning_dear.collectives.work import Collectives, under_way
-from lightning_dear.engine.notes import Digest, OptionValues, Signal, check_options, options_of
+from lightning_dear.engine.notes import Digest, OptionValues, check_options, options_of
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value
-from lightning_dear.local_steps.schedule import LocalSteps, cut, num_modules
+from lightning_dear.local_steps.schedule import cut, num_modules
 from lightning_dear.optimizers.masters import MASTER_KEY, differs
 from lightning_dear.optimizers.pieces import parameters_of
 from lightning_dear.telemetry.statistics import Instruments, StepStatistics
@@ -97,16 +97,14 @@ class OptimizerRounds:
     """Counts the steps of one optimizer, and sends and merges its fragments.
 
     Args:
-        module: The module.
         part: The optimizer's part of the inner half.
-        steps: Options of local steps.
         shared: What all fragments share.
         number: Number of the first fragment.
-        signal: Carries wishes to stop. Hears of them at a merge.
         watch: Gets figures of the exchanges.
 
     Attributes:
         part: Same as the argument.
+        shared: Same as the argument.
         watch: Same as the argument.
         optimizer: The user's optimizer.
         schedule: Which fragment is sent and merged after which step.
@@ -118,21 +116,16 @@ class OptimizerRounds:
     """
 
     def __init__(
-        self,
-        module: Module,
-        part: OptimizerPipeline,
-        steps: LocalSteps,
-        shared: OuterOptions,
-        number: int,
-        signal: Signal,
-        watch: ExchangeWatch,
+        self, part: OptimizerPipeline, shared: OuterOptions, number: int, watch: ExchangeWatch
     ) -> None:
         self.part, self.optimizer, self.count, self.finished_at = part, part.optimizer, 0, 0
-        self.collectives, self._signal, self.watch = shared.collectives, signal, watch
-        self._module, self._steps, self._shared, self._number = module, steps, shared, number
+        self.shared, self.collectives, self.watch = shared, shared.collectives, watch
+        self._module, self._weights = shared.training.module, shared.training.weights
+        self._number = number
         # After each step of a round: this rank's samples so far. Earlier ones, to count from.
-        self._totals = deque([shared.weights.total], maxlen=steps.every + 1)
-        self.schedule = steps.schedule(num_modules(module, parameters_of(part.optimizer)))
+        self._totals = deque([self._weights.total], maxlen=shared.steps.every + 1)
+        held = parameters_of(part.optimizer)
+        self.schedule = shared.steps.schedule(num_modules(self._module, held))
         self._seen: object = None
         self._values: Mapping[Parameter, Sequence[Value]] = {}
         self._masters: Mapping[Parameter, Tensor] = {}
@@ -146,14 +139,14 @@ class OptimizerRounds:
             anchor: Name -> value of the anchor, where it is not the parameter's own value.
         """
         self._held = parameters_of(self.optimizer)
-        fragments = self._steps.fragments or self.schedule.fragments
+        fragments = self.shared.steps.fragments or self.schedule.fragments
         notes = lambda outer: [RoundDigest(self.collectives, self, outer)]  # noqa: E731
         for turn, named in enumerate(cut(self._module, self._held, fragments)):
             kept = [one for one in self.groups[turn] if one.keeps_own]
             if named:
                 first = {name: anchor.get(name, value) for name, value in named.items()}
                 replica, number = partial(self._replica, named), self._number + turn
-                kept.insert(0, Fragment(replica, first, self._shared, number, notes))
+                kept.insert(0, Fragment(replica, first, self.shared, number, notes))
             self.groups[turn] = kept
 
     def _follow(self) -> None:
@@ -255,13 +248,13 @@ class OptimizerRounds:
 
         To be assigned to, also in another training.
         """
-        return [self.count, *(one - self._shared.weights.total for one in self._totals)]
+        return [self.count, *(one - self._weights.total for one in self._totals)]
 
     @progress.setter
     def progress(self, progress: Sequence[float]) -> None:
         self.count, since = int(progress[0]), progress[1:]
         self._totals.clear()
-        self._totals.extend(self._shared.weights.total + one for one in since)
+        self._totals.extend(self._weights.total + one for one in since)
 
     def publish(self) -> None:
         """Rounds masters to 16-bit parameters, and tells autograd that parameters changed.
@@ -296,7 +289,7 @@ class OptimizerRounds:
 
     def _exchange(self) -> bool:
         self.count += 1
-        self._totals.append(self._shared.weights.total)
+        self._totals.append(self._weights.total)
         for one in self._under_way:
             one.launch()
         # Before the next send: what is merged first goes ahead on the link.
@@ -308,7 +301,7 @@ class OptimizerRounds:
         is_finite, sent = True, self.schedule.sent_after(self.count)
         if sent is not None:
             for one in self.groups[sent]:
-                one.stop.ask = self._signal.ask
+                one.stop.ask = self.shared.signal.ask
                 is_finite &= self._send(one)
         merged = self.schedule.merged_after(self.count)
         if merged is not None:
@@ -322,7 +315,7 @@ class OptimizerRounds:
     def _send(self, fragment: Fragment) -> bool:
         self.watch.before_send(fragment)
         samples = self._totals[-1] - self._totals[0]
-        return fragment.send(self.count, samples if self._shared.weights.is_on else None)
+        return fragment.send(self.count, samples if self._weights.is_on else None)
 
     def _advance(self, fragment: Fragment) -> None:
         """Lets the outer optimizer step if all sums have arrived. On NCCL it is at fixed steps.
@@ -339,7 +332,7 @@ class OptimizerRounds:
         if rank is None:
             self.watch.after_merge(fragment)
         if fragment.stop.heard:
-            self._signal.hear([fragment.stop.heard])
+            self.shared.signal.hear([fragment.stop.heard])
         if rank is not None:
             log.warning(
                 "An exchange is left out, since weights of rank %d were not finite: of '%s' and"

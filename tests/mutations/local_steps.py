@@ -138,7 +138,7 @@ LOCAL_STEPS = [
     Mutation(
         "wishes to stop that travel with exchanges",
         "OptimizerRounds._exchange",
-        "                one.stop.ask = self._signal.ask\n",
+        "                one.stop.ask = self.shared.signal.ask\n",
         "",
         (f"{HABITS}::test_a_stop_request_acts_at_the_merge_that_carried_it",),
     ),
@@ -173,7 +173,7 @@ LOCAL_STEPS = [
     Mutation(
         "samples of a round alone",
         "OptimizerRounds.__init__",
-        ", maxlen=steps.every + 1",
+        ", maxlen=shared.steps.every + 1",
         "",
         (f"{BITS}_by_samples",),
     ),
