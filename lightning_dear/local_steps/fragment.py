@@ -138,9 +138,9 @@ class Fragment:
         self.stop, self._bad = Signal(), Signal()
         self.sums, self.norms = Sums(options.collectives.world), (0.0, 0.0)
         shadows = [_anchor_of(one) for one in tensors.values()]
-        present = lambda: options.collectives  # noqa: E731
         outer = options.steps.new_outer([*shadows])
-        own = *notes(outer), LaunchDigest(present, number), self.stop, self._bad, self.sums
+        launches = LaunchDigest(options.collectives, number)
+        own = *notes(outer), launches, self.stop, self._bad, self.sums
         self.stepper, self._notes = ShardedOptimizer(outer), Notes(own, blocks=True)
         self._build(shadows)
         self.anchor = dict(zip(self.names, (one.data for one in shadows), strict=True))
@@ -173,7 +173,7 @@ class Fragment:
         self.round = BucketRound(flat, plan.reduce_order, *how)
         self.stepper.attach(flat, shadows)
         outer = self.stepper.optimizer
-        self.residuals = ResidualKeeper(outer, lambda: collectives, options.exchange)
+        self.residuals = ResidualKeeper(outer, collectives, options.exchange)
         self.residuals.attach(self._exchange.coded, shadows, options.seed)
 
     # --- memory of messages -----------------------------------------------------------------------

@@ -388,7 +388,7 @@ class RoundDigest(Digest):
     """
 
     def __init__(self, collectives: Collectives, rounds: OptimizerRounds, outer: Optimizer) -> None:
-        super().__init__(lambda: collectives)
+        super().__init__(collectives)
         self._rounds, self._outer = rounds, outer
 
     @override
@@ -399,7 +399,7 @@ class RoundDigest(Digest):
 
     @override
     def explain(self, counted: tuple[int, OptionValues, OptionValues]) -> None:
-        reports = self._collectives().all_gather_object(counted)
+        reports = self._collectives.all_gather_object(counted)
         counts = [count for count, *_ in reports]
         if len({*counts}) > 1:
             raise RuntimeError(
