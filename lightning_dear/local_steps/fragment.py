@@ -26,7 +26,6 @@ from lightning_dear.exchange.base import largest_of
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.local_steps.schedule import LocalSteps
 from lightning_dear.optimizers.masters import MASTER_KEY, without_masters
-from lightning_dear.optimizers.pieces import Shards
 from lightning_dear.optimizers.sharded import ShardedOptimizer, inner_step
 from lightning_dear.planning.fusion import MIB, FusionPlanner, ThresholdFusion
 from lightning_dear.planning.plan import MAX_BUCKETS
@@ -145,7 +144,7 @@ class Fragment:
         self._build(shadows)
         self.anchor = dict(zip(self.names, (one.data for one in shadows), strict=True))
         # After the outer optimizer has stepped: its pieces and state, until the merge.
-        self._stepped: Shards = self.stepper.shards
+        self._stepped = self.stepper.shards
         self._gathers: Sequence[Work] = ()
         self.is_stepped = False
         self._free()

@@ -10,8 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, autograd
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -269,7 +268,7 @@ class OptimizerRounds:
             for parameter, master in self._masters.items():
                 parameter.data.copy_(master)
         self.part.stepper.note_written()
-        torch.autograd.graph.increment_version(parameters_of(self.optimizer))
+        autograd.graph.increment_version(parameters_of(self.optimizer))
 
     @property
     def fragments(self) -> Sequence[Fragment]:
@@ -322,8 +321,7 @@ class OptimizerRounds:
 
         NCCL matches messages by their order, which must be the same on all ranks.
         """
-        assert fragment.sent_at is not None
-        is_due = self.count - fragment.sent_at >= (self.schedule.delay + 1) // 2
+        is_due = self.count - (fragment.sent_at or 0) >= (self.schedule.delay + 1) // 2
         if fragment.round.is_complete if self.collectives.matches_by_tag else is_due:
             fragment.step()
 
