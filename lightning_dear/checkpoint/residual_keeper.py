@@ -41,7 +41,8 @@ class ResidualKeeper:
     def __init__(
         self, optimizer: Optimizer, collectives: Collectives, options: ExchangeOptions
     ) -> None:
-        self._optimizer, self._collectives, self._options = optimizer, collectives, options
+        self._optimizer, self._collectives = optimizer, collectives
+        self._rows = residuals.RowLayout(collectives.world, options.ranks_together(collectives))
         self._coded: Sequence[CompressedBucket] = ()
         self._parameters: Sequence[Parameter] = ()
         self._held: Residuals | None = None
@@ -248,11 +249,6 @@ class ResidualKeeper:
             {half: max(one.counts[half] for one in coded) for half in halves},
             coded[0].seed if coded else None,
         )
-
-    @property
-    def _rows(self) -> residuals.RowLayout:
-        together = self._options.ranks_together(self._collectives)
-        return residuals.RowLayout(self._collectives.world, together)
 
     def _first(self, bucket: CompressedBucket) -> Parameter:
         """Returns the first parameter in the bucket, under which its steering is saved."""

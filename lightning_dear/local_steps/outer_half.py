@@ -65,7 +65,6 @@ class OuterHalf:
         options: ExchangeOptions,
         fusion: FusionPlanner,
         *,
-        first_number: int = 0,
         averages_buffers: bool = True,
     ) -> "OuterHalf":
         """Makes the outer half of a pipeline. Collective. Blocks.
@@ -76,7 +75,6 @@ class OuterHalf:
             collectives: Collectives over all ranks.
             options: Compressor of the messages.
             fusion: Planner of the fragments' buckets.
-            first_number: Number of the first fragment, see `Fragment`.
             averages_buffers: Whether the anchor has the mean over ranks of the module's
                 floating-point buffers (BatchNorm), exchanged once a round. Replicas keep their own.
                 False means that the module keeps this rank's buffers everywhere.
@@ -88,7 +86,8 @@ class OuterHalf:
         instruments.follow(collectives)
         how = collectives, options, fusion, Signal(), seed
         shared, watch = OuterOptions(training, steps, *how), ExchangeWatch(instruments)
-        parts, number = list[OptimizerRounds](), first_number
+        # Fragments have numbers of their own, see `Fragment`.
+        parts, number = list[OptimizerRounds](), pipeline.parts[0].plans.number
         for part in pipeline.parts:
             parts.append(OptimizerRounds(part, shared, number, watch))
             number += len(parts[-1].groups)

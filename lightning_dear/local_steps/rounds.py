@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.collectives.launch_log import hash_of
-from lightning_dear.collectives.work import Collectives, under_way
+from lightning_dear.collectives.work import under_way
 from lightning_dear.engine.notes import Digest, OptionValues, check_options, options_of
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value
@@ -139,7 +139,7 @@ class OptimizerRounds:
         """
         self._held = parameters_of(self.optimizer)
         fragments = self.shared.steps.fragments or self.schedule.fragments
-        notes = lambda outer: [RoundDigest(self.collectives, self, outer)]  # noqa: E731
+        notes = lambda outer: [RoundDigest(self, outer)]  # noqa: E731
         for turn, named in enumerate(cut(self._module, self._held, fragments)):
             kept = [one for one in self.groups[turn] if one.keeps_own]
             if named:
@@ -380,13 +380,12 @@ class RoundDigest(Digest):
     """Compares between ranks how many steps they have made, and the options of both optimizers.
 
     Args:
-        collectives: Collectives over all ranks.
         rounds: Counts the steps.
         outer: The outer optimizer.
     """
 
-    def __init__(self, collectives: Collectives, rounds: OptimizerRounds, outer: Optimizer) -> None:
-        super().__init__(collectives)
+    def __init__(self, rounds: OptimizerRounds, outer: Optimizer) -> None:
+        super().__init__(rounds.collectives)
         self._rounds, self._outer = rounds, outer
 
     @override
