@@ -341,10 +341,7 @@ class OuterHalf:
     def restart(self) -> None:
         """Makes the module's values the anchor, equal on all ranks, and counts anew. Local."""
         for part in self._parts:
-            part.part.prepare_state("local steps")
-            part.progress = 0, 0
-        for fragment in self.fragments:
-            fragment.take_replica()
+            part.begin()
 
     def show_anchor(self) -> None:
         """Puts the anchor into the module, in place, until `show_replica`. Local. Idempotent."""

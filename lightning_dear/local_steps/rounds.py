@@ -243,17 +243,21 @@ class OptimizerRounds:
 
     @property
     def progress(self) -> list[float]:
-        """`count`, then this rank's samples up to each step of a round, less those of now.
-
-        To be assigned to, also in another training.
-        """
+        """`count`, then this rank's samples up to each step of a round, less those of now."""
         return [self.count, *(one - self._weights.total for one in self._totals)]
 
-    @progress.setter
-    def progress(self, progress: Sequence[float]) -> None:
+    def begin(self, progress: Sequence[float] = (0, 0)) -> None:
+        """Makes the module's values the anchor, equal on all ranks, and counts anew. Local.
+
+        Args:
+            progress: `progress` from which to count on, perhaps of another training.
+        """
+        self.part.prepare_state("local steps")
         self.count, since = int(progress[0]), progress[1:]
         self._totals.clear()
         self._totals.extend(self._weights.total + one for one in since)
+        for fragment in self.fragments:
+            fragment.take_replica()
 
     def publish(self) -> None:
         """Rounds masters to 16-bit parameters, and tells autograd that parameters changed.
