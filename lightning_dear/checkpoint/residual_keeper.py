@@ -283,8 +283,7 @@ class ResidualKeeper:
             return state
         parameters = chain.from_iterable(one["params"] for one in self._optimizer.param_groups)
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
-        held = self._held or Residuals()
-        whole = self._common().joined(held.of(lambda one: one in numbers))
+        whole = self._common().joined((self._held or Residuals()).of(lambda one: one in numbers))
         state[RESIDUALS_KEY], chunks = residuals.sharded(self._chunks(), whole, numbers, self._rows)
         state.chunks += tuple(chunks)
         return state

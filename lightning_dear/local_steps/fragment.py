@@ -171,8 +171,7 @@ class Fragment:
         how = self._exchange, self.names, self._notes, waiting
         self.round = BucketRound(flat, plan.reduce_order, *how)
         self.stepper.attach(flat, shadows)
-        outer = self.stepper.optimizer
-        self.residuals = ResidualKeeper(outer, collectives, options.exchange)
+        self.residuals = ResidualKeeper(self.stepper.optimizer, collectives, options.exchange)
         self.residuals.attach(self._exchange.coded, shadows, options.seed)
 
     # --- memory of messages -----------------------------------------------------------------------

@@ -284,8 +284,7 @@ class OuterHalf:
         inner = local_state.keep_ranks_apart(checkpoint, world.rank)
         if not inner or not self._parts[0].shared.steps.local_state:
             return ""
-        under_way = [state for _, state in spread]
-        what = self._parts, under_way, inner, self._buffers, of_rank
+        what = self._parts, [state for _, state in spread], inner, self._buffers, of_rank
         own[LOCAL_KEY], nbytes = local_state.gathered_state(*what)
         return (
             f"The folder has {nbytes / 2**20:.1f} MiB of state that each of {world.size} ranks has"
