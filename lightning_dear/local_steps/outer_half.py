@@ -212,8 +212,9 @@ class OuterHalf:
             "Weights of this rank are not finite. It goes on from the anchor, with new optimizer"
             " states. All ranks leave this exchange out."
         )
+        self.restore()
         for part in self._parts:
-            part.recover()
+            part.forget_inner()
 
     def finish(self) -> None:
         """Ends local steps: ranks exchange all that is left, and hold the anchor. Collective.

@@ -354,11 +354,8 @@ class OptimizerRounds:
             if fragment.sent_at is None:
                 fragment.round.release()
 
-    def recover(self) -> None:
-        """Overwrites the replica with the anchor, and forgets the inner optimizer's state."""
-        for fragment in self.fragments:
-            fragment.write_replica(fragment.anchor)
-        self.publish()
+    def forget_inner(self) -> None:
+        """Forgets the inner optimizer's state."""
         # Optimizers that need whole tensors have their state in `outside`, and others in shards.
         self.part.stepper.shards.state.clear()
         self.part.stepper.outside.plain.clear()

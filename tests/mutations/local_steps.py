@@ -221,7 +221,7 @@ LOCAL_STEPS = [
     ),
     Mutation(
         "forgetting state of whole tensors that is not finite",
-        "OptimizerRounds.recover",
+        "OptimizerRounds.forget_inner",
         "        self.part.stepper.outside.plain.clear()\n",
         "",
         (f"{HABITS}::test_whole_tensor_optimizers_train_inside_and_forget_nan",),
