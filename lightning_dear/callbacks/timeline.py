@@ -67,30 +67,22 @@ class TimelineCallback(Callback):
             return
         if self._num_seen == self.step:
             self._timeline = trainer.strategy.timeline = Timeline()
-        elif self._timeline and self._num_seen >= self.step + self._num_batches(trainer):
-            self._write(trainer)
+        elif self._timeline and self._num_seen >= self.step + _num_batches(self._timeline, trainer):
+            self._write(trainer, self._timeline)
         self._num_seen += 1
-
-    def _num_batches(self, trainer: Trainer) -> int:
-        """Number of batches to record."""
-        assert self._timeline is not None
-        exchange = self._timeline.exchange_steps * trainer.accumulate_grad_batches
-        return max(_NUM_BATCHES, exchange)
 
     @override
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         if self._timeline is not None:
-            self._write(trainer)
+            self._write(trainer, self._timeline)
         elif self._warns and hasattr(trainer.strategy, "timeline") and self._num_seen <= self.step:
             rank_zero_warn(
                 f"No timeline was written: training ended after {self._num_seen} batches. Use a"
                 f" smaller step than in TimelineCallback(step={self.step}), or train longer."
             )
 
-    def _write(self, trainer: Trainer) -> None:
+    def _write(self, trainer: Trainer, timeline: Timeline) -> None:
         """Writes the files on rank 0. Collective and blocks if all ranks have this callback."""
-        num_batches, timeline = self._num_batches(trainer), self._timeline
-        assert timeline is not None
         self._timeline = None
         trainer.strategy.timeline = None  # type: ignore[attr-defined]
         # With local steps other ranks may launch their part of a message some steps later: to wait
@@ -102,7 +94,12 @@ class TimelineCallback(Callback):
             directory.mkdir(parents=True, exist_ok=True)
             timeline.write_chrome_trace(directory / "timeline.json")
             try:
-                drawn = timeline.spans, directory / "timeline.png", late, num_batches
-                plot_timeline(*drawn)
+                drawn = timeline.spans, directory / "timeline.png", late
+                plot_timeline(*drawn, _num_batches(timeline, trainer))
             except ModuleNotFoundError as error:
                 rank_zero_warn(f"{error}. Only timeline.json was written, to {directory}.")
+
+
+def _num_batches(timeline: Timeline, trainer: Trainer) -> int:
+    """Number of batches to record."""
+    return max(_NUM_BATCHES, timeline.exchange_steps * trainer.accumulate_grad_batches)

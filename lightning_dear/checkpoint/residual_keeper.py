@@ -5,7 +5,7 @@ A residual is what a compressor has left out of its messages so far. It is sent 
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, product
 from typing import Any
 
@@ -34,14 +34,15 @@ class ResidualKeeper:
     Args:
         optimizer: The user's optimizer. Mutated: gets a hook that reads the residuals in every
             state dict that is loaded.
-        present: Returns the collectives that are in use now.
+        collectives: Collectives of the training.
         options: The exchange options of the training.
     """
 
     def __init__(
-        self, optimizer: Optimizer, present: Callable[[], Collectives], options: ExchangeOptions
+        self, optimizer: Optimizer, collectives: Collectives, options: ExchangeOptions
     ) -> None:
-        self._optimizer, self._present, self._options = optimizer, present, options
+        self._optimizer, self._collectives = optimizer, collectives
+        self._rows = residuals.RowLayout(collectives.world, options.ranks_together(collectives))
         self._coded: Sequence[CompressedBucket] = ()
         self._parameters: Sequence[Parameter] = ()
         self._held: Residuals | None = None
@@ -88,7 +89,7 @@ class ResidualKeeper:
         Args:
             others: Keepers of the same optimizer whose trainings have ended.
         """
-        for held in (other.taken(self._present()) for other in others):
+        for held in (other.taken(self._collectives) for other in others):
             if not held.is_of_nothing or held.seed is not None:
                 self._held = held if self._held is None else self._held.joined(held)
 
@@ -119,7 +120,7 @@ class ResidualKeeper:
         self._held = None if others.is_of_nothing else others
         self._overwrite(own)
         lost = self._unknown_names(own)
-        if lost and self._present().world.rank == 0:
+        if lost and self._collectives.world.rank == 0:
             warnings.warn(
                 f"What a compressor had left to be sent ({', '.join(lost)}) is dropped. To have it"
                 " sent, resume with the compressor and gather of the run that saved.",
@@ -204,9 +205,9 @@ class ResidualKeeper:
         there are no compressed buckets. No gather of the plan may be pending.
 
         Args:
-            through: Collectives to gather with. None means those in use.
+            through: Collectives to gather with. None means those of the training.
         """
-        collectives = through or self._present()
+        collectives = through or self._collectives
         taken = self._common()
         taken.kept[FACTORS] = {one: own.clone() for one, own in taken.kept[FACTORS].items()}
         for bucket in self._coded:
@@ -249,11 +250,6 @@ class ResidualKeeper:
             coded[0].seed if coded else None,
         )
 
-    @property
-    def _rows(self) -> residuals.RowLayout:
-        collectives = self._present()
-        return residuals.RowLayout(collectives.world, self._options.ranks_together(collectives))
-
     def _first(self, bucket: CompressedBucket) -> Parameter:
         """Returns the first parameter in the bucket, under which its steering is saved."""
         return self._parameters[bucket.spec.slices[0].tensor]
@@ -287,8 +283,7 @@ class ResidualKeeper:
             return state
         parameters = chain.from_iterable(one["params"] for one in self._optimizer.param_groups)
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
-        held = self._held or Residuals()
-        whole = self._common().joined(held.of(lambda one: one in numbers))
+        whole = self._common().joined((self._held or Residuals()).of(lambda one: one in numbers))
         state[RESIDUALS_KEY], chunks = residuals.sharded(self._chunks(), whole, numbers, self._rows)
         state.chunks += tuple(chunks)
         return state

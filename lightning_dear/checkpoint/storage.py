@@ -139,8 +139,7 @@ class _Walk:
                 )
             # A stand-in that occurs several times, as a view of memory, is written once.
             if (key := (id(value),)) not in self._seen:
-                chunks = self._chunks[id(value)]
-                self._seen[key] = self._named(value, path, chunks, is_rank_0s=False)
+                self._seen[key] = self._named(value, path, self._chunks[id(value)])
             return self._seen[key]
         # Subclasses, sparse and quantized tensors are more than a flat list of elements, so they
         # stay in the skeleton and are pickled.
@@ -159,7 +158,7 @@ class _Walk:
         return self._named(value, path, [Chunk(0, value)], is_rank_0s=is_rank_0s)
 
     def _named(
-        self, value: Tensor, path: _Path, chunks: Sequence[Chunk], *, is_rank_0s: bool
+        self, value: Tensor, path: _Path, chunks: Sequence[Chunk], *, is_rank_0s: bool = False
     ) -> dict[str, str]:
         """Adds a tensor to `stored`, and returns the dict that names it in the skeleton."""
         name = ".".join(path)

@@ -197,9 +197,6 @@ class Notes:
 _LARGEST = (1 << 64) - 1
 """The largest number of a digest."""
 
-Present = Callable[[], Collectives]
-"""Returns the collectives that are used at present."""
-
 
 class Digest(ABC):
     """A `Note` that compares a number of 64 bits between ranks, and raises if ranks differ.
@@ -209,12 +206,12 @@ class Digest(ABC):
     these sums are larger.
 
     Args:
-        collectives: Returns the present collectives.
+        collectives: Collectives of the ranks that are compared.
     """
 
     NUM_BYTES = 16
 
-    def __init__(self, collectives: Present) -> None:
+    def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         # What `value` has counted in the present round, and in the round before.
         self._counted: Any = ()
@@ -238,7 +235,7 @@ class Digest(ABC):
     @property
     def num_bytes(self) -> int:
         """Number of bytes of the note. 0 if there is no other rank."""
-        return self.NUM_BYTES if self._collectives().world.size > 1 else 0
+        return self.NUM_BYTES if self._collectives.world.size > 1 else 0
 
     def say(self) -> bytes:
         """Returns the number and its complement; see `Note`."""
@@ -260,28 +257,27 @@ class LaunchDigest(Digest):
     more on one rank is not found: its launches are those of the next step of the others.
 
     Args:
-        collectives: Returns the present collectives, whose launches are compared.
+        collectives: Collectives whose launches are compared.
         number: Optimizer number, whose launches are compared where messages are matched by tag.
     """
 
-    def __init__(self, collectives: Present, number: int) -> None:
+    def __init__(self, collectives: Collectives, number: int) -> None:
         super().__init__(collectives)
         self._number = number
 
     @override
     def value(self) -> int:
-        collectives = self._collectives()
+        log = self._collectives.log
         # The last launches. Where messages are matched by tag, `explain` asks the log for them.
-        if not collectives.matches_by_tag:
-            self._counted = collectives.log.report(self._number)
-        return collectives.log.total(self._number)
+        if not self._collectives.matches_by_tag:
+            self._counted = log.report(self._number)
+        return log.total(self._number)
 
     @override
     def explain(self, counted: Report) -> None:
-        collectives = self._collectives()
-        by_tag = collectives.matches_by_tag
-        own = collectives.log.report(self._number) if by_tag else counted
-        first = difference(collectives.all_gather_object(own), matches_by_tag=by_tag)
+        by_tag = self._collectives.matches_by_tag
+        own = self._collectives.log.report(self._number) if by_tag else counted
+        first = difference(self._collectives.all_gather_object(own), matches_by_tag=by_tag)
         told = f"The first difference: {first}." if first else "The last 64 do not show which ones."
         raise RuntimeError(
             "Ranks have launched different messages. Call backward, step, and what exchanges"
@@ -314,11 +310,11 @@ class RingTrial:
 
     Args:
         instruments: Tell how long this rank waits in a step.
-        collectives: Returns the present collectives. Mutated: `in_rings`.
+        collectives: Collectives of the training. Mutated: `in_rings`.
         number: Optimizer number.
     """
 
-    def __init__(self, instruments: Instruments, collectives: Present, number: int) -> None:
+    def __init__(self, instruments: Instruments, collectives: Collectives, number: int) -> None:
         self._instruments, self._collectives, self._number = instruments, collectives, number
         self._began_s = time.monotonic()
         # Seconds of each step of this window, and how many of them this rank has waited.
@@ -330,7 +326,7 @@ class RingTrial:
     @property
     def num_bytes(self) -> int:
         """1 if a ring can be used, and 0 if not: waits of CUDA devices would have to be timed."""
-        return int(self._collectives().can_use_rings and self._instruments.clock.is_free)
+        return int(self._collectives.can_use_rings and self._instruments.clock.is_free)
 
     def _mean_step_s(self) -> float:
         """Returns the mean step of this window, without steps that something else has held up."""
@@ -352,7 +348,7 @@ class RingTrial:
         """Begins or ends a trial at the end of a window; see `Note`."""
         if len(self._steps) < _WINDOW:
             return
-        in_rings, step_s = self._collectives().in_rings, self._mean_step_s()
+        in_rings, step_s = self._collectives.in_rings, self._mean_step_s()
         is_refused = bool(maxima[0])
         is_in_ring, self._limit_s = self._number in in_rings, math.inf
         self._steps.clear()
@@ -434,14 +430,14 @@ class SharedOptions(Digest):
     many batches a step has, if batches have weights.
 
     Args:
-        collectives: Returns the present collectives.
+        collectives: Collectives of the training.
         stepper: Has `written`, and the optimizer whose parameter groups are compared.
         number: Optimizer number, for messages.
         weights: Counts the batches of a step.
     """
 
     def __init__(
-        self, collectives: Present, stepper: SteppedPieces, number: int, weights: BatchWeights
+        self, collectives: Collectives, stepper: SteppedPieces, number: int, weights: BatchWeights
     ) -> None:
         super().__init__(collectives)
         self._stepper, self._number, self._weights = stepper, number, weights
@@ -482,7 +478,7 @@ class SharedOptions(Digest):
     @override
     def explain(self, counted: OptionValues) -> None:
         name = f"{type(self._stepper.optimizer).__name__} {self._number}"
-        reports = self._collectives().all_gather_object(counted)
+        reports = self._collectives.all_gather_object(counted)
         if len({report[_STATE] for report in reports}) > 1:
             raise ValueError(
                 f"Ranks have written to other entries of optimizer.state: {name}. Write, reset and"

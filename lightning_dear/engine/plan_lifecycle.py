@@ -80,15 +80,15 @@ class PlanLifecycle:
         self.plan: BucketPlan | None = None
         self.active: ActivePlan | None = None
         self.recording: Recording | None = None
-        self._training = training
-        present = partial(getattr, training, "collectives")
-        self.residuals = ResidualKeeper(stepper.optimizer, present, training.options)
-        shared = SharedOptions(present, stepper, number, training.weights)
+        self._training, collectives = training, training.collectives
+        self.residuals = ResidualKeeper(stepper.optimizer, collectives, training.options)
+        shared = SharedOptions(collectives, stepper, number, training.weights)
         self.hooks_signal = Signal()
         told = training.signal, training.unheld.signal, training.buffers.signal, self.hooks_signal
         # The second is the last note, since its number of bytes may change during a training.
-        last = RingTrial(training.instruments, present, number), BatchesAhead(lambda: training.end)
-        self._notes = Notes([shared, LaunchDigest(present, number), *told, *last])
+        ring = RingTrial(training.instruments, collectives, number)
+        last = ring, BatchesAhead(lambda: training.end)
+        self._notes = Notes([shared, LaunchDigest(collectives, number), *told, *last])
         self.loss_scale: LossScale = lambda: None
         self.find_plan: Callable[[Sequence[TensorSpec]], BucketPlan | None] | None = None
         self.number, self._stepper = number, stepper

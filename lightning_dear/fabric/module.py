@@ -316,8 +316,7 @@ def _disown(part: OptimizerPipeline) -> None:
     optimizer, kind = part.optimizer, type(part.optimizer)
     if issubclass(kind, _ZeroGradReachesInner):
         optimizer.__class__ = kind.__mro__[2]
-    hook = optimizer.register_step_pre_hook(_refuse_step)
-    optimizer.__dict__[REFUSALS] = [hook]
+    optimizer.__dict__[REFUSALS] = [optimizer.register_step_pre_hook(_refuse_step)]
 
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> NoReturn:

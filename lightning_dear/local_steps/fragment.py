@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,14 +18,14 @@ from lightning_dear.checkpoint.residual_keeper import ResidualKeeper
 from lightning_dear.checkpoint.residuals import Residuals
 from lightning_dear.collectives.work import Collectives, Work, uncounted
 from lightning_dear.engine.active_plan import spec_of
-from lightning_dear.engine.batch_weights import BatchWeights
 from lightning_dear.engine.bucket_round import USED, BucketRound
 from lightning_dear.engine.notes import LaunchDigest, Note, Notes, Signal, Sums
+from lightning_dear.engine.training import Training
 from lightning_dear.exchange import Traffic, new_exchange
 from lightning_dear.exchange.base import largest_of
 from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.local_steps.schedule import LocalSteps
 from lightning_dear.optimizers.masters import MASTER_KEY, without_masters
-from lightning_dear.optimizers.pieces import Shards
 from lightning_dear.optimizers.sharded import ShardedOptimizer, inner_step
 from lightning_dear.planning.fusion import MIB, FusionPlanner, ThresholdFusion
 from lightning_dear.planning.plan import MAX_BUCKETS
@@ -60,21 +59,21 @@ class OuterOptions:
     """What all fragments of an outer half share.
 
     Attributes:
+        training: The inner half's `Training`.
+        steps: Options of local steps.
         collectives: Launches the messages, over all ranks.
         exchange: Compressor of the messages.
         fusion: Planner of a fragment's buckets.
-        new_outer: Makes the outer optimizer from a list of parameters.
-        weights: Counts this rank's samples.
-        waiting: (half, reason) -> context that is entered around a wait.
+        signal: Carries each rank's wish to stop. Hears of wishes at a merge.
         seed: Seed of random numbers of compressors, the same on all ranks.
     """
 
+    training: Training
+    steps: LocalSteps
     collectives: Collectives
     exchange: ExchangeOptions
     fusion: FusionPlanner
-    new_outer: Callable[[list[Any]], Optimizer]
-    weights: BatchWeights
-    waiting: Callable[[str, str], AbstractContextManager[None]]
+    signal: Signal
     seed: int
 
 
@@ -138,17 +137,16 @@ class Fragment:
         self.stop, self._bad = Signal(), Signal()
         self.sums, self.norms = Sums(options.collectives.world), (0.0, 0.0)
         shadows = [_anchor_of(one) for one in tensors.values()]
-        present = lambda: options.collectives  # noqa: E731
-        outer = options.new_outer([*shadows])
-        own = *notes(outer), LaunchDigest(present, number), self.stop, self._bad, self.sums
+        outer = options.steps.new_outer([*shadows])
+        launches = LaunchDigest(options.collectives, number)
+        own = *notes(outer), launches, self.stop, self._bad, self.sums
         self.stepper, self._notes = ShardedOptimizer(outer), Notes(own, blocks=True)
         self._build(shadows)
         self.anchor = dict(zip(self.names, (one.data for one in shadows), strict=True))
         # After the outer optimizer has stepped: its pieces and state, until the merge.
-        self._stepped: Shards = self.stepper.shards
+        self._stepped = self.stepper.shards
         self._gathers: Sequence[Work] = ()
         self.is_stepped = False
-        self._is_launched = True
         self._free()
 
     def _build(self, shadows: list[Parameter]) -> None:
@@ -169,11 +167,11 @@ class Fragment:
         traffic = Traffic(collectives, self.number * MAX_BUCKETS, flat, False, is_staged=True)
         of_buckets = [codecs[bucket.slices[0].tensor] for bucket in plan.buckets]
         self._exchange = new_exchange(options.exchange, of_buckets, traffic)
-        how = self._exchange, self.names, self._notes, partial(options.waiting, "reduce_scatter")
+        waiting = partial(options.training.instruments.waiting, "reduce_scatter")
+        how = self._exchange, self.names, self._notes, waiting
         self.round = BucketRound(flat, plan.reduce_order, *how)
         self.stepper.attach(flat, shadows)
-        outer = self.stepper.optimizer
-        self.residuals = ResidualKeeper(outer, lambda: collectives, options.exchange)
+        self.residuals = ResidualKeeper(self.stepper.optimizer, collectives, options.exchange)
         self.residuals.attach(self._exchange.coded, shadows, options.seed)
 
     # --- memory of messages -----------------------------------------------------------------------
@@ -244,7 +242,7 @@ class Fragment:
         self._bad.ask = partial(int, 0 if is_finite else min(rank, 254) + 1)
         # Now, and not in `launch`: until then other ranks may have made another number of steps.
         self._notes.say()
-        weights, self._is_launched = self.round.weights, False
+        weights = self.round.weights
         if samples is not None:
             weights.is_on = True
             weights.reset()
@@ -260,9 +258,9 @@ class Fragment:
             blocks: Whether to wait for all ranks' samples. If not, nothing is launched until they
                 are known.
         """
-        if self._is_launched or not (blocks or self.round.weights.is_known):
+        was_launched, buckets = self.is_stepped or self.round.launched, self._buffers.buckets
+        if was_launched or not (blocks or self.round.weights.is_known):
             return
-        self._is_launched, buckets = True, self._buffers.buckets
         for bucket in buckets:
             bucket.gradients.mul_(self.round.weights.scale)
         self.norms = (norm_of(one.gradients for one in buckets) if self.sums.own else 0.0), 0.0
@@ -279,8 +277,8 @@ class Fragment:
         """
         if self.is_stepped:
             return
-        self.is_stepped = True
         self.launch(blocks=True)
+        self.is_stepped = True
         self.round.finish(())
         self._exchange.note_used(self.round.used, keeps=True)
         if self._bad.heard:
@@ -319,7 +317,7 @@ class Fragment:
         if bad:
             self.round.drop()
         else:
-            with self._options.waiting("all_gather", "anchor"):
+            with self._options.training.instruments.waiting("all_gather", "anchor"):
                 for work in self._gathers:
                     work.wait()
             self.stepper.shards = self._stepped

@@ -120,10 +120,7 @@ def resume(
         return None
     own: Mapping[str, Any] = local["ranks"][collectives.world.rank]
     for part, progress in zip(parts, own["progress"], strict=True):
-        part.part.prepare_state("local steps")
-        part.progress = progress
-    for fragment in fragments:
-        fragment.take_replica()
+        part.begin(progress)
     for part, state in zip(parts, own[_INNER], strict=False):
         part.load_inner(state)
     for fragment, saved in zip(fragments, local["fragments"], strict=True):

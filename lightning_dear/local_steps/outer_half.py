@@ -20,7 +20,6 @@ from lightning_dear.engine.module_tree import ModuleTree
 from lightning_dear.engine.notes import Signal
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.trained_parameters import unheld_parameters
-from lightning_dear.engine.training import Training
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.local_steps import local_state
 from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value, norm_of
@@ -44,25 +43,16 @@ class OuterHalf:
 
     Args:
         parts: One for each optimizer.
-        signal: Carries each rank's wish to stop, which travels with each exchange.
-        training: The inner half's `Training`. None means that there are no parts.
-        saves_local: Whether folders have local state, see `LocalSteps`.
 
     Attributes:
-        signal: Same as the argument. None without local steps.
+        signal: Carries each rank's wish to stop, which travels with each exchange. None without
+            local steps.
         shows_anchor: Whether the module holds the anchor at present, and not the replica.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[OptimizerRounds] = (),
-        signal: Signal | None = None,
-        training: Training | None = None,
-        *,
-        saves_local: bool = True,
-    ) -> None:
-        self._parts, self.signal, self.shows_anchor = parts, signal, False
-        self._training, self._saves_local = training, saves_local
+    def __init__(self, parts: Sequence[OptimizerRounds] = ()) -> None:
+        self._parts, self.shows_anchor = parts, False
+        self.signal = parts[0].shared.signal if parts else None
         # Sum of the bits of the anchor that the module holds. None means that it is not known.
         self._shown: int | None = None
         # Whether ranks have different parameters that no optimizer holds. None means not compared.
@@ -77,7 +67,6 @@ class OuterHalf:
         options: ExchangeOptions,
         fusion: FusionPlanner,
         *,
-        first_number: int = 0,
         averages_buffers: bool = True,
     ) -> "OuterHalf":
         """Makes the outer half of a pipeline. Collective. Blocks.
@@ -88,32 +77,32 @@ class OuterHalf:
             collectives: Collectives over all ranks.
             options: Compressor of the messages.
             fusion: Planner of the fragments' buckets.
-            first_number: Number of the first fragment, see `Fragment`.
             averages_buffers: Whether the anchor has the mean over ranks of floating-point buffers
                 that `state_dict` has (BatchNorm), exchanged once a round. Replicas keep their own.
                 False means that the module keeps this rank's buffers everywhere.
         """
         # A later training must not use these process groups: messages may still be under way.
         reusable_groups.clear()
-        seed, training, signal = _agreed_seed(steps, collectives), pipeline.training, Signal()
+        seed, training = _agreed_seed(steps, collectives), pipeline.training
         instruments, tree = training.instruments, training.tree
         instruments.follow(collectives)
-        how = steps.new_outer, training.weights, instruments.waiting, seed
-        shared, watch = OuterOptions(collectives, options, fusion, *how), ExchangeWatch(instruments)
-        parts, number = list[OptimizerRounds](), first_number
+        how = collectives, options, fusion, Signal(), seed
+        shared, watch = OuterOptions(training, steps, *how), ExchangeWatch(instruments)
+        # Fragments have numbers of their own, see `Fragment`.
+        parts, number = list[OptimizerRounds](), pipeline.parts[0].plans.number
         for part in pipeline.parts:
-            what = training.module, part, steps, shared, number
-            parts.append(OptimizerRounds(*what, signal, watch))
+            parts.append(OptimizerRounds(part, shared, number, watch))
             number += len(parts[-1].groups)
         saved = training.module.state_dict().keys()
         buffers = {name: one for name, one in _buffers_of(tree).items() if name in saved}
         if averages_buffers and buffers:
-            plain = replace(shared, exchange=ExchangeOptions(), new_outer=partial(SGD, lr=1.0))
+            mean = replace(steps, outer=partial(SGD, lr=1.0))
+            plain = replace(shared, exchange=ExchangeOptions(), steps=mean)
             replica = lambda: {name: [Value(one)] for name, one in _buffers_of(tree).items()}  # noqa: E731
             parts[0].groups[-1].append(Fragment(replica, buffers, plain, number, keeps_own=True))
         schedules = [one.schedule for one in parts]
         instruments.exchange_steps = max(one.interval + one.delay for one in schedules)
-        return cls(parts, signal, training, saves_local=steps.local_state)
+        return cls(parts)
 
     @property
     def is_on(self) -> bool:
@@ -151,8 +140,8 @@ class OuterHalf:
 
         Those are the module's parameters that no optimizer holds.
         """
-        assert self._training is not None
-        unheld = unheld_parameters(self._training.module, self._training.optimizers)
+        training = self._parts[0].shared.training
+        unheld = unheld_parameters(training.module, training.optimizers)
         own = {name: _sum_of_bits(one) for name, one in unheld}
         collectives = self._parts[0].collectives
         with uncounted(collectives):
@@ -226,8 +215,9 @@ class OuterHalf:
             "Weights of this rank are not finite. It goes on from the anchor, with new optimizer"
             " states. All ranks leave this exchange out."
         )
+        self.restore()
         for part in self._parts:
-            part.recover()
+            part.forget_inner()
 
     def finish(self) -> None:
         """Ends local steps: ranks exchange all that is left, and hold the anchor. Collective.
@@ -299,10 +289,9 @@ class OuterHalf:
         own[_OUTER + model] = ShardedState(last, chunks, ())
         world = self._parts[0].collectives.world
         inner = local_state.keep_ranks_apart(checkpoint, world.rank)
-        if not inner or not self._saves_local:
+        if not inner or not self._parts[0].shared.steps.local_state:
             return ""
-        under_way = [state for _, state in spread]
-        what = self._parts, under_way, inner, self._buffers, of_rank
+        what = self._parts, [state for _, state in spread], inner, self._buffers, of_rank
         own[LOCAL_KEY], nbytes = local_state.gathered_state(*what)
         return (
             f"The folder has {nbytes / 2**20:.3g} MiB of state that each of {world.size} ranks has"
@@ -341,7 +330,7 @@ class OuterHalf:
 
     @property
     def _buffers(self) -> Mapping[str, Tensor]:
-        return {} if self._training is None else dict(self._training.tree.named_buffers())
+        return dict(self._parts[0].shared.training.tree.named_buffers())
 
     @property
     def _outer(self) -> Optimizer:
@@ -358,10 +347,8 @@ class OuterHalf:
     def restart(self) -> None:
         """Makes the module's values the anchor, equal on all ranks, and counts anew. Local."""
         for part in self._parts:
-            part.part.prepare_state("local steps")
-            part.progress, part.is_finished = (0, 0), True
-        for fragment in self.fragments:
-            fragment.take_replica()
+            part.begin()
+            part.is_finished = True
 
     def show_anchor(self) -> None:
         """Puts the anchor into the module, in place, until `show_replica`. Local. Idempotent."""

@@ -10,18 +10,17 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn import Module, Parameter
+from torch import Tensor, autograd
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.collectives.launch_log import hash_of
-from lightning_dear.collectives.work import Collectives, under_way
-from lightning_dear.engine.notes import Digest, OptionValues, Signal, check_options, options_of
+from lightning_dear.collectives.work import under_way
+from lightning_dear.engine.notes import Digest, OptionValues, check_options, options_of
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value
-from lightning_dear.local_steps.schedule import LocalSteps, cut, num_modules
+from lightning_dear.local_steps.schedule import cut, num_modules
 from lightning_dear.optimizers.masters import MASTER_KEY, differs
 from lightning_dear.optimizers.pieces import parameters_of
 from lightning_dear.telemetry.statistics import Instruments, StepStatistics
@@ -97,16 +96,14 @@ class OptimizerRounds:
     """Counts the steps of one optimizer, and sends and merges its fragments.
 
     Args:
-        module: The module.
         part: The optimizer's part of the inner half.
-        steps: Options of local steps.
         shared: What all fragments share.
         number: Number of the first fragment.
-        signal: Carries wishes to stop. Hears of them at a merge.
         watch: Gets figures of the exchanges.
 
     Attributes:
         part: Same as the argument.
+        shared: Same as the argument.
         watch: Same as the argument.
         optimizer: The user's optimizer.
         schedule: Which fragment is sent and merged after which step.
@@ -119,22 +116,17 @@ class OptimizerRounds:
     """
 
     def __init__(
-        self,
-        module: Module,
-        part: OptimizerPipeline,
-        steps: LocalSteps,
-        shared: OuterOptions,
-        number: int,
-        signal: Signal,
-        watch: ExchangeWatch,
+        self, part: OptimizerPipeline, shared: OuterOptions, number: int, watch: ExchangeWatch
     ) -> None:
         self.part, self.optimizer, self.count, self.is_finished = part, part.optimizer, 0, True
-        self.collectives, self._signal, self.watch = shared.collectives, signal, watch
-        self._module, self._steps, self._shared, self._number = module, steps, shared, number
+        self.shared, self.collectives, self.watch = shared, shared.collectives, watch
+        self._module, self._weights = shared.training.module, shared.training.weights
+        self._number = number
         # This rank's samples so far: before the last `every` steps, and after each of them. The
         # last minus the first are the samples of a round.
-        self._totals = deque([shared.weights.total], maxlen=steps.every + 1)
-        self.schedule = steps.schedule(num_modules(module, parameters_of(part.optimizer)))
+        self._totals = deque([self._weights.total], maxlen=shared.steps.every + 1)
+        held = parameters_of(part.optimizer)
+        self.schedule = shared.steps.schedule(num_modules(self._module, held))
         self._seen: object = None
         self._values: Mapping[Parameter, Sequence[Value]] = {}
         self._masters: Mapping[Parameter, Tensor] = {}
@@ -148,15 +140,14 @@ class OptimizerRounds:
             anchor: Name -> value of the anchor, where it is not the parameter's own value.
         """
         self._held = parameters_of(self.optimizer)
-        fragments = self._steps.fragments or self.schedule.fragments
-        steps, inner = StepsDigest(self.collectives, self), self.optimizer
-        notes = lambda outer: [steps, OptionsDigest(self.collectives, inner, outer)]  # noqa: E731
+        fragments = self.shared.steps.fragments or self.schedule.fragments
+        notes = lambda outer: [StepsDigest(self), OptionsDigest(self, outer)]  # noqa: E731
         for turn, named in enumerate(cut(self._module, self._held, fragments)):
             kept = [one for one in self.groups[turn] if one.keeps_own]
             if named:
                 first = {name: anchor.get(name, value) for name, value in named.items()}
                 replica, number = partial(self._replica, named), self._number + turn
-                kept.insert(0, Fragment(replica, first, self._shared, number, notes))
+                kept.insert(0, Fragment(replica, first, self.shared, number, notes))
             self.groups[turn] = kept
 
     def _follow(self) -> bool:
@@ -258,17 +249,21 @@ class OptimizerRounds:
 
     @property
     def progress(self) -> list[float]:
-        """`count`, then `_totals`, each minus this rank's samples by now: numbers of at most 0.
+        """`count`, then `_totals`, each minus this rank's samples by now: numbers of at most 0."""
+        return [self.count, *(one - self._weights.total for one in self._totals)]
 
-        To be assigned to, also in another training, which has counted other samples.
+    def begin(self, progress: Sequence[float] = (0, 0)) -> None:
+        """Makes the module's values the anchor, equal on all ranks, and counts anew. Local.
+
+        Args:
+            progress: `progress` from which to count on, perhaps of another training.
         """
-        return [self.count, *(one - self._shared.weights.total for one in self._totals)]
-
-    @progress.setter
-    def progress(self, progress: Sequence[float]) -> None:
+        self.part.prepare_state("local steps")
         self.count, since, self.is_finished = int(progress[0]), progress[1:], False
         self._totals.clear()
-        self._totals.extend(self._shared.weights.total + one for one in since)
+        self._totals.extend(self._weights.total + one for one in since)
+        for fragment in self.fragments:
+            fragment.take_replica()
 
     def publish(self) -> None:
         """Rounds masters to 16-bit parameters, and tells autograd that parameters changed.
@@ -283,7 +278,7 @@ class OptimizerRounds:
             for parameter, master in self._masters.items():
                 parameter.data.copy_(master)
         self.part.stepper.note_written()
-        torch.autograd.graph.increment_version(parameters_of(self.optimizer))
+        autograd.graph.increment_version(parameters_of(self.optimizer))
 
     @property
     def fragments(self) -> Sequence[Fragment]:
@@ -303,7 +298,7 @@ class OptimizerRounds:
 
     def _exchange(self) -> bool:
         self.count, self.is_finished = self.count + 1, False
-        self._totals.append(self._shared.weights.total)
+        self._totals.append(self._weights.total)
         for one in self._under_way:
             one.launch()
         # Before the next send: what is merged first goes ahead on the link.
@@ -315,7 +310,7 @@ class OptimizerRounds:
         is_finite, sent = True, self.schedule.sent_after(self.count)
         if sent is not None:
             for one in self.groups[sent]:
-                one.stop.ask = self._signal.ask
+                one.stop.ask = self.shared.signal.ask
                 is_finite &= self._send(one)
         merged = self.schedule.merged_after(self.count)
         if merged is not None:
@@ -329,15 +324,14 @@ class OptimizerRounds:
     def _send(self, fragment: Fragment) -> bool:
         self.watch.before_send(fragment)
         samples = self._totals[-1] - self._totals[0]
-        return fragment.send(self.count, samples if self._shared.weights.is_on else None)
+        return fragment.send(self.count, samples if self._weights.is_on else None)
 
     def _advance(self, fragment: Fragment) -> None:
         """Lets the outer optimizer step if all sums have arrived. On NCCL it is at fixed steps.
 
         NCCL matches messages by their order, which must be the same on all ranks.
         """
-        assert fragment.sent_at is not None
-        is_due = self.count - fragment.sent_at >= (self.schedule.delay + 1) // 2
+        is_due = self.count - (fragment.sent_at or 0) >= (self.schedule.delay + 1) // 2
         if fragment.round.is_complete if self.collectives.matches_by_tag else is_due:
             fragment.step()
 
@@ -346,7 +340,7 @@ class OptimizerRounds:
         if rank is None:
             self.watch.after_merge(fragment)
         if fragment.stop.heard:
-            self._signal.hear([fragment.stop.heard])
+            self.shared.signal.hear([fragment.stop.heard])
         if rank is not None:
             log.warning(
                 "An exchange is left out, since %s of rank %d were not finite: of '%s' and %d"
@@ -367,11 +361,8 @@ class OptimizerRounds:
             if fragment.sent_at is None:
                 fragment.round.release()
 
-    def recover(self) -> None:
-        """Overwrites the replica with the anchor, and forgets the inner optimizer's state."""
-        for fragment in self.fragments:
-            fragment.write_replica(fragment.anchor)
-        self.publish()
+    def forget_inner(self) -> None:
+        """Forgets the inner optimizer's state."""
         # Optimizers that need whole tensors have their state in `outside`, and others in shards.
         self.part.stepper.shards.state.clear()
         self.part.stepper.outside.plain.clear()
@@ -399,12 +390,11 @@ class StepsDigest(Digest):
     """Compares between ranks how many steps they have made.
 
     Args:
-        collectives: Collectives over all ranks.
         rounds: Counts the steps.
     """
 
-    def __init__(self, collectives: Collectives, rounds: OptimizerRounds) -> None:
-        super().__init__(lambda: collectives)
+    def __init__(self, rounds: OptimizerRounds) -> None:
+        super().__init__(rounds.collectives)
         self._rounds = rounds
 
     @override
@@ -426,14 +416,13 @@ class OptionsDigest(Digest):
     """Compares between ranks the options of both optimizers.
 
     Args:
-        collectives: Collectives over all ranks.
-        inner: The inner optimizer.
+        rounds: Has the inner optimizer.
         outer: The outer optimizer.
     """
 
-    def __init__(self, collectives: Collectives, inner: Optimizer, outer: Optimizer) -> None:
-        super().__init__(lambda: collectives)
-        self._both = inner, outer
+    def __init__(self, rounds: OptimizerRounds, outer: Optimizer) -> None:
+        super().__init__(rounds.collectives)
+        self._both = rounds.optimizer, outer
 
     @override
     def value(self) -> int:
@@ -442,6 +431,6 @@ class OptionsDigest(Digest):
 
     @override
     def explain(self, counted: tuple[OptionValues, OptionValues]) -> None:
-        inner, outer = zip(*self._collectives().all_gather_object(counted), strict=True)
+        inner, outer = zip(*self._collectives.all_gather_object(counted), strict=True)
         check_options(f"step with different options: {type(self._both[0]).__name__}", inner)
         check_options("have different outer optimizers", outer)

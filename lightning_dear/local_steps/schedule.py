@@ -280,8 +280,7 @@ def cut(
         # At least one module is left for each further fragment.
         places = range(cuts[-1] + 1, len(modules) - (fragments - turn) + 1)
         cuts.append(min(places, key=lambda place: abs(ends[place] - ideal)))
-    bounds = pairwise([*cuts, len(modules)])
-    return [reduce(or_, modules[begin:end], {}) for begin, end in bounds]
+    return [reduce(or_, modules[begin:end], {}) for begin, end in pairwise([*cuts, len(modules)])]
 
 
 def num_modules(module: Module, parameters: Iterable[Parameter]) -> int:

@@ -182,9 +182,9 @@ class PipelineStrategy(ABC):
             return self._new_pipeline(module, optimizers, collectives, **own), OuterHalf()
         with meanwhile(self, _options=ExchangeOptions(), _or_else=ExchangeOptions("gradients")):
             pipeline = self._new_pipeline(module, optimizers, alone(collectives), **own)
-        first, averages = own.get("first_number", 0), self._of_engine["broadcast_buffers"]
         how = steps, collectives, self._options, self._fusion
-        return pipeline, OuterHalf.of(pipeline, *how, first_number=first, averages_buffers=averages)
+        averages = self._of_engine["broadcast_buffers"]
+        return pipeline, OuterHalf.of(pipeline, *how, averages_buffers=averages)
 
     def _end_of_dense_steps(
         self, dense: Pipeline, num_steps: int

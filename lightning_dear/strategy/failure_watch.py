@@ -17,8 +17,7 @@ from typing import Any
 from lightning_dear import private_names
 from lightning_dear.collectives.store import new_store_client
 from lightning_dear.collectives.work import Collectives
-from lightning_dear.strategy import failures
-from lightning_dear.strategy.failures import STORE_WAIT_S, WATCH_POLL_S, FailureBoard, Line
+from lightning_dear.strategy.failures import STORE_WAIT_S, WATCH_POLL_S, FailureBoard, Line, is_late
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +123,7 @@ class FailureWatch:
         if not asked:
             is_first = not self.board.has_failed
             self.board.handle(exception)
-            if is_first and self.board.world_size > 1 and failures.is_late(exception):
+            if is_first and self.board.world_size > 1 and is_late(exception):
                 dump_flight_record(self.board.rank)
             return
         self.board.has_failed = True

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from itertools import chain, pairwise
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -14,7 +14,6 @@ from lightning_dear.checkpoint.files import CHECKPOINT_KEY
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.local_steps import LocalSteps, OuterHalf, hiding, num_modules
-from lightning_dear.optimizers.pieces import parameters_of
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
 
 _NUM_TIMED = 8
@@ -94,8 +93,7 @@ class LocalStepsOption:
         times_s = [end_s - begin_s for (begin_s, _), (end_s, _) in pairwise(self._timed[2:])]
         own = median(times_s), median(waited_s for _, waited_s in self._timed[3:])
         measured = dense.collectives.all_gather_object(own)
-        held = chain.from_iterable(map(parameters_of, dense.optimizers))
-        return hiding(measured, num_modules(dense.training.module, held))
+        return hiding(measured, num_modules(dense.training.module, dense.training.parameters))
 
     def _how(self) -> list[tuple[str, Any]]:
         return [(name, getattr(self.steps, name)) for name in ("every", "fragments", "delay")]

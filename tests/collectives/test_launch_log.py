@@ -187,7 +187,7 @@ class Number(Digest):
 
     def __post_init__(self) -> None:
         collectives: Any = SimpleNamespace(world=World(0, 2))
-        super().__init__(lambda: collectives)
+        super().__init__(collectives)
 
     @override
     def value(self) -> int:

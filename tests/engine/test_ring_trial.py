@@ -34,9 +34,7 @@ def _in_ring(num_steps: int, step_of: StepOf, num_ranks: int = 3) -> list[bool]:
     with mock.patch.object(notes.time, "monotonic", side_effect=lambda: now_s[rank]):
         clock = SimpleNamespace(is_free=True)
         tells: list[Any] = [SimpleNamespace(statistics=one, clock=clock) for one in waits]
-        trials = [
-            RingTrial(told, partial(kinds.__getitem__, one), 5) for one, told in enumerate(tells)
-        ]
+        trials = [RingTrial(told, kind, 5) for told, kind in zip(tells, kinds, strict=True)]
         assert all(trial.num_bytes == 1 for trial in trials)
         for step in range(num_steps):
             in_ring = bool(kinds[0].in_rings)
@@ -101,7 +99,7 @@ def test_which_hosts_can_use_rings(hosts: tuple[int, ...], hops: int, can: bool)
 def _change(trial: Any, maxima: Any, **_: Any) -> None:
     """In place of `hear`: the other way after each round."""
     assert maxima == [1]
-    trial._collectives().in_rings ^= {trial._number}
+    trial._collectives.in_rings ^= {trial._number}
 
 
 OPTIONS = {

@@ -119,7 +119,7 @@ def _said(*options: tuple[str, Any]) -> bytes:
     optimizer.param_groups[0].update(options)
     stepper: Any = SimpleNamespace(optimizer=optimizer, written="")
     collectives: Any = SimpleNamespace(world=World(0, 2))
-    return SharedOptions(lambda: collectives, stepper, 0, NO_WEIGHTS).say()
+    return SharedOptions(collectives, stepper, 0, NO_WEIGHTS).say()
 
 
 @pytest.mark.parametrize("whole", [0, 0.0, -0.0, False, np.float64(0), torch.tensor(0)])
@@ -145,7 +145,7 @@ def test_a_number_in_a_tuple_is_seen_to_change_in_place() -> None:
     optimizer.param_groups[0]["betas"] = (beta, 0.9)
     collectives: Any = SimpleNamespace(world=World(0, 2))
     stepper: Any = SimpleNamespace(optimizer=optimizer, written="")
-    shared = SharedOptions(lambda: collectives, stepper, 0, NO_WEIGHTS)
+    shared = SharedOptions(collectives, stepper, 0, NO_WEIGHTS)
     before = shared.say()
     assert shared.say() == before
     beta.mul_(0.5)

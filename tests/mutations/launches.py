@@ -65,7 +65,7 @@ LAUNCHES = [
     Mutation(
         "comparing launches in every round",
         "PlanLifecycle.__init__",
-        "LaunchDigest(present, number), ",
+        "LaunchDigest(collectives, number), ",
         "",
         (
             "tests/engine/test_launch_digest.py",

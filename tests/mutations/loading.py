@@ -107,7 +107,7 @@ LOADING = [
     Mutation(
         "what encoding left of what is frozen in folders",
         "ResidualKeeper.add_to_sharded",
-        "self._common().joined(held.of(lambda one: one in numbers))\n",
+        "self._common().joined((self._held or Residuals()).of(lambda one: one in numbers))\n",
         "self._common()\n",
         (f"{FROZEN}::test_nothing_is_lost_of_what_is_frozen_in_a_checkpoint_and_after_it",),
     ),

@@ -28,15 +28,15 @@ LOCAL_STATE = [
     Mutation(
         "the steps that a folder has counted",
         "local_steps.local_state:resume",
-        "        part.progress = progress\n",
-        "",
+        "        part.begin(progress)\n",
+        "        part.begin()\n",
         (BITS,),
     ),
     Mutation(
         "the samples of a round that a folder has counted",
-        "OptimizerRounds.progress",
-        "        self._totals.extend(self._shared.weights.total + one for one in since)\n",
-        "        self._totals.append(self._shared.weights.total)\n",
+        "OptimizerRounds.begin",
+        "        self._totals.extend(self._weights.total + one for one in since)\n",
+        "        self._totals.append(self._weights.total)\n",
         ("tests/lightning/test_local_weights.py::test_a_folder_goes_on_bit_for_bit",),
     ),
     Mutation(

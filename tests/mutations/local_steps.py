@@ -187,7 +187,7 @@ LOCAL_STEPS = [
     Mutation(
         "wishes to stop that travel with exchanges",
         "OptimizerRounds._exchange",
-        "                one.stop.ask = self._signal.ask\n",
+        "                one.stop.ask = self.shared.signal.ask\n",
         "",
         (f"{HABITS}::test_a_stop_request_acts_at_the_merge_that_carried_it",),
     ),
@@ -222,7 +222,7 @@ LOCAL_STEPS = [
     Mutation(
         "samples of a round alone",
         "OptimizerRounds.__init__",
-        ", maxlen=steps.every + 1",
+        ", maxlen=shared.steps.every + 1",
         "",
         (f"{BITS}_by_samples",),
     ),
@@ -270,7 +270,7 @@ LOCAL_STEPS = [
     ),
     Mutation(
         "forgetting state of whole tensors that is not finite",
-        "OptimizerRounds.recover",
+        "OptimizerRounds.forget_inner",
         "        self.part.stepper.outside.plain.clear()\n",
         "",
         (f"{HABITS}::test_whole_tensor_optimizers_train_inside_and_forget_nan",),
