@@ -1,6 +1,5 @@
 """Strategies side by side for one model on one network."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -107,4 +106,4 @@ def chosen(steps_s: Mapping[str, float], enough: float = ENOUGH) -> str:
     """
     best = min(steps_s, key=steps_s.__getitem__)
     most_s = (1 + enough) * steps_s[best]
-    return next((one for one in SIMPLE if steps_s.get(one, math.inf) <= most_s), best)
+    return next((one for one in SIMPLE if steps_s.get(one, float("inf")) <= most_s), best)

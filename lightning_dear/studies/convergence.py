@@ -30,9 +30,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lightning_dear.studies import plot, report
 from lightning_dear.studies.files import OTHER_FOLDER, Line, append_lines, read_lines
-from lightning_dear.studies.plot import BLUE, GREY, RED, picture
-from lightning_dear.studies.report import show
 from lightning_dear.studies.table import MISSING, WIDTH, format_table
 
 LEVEL = 0.9
@@ -307,11 +306,11 @@ def draw(path: Path, rows: Sequence[Line]) -> None:
     if not rows:
         return
     first, limit = rows[0], 4 * rows[0]["margin"]
-    with picture(path, [len(rows)]) as (axis,):
+    with plot.picture(path, [len(rows)]) as (axis,):
         for number, row in enumerate(rows):
             _draw_row(axis, number, row, limit)
         axis.axvline(0, color="black", linewidth=0.8)
-        axis.axvline(first["margin"], color=RED, linestyle="--", label="margin")
+        axis.axvline(first["margin"], color=plot.RED, linestyle="--", label="margin")
         axis.set_xlim(-limit, limit)
         axis.set_yticks(range(len(rows)), [f"{row['entry']}, {row['buckets']}" for row in rows])
         axis.set_xlabel(f"{first['metric']}: worse than dense by ({first['unit']}), 90 % interval")
@@ -319,7 +318,7 @@ def draw(path: Path, rows: Sequence[Line]) -> None:
 
 def show_again(folder: Path) -> None:
     """Print the table of a folder, and write it and the picture again; see `report.show`."""
-    show(folder, WORDS, text_of, draw)
+    report.show(folder, WORDS, text_of, draw)
 
 
 def _draw_row(axis: Any, number: int, row: Line, limit: float) -> None:
@@ -328,7 +327,8 @@ def _draw_row(axis: Any, number: int, row: Line, limit: float) -> None:
         value = f"{mean:.3g}" if math.isfinite(mean) else "broke off"
         axis.text(limit, number, f"{value} >", ha="right", va="center")
         return
-    color, label = (BLUE, "judged") if row["verdict"] in JUDGED else (GREY, "controls and others")
+    is_judged = row["verdict"] in JUDGED
+    color, label = (plot.BLUE, "judged") if is_judged else (plot.GREY, "controls and others")
     axis.plot([lower, upper], [number, number], color=color, label=label)
     axis.plot([mean], [number], marker="o", markersize=3, color=color)
 

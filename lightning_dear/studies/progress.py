@@ -5,9 +5,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from rich import progress
 from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
 _LINE_EVERY_S = 15.0
 _REDRAWN_EVERY_S = 0.5
@@ -31,12 +30,11 @@ class Progress:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = Console(file=stream or sys.stderr, highlight=False, markup=False)
-        columns = (
-            *(TaskProgressColumn(), BarColumn(24), TimeRemainingColumn()),
-            TextColumn("left, now {task.description}", markup=False),
-        )
-        self._bar = Bar(
-            *columns,
+        self._bar = progress.Progress(
+            progress.TaskProgressColumn(),
+            progress.BarColumn(24),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("left, now {task.description}", markup=False),
             console=self._console,
             auto_refresh=False,
             transient=True,

@@ -1,6 +1,5 @@
 """Builds workloads, networks and cases from a config of ``dear-plan``."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -273,7 +272,7 @@ def world_sizes_of(cfg: DictConfig) -> list[int]:
     """
     inside, measured = ranks_per_node(cfg.cluster), cfg.cluster.get("measured")
     own, only = inside * int(cfg.cluster.num_nodes), cfg.cluster.get("only_world_size")
-    most = measured.world_size if measured is not None and measured.num_nodes == 1 else math.inf
+    most = measured.world_size if measured is not None and measured.num_nodes == 1 else float("inf")
     asked = set(cfg.world_sizes or (1, *(own * 2**power // 8 for power in range(7))))
     filling = [size for size in asked if size <= inside or size % inside == 0]
     known = {size for size in filling if 1 <= size <= most and only in (None, size)}
