@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_dear.names import check_name
 from lightning_dear.paths import conf_dir
+from lightning_dear.studies.convergence import Metric
 
 LONG_S = 60.0
 """Seconds of a step above which the program asks whether milliseconds are meant."""
@@ -60,18 +61,6 @@ class Bench:
     ratio: float | None = _positive("a number above 0, such as 1.5, or null")
     points: list[Any] = _takes("overrides: [{ratio: 1}]", lambda s: all(map(OmegaConf.is_dict, s)))
     sweep: dict[str, list[Any]] | None = _takes("lists: {ratio: [1,2]}", lambda s: all(s.values()))
-
-
-@dataclass
-class Metric:
-    """Key `metric` of `dear-converge`: how the end of a training is judged."""
-
-    name: str
-    unit: str
-    scale: float
-    is_higher_better: bool
-    margin: float
-    loss_margin: float
 
 
 @dataclass

@@ -48,9 +48,9 @@ BySeed = Mapping[int, Line]
 _TRIAL_WORDS = ("key", "entry", "buckets", "phase", "weights", "batches")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Metric:
-    """How the end of a training is judged.
+    """How the end of a training is judged: the key `metric` of `dear-converge`.
 
     Attributes:
         name: Name of the test metric that the model logs.
