@@ -1,6 +1,6 @@
 """Strategies side by side for one model on one network."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_dear.simulator.network import Network
@@ -54,11 +54,6 @@ def predicted(strategy: Strategy, workload: Workload, network: Network) -> Ranke
     used = workload.compressor if strategy.encodes(workload) else "none"
     step = simulate(strategy.program(workload, network))
     return Ranked(strategy, step, used, strategy.overrides_for(workload))
-
-
-def by_step(rows: Iterable[Ranked]) -> list[Ranked]:
-    """Return `rows` by rising step time; rows with equal times keep their order."""
-    return sorted(rows, key=lambda row: row.step.step_s)
 
 
 def pairs(strategies: Sequence[Strategy], workloads: Sequence[Workload]) -> list[Pair]:

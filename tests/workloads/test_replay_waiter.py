@@ -8,8 +8,15 @@ from tests.workloads.replaying import FakeTime
 TIMER_LATE_S = 7e-5
 
 
+class FakeWaiter(Waiter):
+    def __init__(self, time, **options):
+        for name in ("clock", "sleep", "work_clock", "device_clock", "charged_clock"):
+            setattr(self, name, getattr(time, name))
+        super().__init__(**options)
+
+
 def new_waiter(time):
-    waiter = Waiter(host=time)
+    waiter = FakeWaiter(time)
     waiter.begin()
     return waiter
 
@@ -27,7 +34,7 @@ def test_the_sum_is_right_and_no_moment_is_far_off(layer_s):
 
 def test_quick_steps_take_no_time():
     time = FakeTime()
-    waiter = Waiter(num_quick=2, host=time)
+    waiter = FakeWaiter(time, num_quick=2)
     took = []
     for _ in range(4):
         begin_s = time.now_s
