@@ -156,12 +156,8 @@ def _say(meeting: MeetingPoint, what: str) -> None:
 
 def facts_of() -> dict[str, str]:
     """Return this process's versions, by name."""
-    return {
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "lightning": version("lightning"),
-        "lightning_dear": _own_version(),
-    }
+    theirs = {name: version(name) for name in ("torch", "lightning")}
+    return {"python": platform.python_version(), **theirs, "lightning_dear": _own_version()}
 
 
 def _own_version() -> str:

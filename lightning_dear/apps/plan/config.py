@@ -149,8 +149,7 @@ def _within(cluster: DictConfig, between: Link, is_gloo: bool) -> Link:
     It is the cluster's `within` if its file has one. Without one it is `LOOPBACK` on CPUs, if that
     is faster than the link between nodes; otherwise it is the link between nodes.
     """
-    within = cluster.get("within")
-    if within is not None:
+    if (within := cluster.get("within")) is not None:
         return Link(within.alpha_s, within.beta_s_per_byte)
     return LOOPBACK if is_gloo and LOOPBACK.beta_s < between.beta_s else between
 

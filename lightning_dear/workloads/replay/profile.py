@@ -134,8 +134,7 @@ class ModelProfile:
         """
         if not 0 < compute_s < math.inf:
             raise ValueError(f"compute_s={compute_s} is not valid. Choose a finite one above 0.")
-        own_s = self.forward_s + self.backward_s
-        if not own_s:
+        if not (own_s := self.forward_s + self.backward_s):
             raise ValueError(f"The profile {self.name!r} takes no time to rescale. Omit compute_s.")
         factor = compute_s / own_s
         layers = (
