@@ -8,15 +8,9 @@ from tests.workloads.replaying import FakeTime
 TIMER_LATE_S = 7e-5
 
 
-class FakeWaiter(Waiter):
-    def __init__(self, time, **options):
-        for name in ("clock", "sleep", "work_clock", "device_clock", "charged_clock"):
-            setattr(self, name, getattr(time, name))
-        super().__init__(**options)
-
-
 def new_waiter(time):
-    waiter = FakeWaiter(time)
+    waiter = Waiter()
+    time.drive(waiter)
     waiter.begin()
     return waiter
 
@@ -34,7 +28,8 @@ def test_the_sum_is_right_and_no_moment_is_far_off(layer_s):
 
 def test_quick_steps_take_no_time():
     time = FakeTime()
-    waiter = FakeWaiter(time, num_quick=2)
+    waiter = Waiter(num_quick=2)
+    time.drive(waiter)
     took = []
     for _ in range(4):
         begin_s = time.now_s
