@@ -106,5 +106,4 @@ def describe(error: BaseException) -> str:
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         key = key or "".join(re.findall(r"^full_key: (.*)", str(error), re.MULTILINE))
         error = error.__cause__
-    place = f" (while building `{key}`)" if key else ""
-    return f"{type(error).__name__}: {error}{place}"
+    return f"{type(error).__name__}: {error}" + f" (while building `{key}`)" * bool(key)

@@ -7,7 +7,7 @@ Defaults are in `conf/`.
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_dear.names import check_name
 from lightning_dear.paths import conf_dir
+from lightning_dear.studies.convergence import Metric
 
 LONG_S = 60.0
 """Seconds of a step above which the program asks whether milliseconds are meant."""
@@ -60,18 +61,6 @@ class Bench:
     ratio: float | None = _positive("a number above 0, such as 1.5, or null")
     points: list[Any] = _takes("overrides: [{ratio: 1}]", lambda s: all(map(OmegaConf.is_dict, s)))
     sweep: dict[str, list[Any]] | None = _takes("lists: {ratio: [1,2]}", lambda s: all(s.values()))
-
-
-@dataclass
-class Metric:
-    """Key `metric` of `dear-converge`: how the end of a training is judged."""
-
-    name: str
-    unit: str
-    scale: float
-    is_higher_better: bool
-    margin: float
-    loss_margin: float
 
 
 @dataclass
@@ -187,8 +176,9 @@ def check(program: str, cfg: DictConfig, hydra: Any) -> None:
     Raises:
         ValueError: For the first key that is wrong, unknown or without effect.
     """
+    words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     for name in IGNORED.get(program, "").split():
-        if _is_given(name, hydra):
+        if _is_given(name, words):
             raise ValueError(f"{name} has no effect in {program}. Leave it out.")
     if program == "dear-plan" and hydra.runtime.choices.get("cluster") == "emulated_1gbit":
         raise ValueError(
@@ -199,15 +189,14 @@ def check(program: str, cfg: DictConfig, hydra: Any) -> None:
         known = {one.name: one.metadata for one in fields(keys)}
         for name in {*cfg} - {*hydra.runtime.choices, "hydra"}:
             # Only keys on the command line: one in the user's own file may serve interpolations.
-            if _is_given(str(name), hydra):
+            if _is_given(str(name), words):
                 check_name("key", str(name), known)
         _check_values(cfg, keys, known)
-    _check_numbers(hydra)
+    _check_numbers(words, hydra)
 
 
-def _check_numbers(hydra: Any) -> None:
+def _check_numbers(words: Sequence[str], hydra: Any) -> None:
     """Refuse a word where the file of the option has a number. Others would say it much later."""
-    words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     for word in words:
         option, _, value = word.lstrip("+").partition("=")
         group, _, rest = option.partition(".")
@@ -220,9 +209,8 @@ def _check_numbers(hydra: Any) -> None:
             raise ValueError(f"{word} is not valid. {option} must be a number, such as {default}.")
 
 
-def _is_given(name: str, hydra: Any) -> bool:
+def _is_given(name: str, words: Sequence[str]) -> bool:
     """Whether the command line sets the option `name`."""
-    words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     return any(re.match(rf"[+~]*{name}[.=]", f"{word}=") for word in words)
 
 

@@ -1,6 +1,5 @@
 """Starts a process for each rank on an emulated cluster's hosts, as torchrun does on real ones."""
 
-import math
 import os
 import signal
 import subprocess
@@ -154,7 +153,7 @@ def _variables(hosts: Sequence[EmulatedHost], rank: int, ranks_per_host: int) ->
 
 def _watch(ranks: Sequence[_Rank]) -> int:
     """Block until all ranks have ended, or 5 s after one has failed; return the exit code."""
-    code, end_s, is_running = 0, math.inf, True
+    code, end_s, is_running = 0, float("inf"), True
     while is_running and time.monotonic() < end_s:
         time.sleep(_POLL_S)
         is_running = _is_running(ranks)

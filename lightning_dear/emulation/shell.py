@@ -42,8 +42,7 @@ def why_unavailable(*, as_own_root: bool = False) -> str | None:
         again = shlex.join([*AS_OWN_ROOT, sys.executable, *sys.argv])
         what = "use sudo, or start it in namespaces of your own, as dear-bench does by itself"
         return f"an emulated cluster needs root: {what}: {again}"
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if missing:
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         packages = " and ".join(dict.fromkeys(TOOLS[tool] for tool in missing))
         return f"an emulated cluster needs {' and '.join(missing)}, not found: install {packages}"
     if os.geteuid() != 0:

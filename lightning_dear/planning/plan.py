@@ -394,8 +394,7 @@ def with_whole_tensors(plan: BucketPlan, tensors: Specs) -> BucketPlan:
         # Each run is a slice of one cut tensor, or several tensors that lie whole in this bucket.
         for _, run in groupby(bucket.slices, cut_tensor):
             # The whole cut tensor goes where its first slice was; its later slices are left out.
-            ranges = [by_index[part.tensor] for part in run if part.start == 0]
-            if not ranges:
+            if not (ranges := [by_index[part.tensor] for part in run if part.start == 0]):
                 continue
             if number in plan.uncompressed:
                 uncompressed.append(len(buckets))

@@ -1,7 +1,6 @@
 """Strategies side by side for one model on one network."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_dear.simulator.network import Network
@@ -57,11 +56,6 @@ def predicted(strategy: Strategy, workload: Workload, network: Network) -> Ranke
     return Ranked(strategy, step, used, strategy.overrides_for(workload))
 
 
-def by_step(rows: Iterable[Ranked]) -> list[Ranked]:
-    """Return `rows` by rising step time; rows with equal times keep their order."""
-    return sorted(rows, key=lambda row: row.step.step_s)
-
-
 def pairs(strategies: Sequence[Strategy], workloads: Sequence[Workload]) -> list[Pair]:
     """Return each strategy paired with each workload whose compressor it can use.
 
@@ -107,4 +101,4 @@ def chosen(steps_s: Mapping[str, float], enough: float = ENOUGH) -> str:
     """
     best = min(steps_s, key=steps_s.__getitem__)
     most_s = (1 + enough) * steps_s[best]
-    return next((one for one in SIMPLE if steps_s.get(one, math.inf) <= most_s), best)
+    return next((one for one in SIMPLE if steps_s.get(one, float("inf")) <= most_s), best)

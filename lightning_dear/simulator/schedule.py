@@ -138,10 +138,9 @@ class _SimulatedStep(PlannedStep):
         cost, network = self.costs[number], self._network
         size, starts = cost.reduce_bytes, cost.reduce_starts
         if self._schedule.uses_the_backends:
-            travelling = 2 * size if self._lacks_reduce_scatter else size
             seconds = network.reduce_scatter_s(size)
-            return self._message(steps.REDUCE_SCATTER, number, seconds, travelling)
-        if cost.way == "to_owners":
+            size *= 2 if self._lacks_reduce_scatter else 1
+        elif cost.way == "to_owners":
             seconds = network.all_to_all_s(size, starts, self._nbytes[number])
         else:
             seconds = network.half_s(size, starts)

@@ -6,9 +6,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from lightning_dear.studies import plot, report
 from lightning_dear.studies.files import Line, read_lines, write_lines
-from lightning_dear.studies.plot import BLUE, GREY, ORANGE, RED, picture
-from lightning_dear.studies.report import show
 from lightning_dear.studies.summary import COMPUTE_ALONE, WORDS
 from lightning_dear.studies.table import MISSING, WIDTH, format_table, shown
 
@@ -37,9 +36,9 @@ LEGEND = (
 )
 
 _PARTS = (
-    ("compute and the rest", "compute_s", BLUE),
-    ("waits for gradients", "exposed_reduce_scatter_s", ORANGE),
-    ("waits for parameters", "exposed_all_gather_s", RED),
+    ("compute and the rest", "compute_s", plot.BLUE),
+    ("waits for gradients", "exposed_reduce_scatter_s", plot.ORANGE),
+    ("waits for parameters", "exposed_all_gather_s", plot.RED),
 )
 
 
@@ -156,7 +155,7 @@ def draw(path: Path, rows: Sequence[Line]) -> None:
     Bars are split into compute and waits if the strategy measures its waits.
     """
     points = _by_point(rows)
-    with picture(path, [len(group) for group in points]) as axes:
+    with plot.picture(path, [len(group) for group in points]) as axes:
         for axis, group in zip(axes, points, strict=True):
             _draw_point(axis, group)
 
@@ -164,14 +163,14 @@ def draw(path: Path, rows: Sequence[Line]) -> None:
 def show_again(folder: Path) -> None:
     """Print the table of a folder, and write it and the picture again; see `report.show`."""
     join_parts(folder)
-    show(folder, WORDS, text_of, draw)
+    report.show(folder, WORDS, text_of, draw)
 
 
 def _draw_point(axis: Any, rows: Sequence[Line]) -> None:
     for number, row in enumerate(rows):
         parts = [(label, row[name], color) for label, name, color in _PARTS]
         if any(value is None for _, value, _ in parts):
-            parts = [("not split", row["step_s"], GREY)]
+            parts = [("not split", row["step_s"], plot.GREY)]
         left_ms = 0.0
         for label, value, color in parts:
             axis.barh(number, value * 1e3, left=left_ms, color=color, label=label)

@@ -29,12 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear.local_steps import LocalSteps
-from lightning_dear.local_steps.schedule import cut, num_modules
+from lightning_dear.local_steps import LocalSteps, num_modules, schedule
 from lightning_dear.optimizers.pieces import parameters_of
-from lightning_dear.planning import BucketPlan, MGWFBPFusion, PlanSearch
+from lightning_dear.planning import BucketPlan, MGWFBPFusion, PlanSearch, search
 from lightning_dear.planning.predict import StepModel
-from lightning_dear.planning.search import NoContest, described
 
 
 class Bf16DDPStrategy(DDPStrategy):
@@ -207,7 +205,7 @@ class TorchftStrategy(DDPStrategy):
         module, held = self.lightning_module, parameters_of(optimizer)
         assert module is not None
         every, number, delay, mix = self._steps.schedule(num_modules(module, held))
-        fragments = cut(module, held, self._steps.fragments or number)
+        fragments = schedule.cut(module, held, self._steps.fragments or number)
         diloco = local_sgd.DiLoCo(
             manager,
             [nn.ParameterList(named.values()) for named in fragments],
@@ -285,7 +283,7 @@ class AllReduceMGWFBP(MGWFBPFusion):
     def search_for(self, model: StepModel) -> PlanSearch:
         cost = model.link.all_reduce or replace(model.link, alpha_s=2 * model.link.alpha_s)
         plan = self.best_plan(replace(model, link=replace(cost, beta_s=2 * cost.beta_s)))
-        return NoContest(plan, f"mgwfbp, for all-reduces: {described(plan)}")
+        return search.NoContest(plan, f"mgwfbp, for all-reduces: {search.described(plan)}")
 
 
 def ddp_options(plan: BucketPlan) -> dict[str, Any]:

@@ -31,9 +31,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lightning_dear.studies import plot, report
 from lightning_dear.studies.files import OTHER_FOLDER, Line, append_lines, read_lines
-from lightning_dear.studies.plot import BLUE, GREY, RED, picture
-from lightning_dear.studies.report import show
 from lightning_dear.studies.table import MISSING, WIDTH, format_table
 
 LEVEL = 0.9
@@ -50,9 +49,9 @@ BySeed = Mapping[int, Line]
 _TRIAL_WORDS = ("key", "entry", "buckets", "phase", "weights", "batches")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Metric:
-    """How the end of a training is judged.
+    """How the end of a training is judged: the key `metric` of `dear-converge`.
 
     Attributes:
         name: Name of the test metric that the model logs.
@@ -308,11 +307,11 @@ def draw(path: Path, rows: Sequence[Line]) -> None:
     if not rows:
         return
     first, limit = rows[0], 4 * rows[0]["margin"]
-    with picture(path, [len(rows)]) as (axis,):
+    with plot.picture(path, [len(rows)]) as (axis,):
         for number, row in enumerate(rows):
             _draw_row(axis, number, row, limit)
         axis.axvline(0, color="black", linewidth=0.8)
-        axis.axvline(first["margin"], color=RED, linestyle="--", label="margin")
+        axis.axvline(first["margin"], color=plot.RED, linestyle="--", label="margin")
         axis.set_xlim(-limit, limit)
         axis.set_yticks(range(len(rows)), [f"{row['entry']}, {row['buckets']}" for row in rows])
         axis.set_xlabel(f"{first['metric']}: worse than dense by ({first['unit']}), 90 % interval")
@@ -320,7 +319,7 @@ def draw(path: Path, rows: Sequence[Line]) -> None:
 
 def show_again(folder: Path) -> None:
     """Print the table of a folder, and write it and the picture again; see `report.show`."""
-    show(folder, WORDS, text_of, draw)
+    report.show(folder, WORDS, text_of, draw)
 
 
 def _draw_row(axis: Any, number: int, row: Line, limit: float) -> None:
@@ -329,7 +328,8 @@ def _draw_row(axis: Any, number: int, row: Line, limit: float) -> None:
         value = f"{mean:.3g}" if math.isfinite(mean) else "broke off"
         axis.text(limit, number, f"{value} >", ha="right", va="center")
         return
-    color, label = (BLUE, "judged") if row["verdict"] in JUDGED else (GREY, "controls and others")
+    is_judged = row["verdict"] in JUDGED
+    color, label = (plot.BLUE, "judged") if is_judged else (plot.GREY, "controls and others")
     axis.plot([lower, upper], [number, number], color=color, label=label)
     axis.plot([mean], [number], marker="o", markersize=3, color=color)
 

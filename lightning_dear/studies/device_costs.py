@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
@@ -170,7 +169,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.kernels += 1
             # A tensor given as `out=` is only written; it is counted as the result.
             read = args[1:] if name in _OVERWRITING else args
-            moved = [one for one in tree_leaves((read, result)) if isinstance(one, Tensor)]
+            moved = [one for one in tree_leaves((read, result)) if isinstance(one, torch.Tensor)]
             self.nbytes += _PASSES.get(name, 1) * sum(one.nbytes for one in moved)
         return result
 

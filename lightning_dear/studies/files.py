@@ -24,8 +24,7 @@ def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     titles = list(lines[0])
     with path.open("a+", newline="") as file:
         file.seek(0)
-        known = next(csv.reader(file), titles)
-        if known != titles:
+        if next(csv.reader(file), titles) != titles:
             raise ValueError(f"{path} has columns of another version. {OTHER_FOLDER}")
         file.seek(0, 2)
         writer = csv.DictWriter(file, titles)

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dear.collectives.nccl import ALL_GATHER, REDUCE_SCATTER
@@ -226,7 +225,7 @@ def ddp_seconds(
 def _silent_ddp(module: nn.Module) -> nn.Module:
     """Return `module` in a DDP that sends no gradient, with its default buckets."""
     # All parameters are 0 on all ranks, so that no first broadcast is needed.
-    ddp = DistributedDataParallel(module, init_sync=False)
+    ddp = nn.parallel.DistributedDataParallel(module, init_sync=False)
     ddp.register_comm_hook(None, noop_hook)
     return ddp
 

@@ -1,13 +1,10 @@
 """Progress of a study, and the time that is left."""
 
 import sys
-import time
-from collections.abc import Callable
 from typing import TextIO
 
+from rich import progress
 from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
 _LINE_EVERY_S = 15.0
 _REDRAWN_EVERY_S = 0.5
@@ -21,31 +18,22 @@ class Progress:
     Args:
         num_steps: Total number of optimizer steps.
         stream: Stream to write to. None means stderr.
-        now_s: Clock, in seconds.
     """
 
-    def __init__(
-        self,
-        num_steps: int,
-        stream: TextIO | None = None,
-        now_s: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, num_steps: int, stream: TextIO | None = None) -> None:
         self._console = Console(file=stream or sys.stderr, highlight=False, markup=False)
-        columns = (
-            *(TaskProgressColumn(), BarColumn(24), TimeRemainingColumn()),
-            TextColumn("left, now {task.description}", markup=False),
-        )
-        self._bar = Bar(
-            *columns,
+        self._bar = progress.Progress(
+            progress.TaskProgressColumn(),
+            progress.BarColumn(24),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("left, now {task.description}", markup=False),
             console=self._console,
             auto_refresh=False,
             transient=True,
-            get_time=now_s,
             # The remaining time is estimated from the mean over all steps so far.
             speed_estimate_period=float("inf"),
         )
         self._task = self._bar.add_task("", total=num_steps)
-        self._now_s = now_s
         self._shown_s = float("-inf")
 
     def begin(self, what: str) -> None:
@@ -74,9 +62,10 @@ class Progress:
     def _show(self) -> None:
         is_terminal = self._console.is_terminal
         every_s = _REDRAWN_EVERY_S if is_terminal else _LINE_EVERY_S
-        if self._now_s() - self._shown_s < every_s:
+        now_s = self._bar.get_time()
+        if now_s - self._shown_s < every_s:
             return
-        self._shown_s = self._now_s()
+        self._shown_s = now_s
         if is_terminal:
             self._bar.start()
             self._bar.refresh()

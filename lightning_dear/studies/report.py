@@ -48,8 +48,7 @@ class Report:
         The plot takes a second. It is drawn the first time, the last time, and every 30 s.
         """
         with self.lock:
-            rows = self.rows()
-            if not rows:
+            if not (rows := self.rows()):
                 return ""
             text = self.text_of(rows)
             write_lines(self.folder / "summary.csv", rows)

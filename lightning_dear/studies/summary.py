@@ -14,7 +14,6 @@ The first columns of both files describe the point, which all entries of a compa
 - one_way_s: seconds that each link needs to reduce-scatter, or to all-gather, the model.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import mean, median
 from typing import Any
@@ -86,7 +85,7 @@ def _combined(lines: Sequence[Line], name: str, how: Callable[[list[Any]], Any])
 
 
 def _rounded(value: float | None) -> float | None:
-    if value is None or math.isnan(value):
+    if value is None or np.isnan(value):
         return None
     return value if isinstance(value, int) else round(float(value), 6)
 

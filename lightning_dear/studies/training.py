@@ -1,7 +1,6 @@
 """One training, from fresh weights to the test; and a compressor with a deliberate bug."""
 
 import hashlib
-import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -115,7 +114,7 @@ def run_training(
     module: LightningModule,
     datamodule: LightningDataModule,
     on_step: Callable[[], None] = lambda: None,
-    sent_bytes: Callable[[], float] = lambda: math.nan,
+    sent_bytes: Callable[[], float] = lambda: float("nan"),
 ) -> Ending:
     """Fit and test `module`. Collective. Blocks.
 

@@ -204,8 +204,7 @@ class ImageFolderDataModule(SplitDataModule):
         return self._open("train"), val_set, val_set
 
     def _open(self, split: str) -> Any:
-        folder = Path(self.root) / split
-        if not folder.is_dir():
+        if not (folder := Path(self.root) / split).is_dir():
             raise FileNotFoundError(
                 f"{folder} does not exist. Set data.root=... to a folder with train/<class>/ and"
                 " val/<class>/."

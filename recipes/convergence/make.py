@@ -53,8 +53,7 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
     summary: list[Mapping[str, Any]] = []
     panels: dict[str, tuple[Runs, float]] = {}
     for model, sibling in siblings.items():
-        runs = runs_of(sibling.rows("loss_over_time"), int(cfg.window_steps))
-        if runs:
+        if runs := runs_of(sibling.rows("loss_over_time"), int(cfg.window_steps)):
             margin = float(sibling.rows()[0]["loss_margin"])
             targets = targets_of(model, runs, str(cfg.reference), margin)
             summary += [row_of(model, runs, one, str(cfg.reference), targets) for one in runs]

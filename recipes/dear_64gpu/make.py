@@ -94,8 +94,7 @@ def _simulated_claims(cases: Cases, baselines: Sequence[str]) -> Iterator[Claim]
         yield from _over_horovod(cases)
     theirs, rings = cases.get("dear_ethernet"), cases.get("ethernet_10g, rings")
     unfused = [name for name in ("wfbp", "bytescheduler") if name in baselines]
-    held_up = [case for case in theirs or () if case.buffers_s]
-    if held_up and "ddp" in baselines:
+    if "ddp" in baselines and (held_up := [case for case in theirs or () if case.buffers_s]):
         here = _most(cases["dear_ethernet"], WITH_BUFFERS)
         yield buffers_of(held_up).claim("over DDP, dear_ethernet", ETHERNET, here)
     if rings and unfused:

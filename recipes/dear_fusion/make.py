@@ -98,8 +98,7 @@ def _step(planner: FusionPlanner, workload: Workload, network: Network) -> Simul
 def _simulated_claims(summary: Sequence[Row]) -> Iterator[Claim]:
     """Yield how much slower each fusion is than the best one: least and most over all cases."""
     for fusion, (words, published) in CLAIMS.items():
-        losses = [100 * row["loss"] for row in summary if row["fusion"] == fusion]
-        if losses:
+        if losses := [100 * row["loss"] for row in summary if row["fusion"] == fusion]:
             here = f"+{min(losses):.1f} to +{max(losses):.1f} %"
             yield Claim(words, published, here, "simulated")
 
@@ -110,8 +109,7 @@ def _measured_claims(siblings: Mapping[str, Sibling]) -> Iterator[Claim]:
     dear_s = {row["model"]: float(row["step_s"]) for row in rows if row["entry"] == "dear"}
     for name in ("none", "single", "bayesian", "auto"):
         own = [row for row in rows if row["entry"] == f"dear_{name}"]
-        losses = [100 * (float(row["step_s"]) / dear_s[row["model"]] - 1) for row in own]
-        if losses:
+        if losses := [100 * (float(row["step_s"]) / dear_s[row["model"]] - 1) for row in own]:
             yield Claim(*CLAIMS[name], f"{min(losses):+.1f} to {max(losses):+.1f} %", "measured")
 
 

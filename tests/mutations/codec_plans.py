@@ -97,8 +97,8 @@ CODEC_PLANS = [
     Mutation(
         "knowing what is charged from standing still",
         "Waiter._busy_s",
-        "        return self.host.work_clock() + self.host.charged_clock()\n",
-        "        return self.host.work_clock()\n",
+        "        return self.work_clock() + self.charged_clock()\n",
+        "        return self.work_clock()\n",
         ("tests/workloads/test_replay_waiter.py",),
     ),
     Mutation(

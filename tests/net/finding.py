@@ -24,7 +24,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "compression": ("compression",),
     "planning": ("planning",),
     "registry": ("planning", "planning.registry"),
-    "replay": ("workloads.replay", "replay"),
+    "replay": ("workloads.replay", "workloads.replay.profile", "replay"),
     "planned": (
         "workloads.replay.profile",
         "workloads.replay.planned",

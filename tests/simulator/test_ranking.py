@@ -8,14 +8,7 @@ import pytest
 
 from lightning_dear.planning import CodecCost, CodecCosts, Linear
 from lightning_dear.simulator import Link, Network, Workload
-from lightning_dear.simulator.ranking import (
-    alone_s,
-    by_step,
-    chosen,
-    pairs,
-    predicted,
-    recommended,
-)
+from lightning_dear.simulator.ranking import alone_s, chosen, pairs, predicted, recommended
 from lightning_dear.simulator.strategies import STRATEGIES
 from lightning_dear.workloads.replay import load_profile
 from lightning_dear.workloads.replay.profile import planned
@@ -35,7 +28,8 @@ def strategies(*names: str):
 
 
 def ranked(names: tuple[str, ...], workload: Workload, network: Network):
-    return by_step(predicted(one, workload, network) for one in strategies(*names))
+    rows = [predicted(one, workload, network) for one in strategies(*names)]
+    return sorted(rows, key=lambda row: row.step.step_s)
 
 
 def test_a_slow_network_asks_for_ours_and_a_fast_one_for_nothing(bert: Workload) -> None:

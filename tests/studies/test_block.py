@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_dear.studies.block import BlockLength, Endless, Rig, StepProbe, run_block
+from lightning_dear.studies.block import BlockLength, Rig, StepProbe, run_block
 
 RIG = Rig(rank=0, world_size=1, interface="lo")
 
@@ -97,10 +97,18 @@ def test_figures_belong_to_the_step_they_are_of() -> None:
 
 
 def test_batches_are_given_again_and_again() -> None:
-    batches = iter(Endless([1, 2]))
-    assert [next(batches) for _ in range(5)] == [1, 2, 1, 2, 1]
+    seen: list[float] = []
+
+    class Watched(Slow):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            seen.append(float(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    batches = [torch.ones(3), 2 * torch.ones(3)]
+    run_block(RIG, new_trainer, Watched(), batches, BlockLength(3, 1))
+    assert seen == [1, 2, 1, 2, 1]
     with pytest.raises(ValueError, match="no batch"):
-        Endless([])
+        run_block(RIG, new_trainer, Slow(), [], BlockLength(3, 1))
 
 
 def test_a_block_of_local_steps_has_whole_rounds() -> None:

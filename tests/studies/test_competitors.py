@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from importlib.util import find_spec
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ from lightning_dear.local_steps import LocalSteps
 from lightning_dear.local_steps.schedule import cut
 from lightning_dear.paths import conf_dir
 from lightning_dear.studies import competitors
-from lightning_dear.studies.block import Endless
 from lightning_dear.studies.competitors import (
     Bf16DDPStrategy,
     Fsdp2Strategy,
@@ -61,7 +61,7 @@ def fit(strategy: Any, module: LightningModule | None = None) -> tuple[Trainer, 
     trainer = new_trainer(strategy, limit_train_batches=4)
     own = torch.Generator().manual_seed(dist.get_rank())
     batches = [torch.randn(2, WIDTHS[0], generator=own) for _ in range(4)]
-    trainer.fit(module, Endless(batches))
+    trainer.fit(module, cycle(batches))
     return trainer, module
 
 

@@ -231,10 +231,11 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["plot.png"]
 
 
-def test_the_bar_tells_the_time_left() -> None:
+def test_the_bar_tells_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
+    monkeypatch.setattr("rich.console.monotonic", lambda: clock[0])
     stream = io.StringIO()
-    progress = Progress(100, stream, lambda: clock[0])
+    progress = Progress(100, stream)
     progress.begin("ddp")
     assert stream.getvalue().split()[0] == "0%"
     assert stream.getvalue().endswith("left, now ddp\n")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_dear.workloads.replay import LayerProfile, ModelProfile
+from lightning_dear.workloads.replay.waiter import Waiter
 
 
 def small_profile(
@@ -48,6 +49,11 @@ class FakeTime:
         self.late_s = late_s
         self.now_s = self.work_s = self.device_s = self.charged_s = 0.0
         self.num_sleeps = 0
+
+    def drive(self, waiter: Waiter) -> None:
+        """Let a waiter use these clocks and this sleep instead of the host's."""
+        for name in ("clock", "sleep", "work_clock", "device_clock", "charged_clock"):
+            setattr(waiter, name, getattr(self, name))
 
     def work(self, seconds: float) -> None:
         self.now_s += seconds

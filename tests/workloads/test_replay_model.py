@@ -27,7 +27,7 @@ def step(model, number=0):
 def with_fake_time(model, late_s=0.0):
     """Let the model wait on a clock of its own."""
     fake = FakeTime(late_s)
-    model.net.waiter.host = fake
+    fake.drive(model.net.waiter)
     return fake
 
 

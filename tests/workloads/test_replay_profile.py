@@ -6,7 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_dear.workloads.replay import PROFILES, LayerProfile, ModelProfile, load_profile
+from lightning_dear.workloads.replay.profile import (
+    PROFILES,
+    LayerProfile,
+    ModelProfile,
+    load_profile,
+)
 from tests.workloads.replaying import small_profile
 
 # Tensors and parameters that the models have by their published definitions.

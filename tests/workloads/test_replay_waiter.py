@@ -9,7 +9,8 @@ TIMER_LATE_S = 7e-5
 
 
 def new_waiter(time):
-    waiter = Waiter(host=time)
+    waiter = Waiter()
+    time.drive(waiter)
     waiter.begin()
     return waiter
 
@@ -27,7 +28,8 @@ def test_the_sum_is_right_and_no_moment_is_far_off(layer_s):
 
 def test_quick_steps_take_no_time():
     time = FakeTime()
-    waiter = Waiter(num_quick=2, host=time)
+    waiter = Waiter(num_quick=2)
+    time.drive(waiter)
     took = []
     for _ in range(4):
         begin_s = time.now_s

@@ -69,8 +69,7 @@ def named(cfg: DictConfig, spelt_out: Callable[[str], Mapping[str, Any]]) -> lis
         if "name" not in one:
             raise ValueError(f"The entry {one} has no name. Give it one with the key name.")
     names = [str(one["name"]) for one in entries]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"entries has {', '.join(twice)} more than once. Give each its own name.")
     return entries
 

@@ -115,8 +115,7 @@ def check_goes_on(folder: Path, cfg: DictConfig) -> None:
     path = folder / "config.yaml"
     known = OmegaConf.load(path) if path.exists() else OmegaConf.create()
     before, now = _deciding(known), _deciding(cfg)
-    changed = [key for key, value in now.items() if before.get(key) != value]
-    if changed:
+    if changed := [key for key, value in now.items() if before.get(key) != value]:
         raise ValueError(
             f"{folder} has the raw.csv of an earlier run with other values of"
             f" {', '.join(changed)}. {OTHER_FOLDER}"

@@ -26,10 +26,8 @@ from lightning_dear.apps.program import Program
 from lightning_dear.apps.train import train
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.emulation import emulated_rig
-from lightning_dear.planning import LinkCost, PlanSearch, ThresholdFusion
-from lightning_dear.planning.measured import sent_bytes
+from lightning_dear.planning import LinkCost, PlanSearch, ThresholdFusion, measured, search
 from lightning_dear.planning.predict import StepModel
-from lightning_dear.planning.search import NoContest, StepModelPlanner
 from lightning_dear.simulator import fsdp2_units, saved
 from lightning_dear.simulator.workload import BLOCKS, Workload
 from lightning_dear.studies.interrupts import INTERRUPTS
@@ -39,7 +37,7 @@ _TIMEOUT = timedelta(minutes=10)
 _BYTES_PER_ELEMENT = 4
 
 
-class Calibration(ThresholdFusion, StepModelPlanner):
+class Calibration(ThresholdFusion, search.StepModelPlanner):
     """A planner that makes fixed buckets and keeps the engine's measurements.
 
     Attributes:
@@ -55,7 +53,8 @@ class Calibration(ThresholdFusion, StepModelPlanner):
     def search_for(self, model: StepModel) -> PlanSearch:
         """Keep `model`, and return a search that ends at once; called on rank 0 only."""
         self.found = model
-        return NoContest(self.plan(model.tensors, model.world_size), "calibration: measured")
+        plan = self.plan(model.tensors, model.world_size)
+        return search.NoContest(plan, "calibration: measured")
 
 
 class ExchangeProbe(Callback):
@@ -150,9 +149,9 @@ def _finish(cfg: DictConfig, world_size: int, found: tuple[Workload, Costs] | No
     saved.save_workload(workload, folder / "model.json")
     (folder / "cluster").mkdir(exist_ok=True)
     cluster = cluster_of(cfg, world_size, costs, len(workload.tensors))
-    measured = OmegaConf.to_yaml(OmegaConf.create(cluster))
-    (folder / "cluster" / "measured.yaml").write_text(measured)
-    print(measured)
+    text = OmegaConf.to_yaml(OmegaConf.create(cluster))
+    (folder / "cluster" / "measured.yaml").write_text(text)
+    print(text)
     print(f"dear-plan --config-dir={folder} cluster=measured profile={folder / 'model.json'}")
 
 
@@ -200,7 +199,7 @@ def _link(costs: Sequence[LinkCost]) -> dict[str, float]:
 def _curve(times_s: Mapping[int, list[float]], world_size: int) -> dict[str, list[float]]:
     from scipy.optimize import isotonic_regression
 
-    sent = [sent_bytes(size, world_size) for size in times_s]
+    sent = [measured.sent_bytes(size, world_size) for size in times_s]
     # A longer message cannot take less time. If noise made it shorter, both get their mean.
     rising = isotonic_regression([median(repeats) for repeats in times_s.values()])
     return {"sizes_bytes": sent, "seconds": rising.x.tolist()}

@@ -176,8 +176,7 @@ def config_of(entry: Entry, buckets: Sequence[str], options: Options, lr: float)
         lr: Learning rate.
     """
     overrides = [*entry.overrides, *buckets]
-    dense_steps = round(options.dense_share * entry.max_steps)
-    if dense_steps:
+    if dense_steps := round(options.dense_share * entry.max_steps):
         target = "lightning_dear.callbacks.CompressionSchedule"
         schedule = {"_target_": target, "dense_steps": dense_steps}
         overrides.append(as_override("strategy.compression_schedule", schedule))

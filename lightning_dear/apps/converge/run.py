@@ -1,7 +1,6 @@
 """The trainings of ``dear-converge``, as each of the started ranks runs them."""
 
 from collections.abc import Sequence
-from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +149,7 @@ class Study:
         trial = {
             **labels,
             "metric": self._metric.value_in(ending.metrics),
-            "train_loss": float(last_losses.mean()) if ending.metrics else nan,
+            "train_loss": float(last_losses.mean()) if ending.metrics else float("nan"),
             "num_steps": len(steps),
             "weights": weights,
             "batches": ending.batches,

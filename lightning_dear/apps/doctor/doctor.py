@@ -156,12 +156,8 @@ def _say(meeting: MeetingPoint, what: str) -> None:
 
 def facts_of() -> dict[str, str]:
     """Return this process's versions, by name."""
-    return {
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "lightning": version("lightning"),
-        "lightning_dear": _own_version(),
-    }
+    theirs = {name: version(name) for name in ("torch", "lightning")}
+    return {"python": platform.python_version(), **theirs, "lightning_dear": _own_version()}
 
 
 def _own_version() -> str:
@@ -339,16 +335,15 @@ def local_steps_said(world_size: int, compute: Compute, cost: LinkCost, computed
     waited_s = round_s - compute.total_s
     found = hiding([(computed_s + waited_s, waited_s)], compute.num_modules)
     assert found is not None
-    options = [(name, getattr(found, name)) for name in ("every", "fragments", "delay")]
-    keys = ", ".join(f"{name}: {value}" for name, value in options)
-    arguments = ", ".join(f"{name}={value}" for name, value in options)
+    names = "every", "fragments", "delay"
+    arguments = ", ".join(f"{name}={getattr(found, name)}" for name in names)
     local_s = max(computed_s, round_s / found.every)
     return (
         f"\nWith compressor=int8 a step would still take {_milli(step_s)}, and with local steps"
         f" about {_milli(local_s)}. They cost samples: about 1.5 to 2 times the steps for a small"
         " model; see docs/local_steps.md.\n"
         "strategy=dear compressor=int8 'strategy.local_steps="
-        f"{{_target_: lightning_dear.local_steps.LocalSteps, {keys}}}'\n"
+        f"{{_target_: lightning_dear.local_steps.LocalSteps, {arguments.replace('=', ': ')}}}'\n"
         f'In a script: DearStrategy(compressor="int8", local_steps=LocalSteps({arguments}))'
     )
 

@@ -82,8 +82,7 @@ class MeetingPoint:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         deadline_s = time.monotonic() + timeout_s
         ranks = range(self.world_size)
-        missing = [rank for rank in ranks if not self._came(topic, rank, deadline_s)]
-        if missing:
+        if missing := [rank for rank in ranks if not self._came(topic, rank, deadline_s)]:
             raise UnreachableError(
                 f"{named(missing)} did not report to rank 0 at {self._place} within"
                 f" {timeout_s:g} s (waiting for: {topic}). Check that the process runs and that"

@@ -1,6 +1,5 @@
 """Builds workloads, networks and cases from a config of ``dear-plan``."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,8 +149,7 @@ def _within(cluster: DictConfig, between: Link, is_gloo: bool) -> Link:
     It is the cluster's `within` if its file has one. Without one it is `LOOPBACK` on CPUs, if that
     is faster than the link between nodes; otherwise it is the link between nodes.
     """
-    within = cluster.get("within")
-    if within is not None:
+    if (within := cluster.get("within")) is not None:
         return Link(within.alpha_s, within.beta_s_per_byte)
     return LOOPBACK if is_gloo and LOOPBACK.beta_s < between.beta_s else between
 
@@ -273,7 +271,7 @@ def world_sizes_of(cfg: DictConfig) -> list[int]:
     """
     inside, measured = ranks_per_node(cfg.cluster), cfg.cluster.get("measured")
     own, only = inside * int(cfg.cluster.num_nodes), cfg.cluster.get("only_world_size")
-    most = measured.world_size if measured is not None and measured.num_nodes == 1 else math.inf
+    most = measured.world_size if measured is not None and measured.num_nodes == 1 else float("inf")
     asked = set(cfg.world_sizes or (1, *(own * 2**power // 8 for power in range(7))))
     filling = [size for size in asked if size <= inside or size % inside == 0]
     known = {size for size in filling if 1 <= size <= most and only in (None, size)}

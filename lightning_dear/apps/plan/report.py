@@ -281,7 +281,8 @@ def plan(cfg: DictConfig, folder: Path) -> ranking.Ranked:
     sizes = world_sizes_of(cfg)
     num_cases = len(cases_of(cfg, workload, network.world_size))
     with closing(Progress(num_cases * (1 + len(sizes)))) as progress:
-        rows = ranking.by_step(_each(cfg, workload, network.world_size, progress))
+        every = _each(cfg, workload, network.world_size, progress)
+        rows = sorted(every, key=lambda row: row.step.step_s)
         found = Report(rows, workload, network, cfg.enough, cfg.cluster.accelerator == "cpu")
         source = str(cfg.cluster.get("source") or "its file names no source")
         text = f"{found.describe(source)}\n{found.table()}\n{found.advice()}"

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from io import StringIO
 from math import isclose
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -126,8 +126,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@dataclass(frozen=True)
-class Sibling:
+class Sibling(NamedTuple):
     """A small measurement beside a simulated claim.
 
     Attributes:

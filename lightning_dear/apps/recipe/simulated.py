@@ -88,8 +88,7 @@ def networks_of(cfg: DictConfig, world_size: int | None) -> dict[str, Network]:
     Raises:
         ValueError: If a cluster is unknown, or its file lacks a figure.
     """
-    given = cfg.get("cluster")
-    if given is not None:
+    if (given := cfg.get("cluster")) is not None:
         choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
         names = {str(choices.get("cluster", "own")): given}
         world_size = _asked_size(world_size)

@@ -134,8 +134,7 @@ class ModelProfile:
         """
         if not 0 < compute_s < math.inf:
             raise ValueError(f"compute_s={compute_s} is not valid. Choose a finite one above 0.")
-        own_s = self.forward_s + self.backward_s
-        if not own_s:
+        if not (own_s := self.forward_s + self.backward_s):
             raise ValueError(f"The profile {self.name!r} takes no time to rescale. Omit compute_s.")
         factor = compute_s / own_s
         layers = (
@@ -194,16 +193,10 @@ def planned(profile: ModelProfile) -> tuple[list[TensorSpec], ModelTimes]:
         for place, shape in enumerate(layer.shapes):
             index = len(tensors)
             first_use_s[index], ready_s[index] = begin_s, end_s
-            tensor = TensorSpec(
-                index=index,
-                name=f"layers.{number}.{place}",
-                numel=math.prod(shape),
-                itemsize=_BYTES_PER_ELEMENT,
-                family="float32",
-                first_use=index,
-                ready=profile.num_tensors - 1 - index,
-            )
-            tensors.append(tensor)
+            name, numel = f"layers.{number}.{place}", math.prod(shape)
+            ready = profile.num_tensors - 1 - index
+            spec = TensorSpec(index, name, numel, _BYTES_PER_ELEMENT, "float32", index, ready)
+            tensors.append(spec)
     return tensors, ModelTimes(profile.forward_s, profile.backward_s, first_use_s, ready_s)
 
 

@@ -142,13 +142,10 @@ def _describe(device: torch.device) -> str:
 def run_order(model: nn.Module, run: Callable[[], object]) -> list[str]:
     """Call `run` once; return the names of the modules that it calls, in order of first calls."""
     order: dict[str, None] = {}
-
-    def note(name: str) -> Callable[..., None]:
-        return lambda *_: order.setdefault(name)
-
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            stack.callback(module.register_forward_pre_hook(note(name)).remove)
+            note = module.register_forward_pre_hook(lambda *_, name=name: order.setdefault(name))
+            stack.callback(note.remove)
         run()
     return list(order)
 

@@ -46,21 +46,6 @@ def _opened() -> BinaryIO | None:
         return None
 
 
-class HostTime:
-    """Clocks and the sleep of this host, for a `Waiter`.
-
-    `sleep` blocks, for a little longer than asked. `device_clock` returns the seconds of encoding
-    and decoding so far, which are the device's work (see `device_work`). `charged_clock` returns
-    those of them that were slept instead of computed.
-    """
-
-    clock = staticmethod(time.perf_counter)
-    sleep = staticmethod(time.sleep)
-    work_clock = staticmethod(work_clock)
-    device_clock = staticmethod(device_work.device_work_s)
-    charged_clock = staticmethod(device_work.device_work_charged_s)
-
-
 class Waiter:
     """Runs the layers of a step one after the other on a pretended device.
 
@@ -75,13 +60,19 @@ class Waiter:
     Args:
         charge: Factor for `charge_device_work`, set at the beginning of each step.
         num_quick: Number of first steps that do not wait and are not charged.
-        host: Clocks and sleep. None means this host's.
+
+    Its clocks and its sleep are those of this host. `sleep` blocks, for a little longer than asked.
+    `device_clock` returns the seconds of encoding and decoding so far, which are the device's work
+    (see `device_work`). `charged_clock` returns those of them that were slept instead of computed.
     """
 
-    def __init__(
-        self, charge: float = 0.0, num_quick: int = 0, host: HostTime | None = None
-    ) -> None:
-        self.host = host or HostTime()
+    clock = staticmethod(time.perf_counter)
+    sleep = staticmethod(time.sleep)
+    work_clock = staticmethod(work_clock)
+    device_clock = staticmethod(device_work.device_work_s)
+    charged_clock = staticmethod(device_work.device_work_charged_s)
+
+    def __init__(self, charge: float = 0.0, num_quick: int = 0) -> None:
         self._num_quick = num_quick
         self._is_quick = False
         self._charge = charge
@@ -104,15 +95,15 @@ class Waiter:
         self._num_quick -= self._is_quick
         device_work.charge_device_work(0.0 if self._is_quick else self._charge)
         self._late_s = self.late_s
-        self._free_s = self._host_s = self._left_s = self.host.clock()
-        self._left_busy_s, self._left_device_s = self._busy_s(), self.host.device_clock()
+        self._free_s = self._host_s = self._left_s = self.clock()
+        self._left_busy_s, self._left_device_s = self._busy_s(), self.device_clock()
 
     def wait(self, seconds: float) -> None:
         """Block until the device, which begins when it is free, has worked for `seconds` more."""
         if self._is_quick:
             return
-        now_s, busy_s = self.host.clock(), self._busy_s()
-        gap_s, device_s = now_s - self._left_s, self.host.device_clock() - self._left_device_s
+        now_s, busy_s = self.clock(), self._busy_s()
+        gap_s, device_s = now_s - self._left_s, self.device_clock() - self._left_device_s
         if gap_s - (busy_s - self._left_busy_s) > MIN_STANDSTILL_S:
             # The host was blocked, so the device has ended its own work before now.
             self._host_s, device_s = now_s, 0.0
@@ -120,11 +111,11 @@ class Waiter:
             self._host_s += gap_s - device_s
         self._free_s = max(self._free_s, self._host_s) + device_s + seconds
         if self._free_s - now_s >= MIN_SLEEP_S:
-            self.host.sleep(self._free_s - now_s)
-            now_s, busy_s = self.host.clock(), self._busy_s()
+            self.sleep(self._free_s - now_s)
+            now_s, busy_s = self.clock(), self._busy_s()
         self._left_s, self._left_busy_s = now_s, busy_s
-        self._left_device_s = self.host.device_clock()
+        self._left_device_s = self.device_clock()
 
     def _busy_s(self) -> float:
         """Return the host's work time plus charged time, which is slept: the device's work."""
-        return self.host.work_clock() + self.host.charged_clock()
+        return self.work_clock() + self.charged_clock()
