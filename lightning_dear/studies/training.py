@@ -72,7 +72,7 @@ class Recorder:
     @property
     def seconds(self) -> float:
         """Seconds since the first step began; nan before."""
-        return time.perf_counter() - self._marks[0][0] if self._marks else math.nan
+        return time.perf_counter() - self._marks[0][0] if self._marks else float("nan")
 
     @property
     def batches(self) -> str:

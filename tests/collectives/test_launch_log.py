@@ -96,7 +96,7 @@ def test_launches_of_another_optimizer_do_not_count() -> None:
 def test_the_last_launches_tell_whose_order_they_keep() -> None:
     of_buckets = [launch(0), launch(0), launch(TAGS_OF_ONE_OPTIMIZER), launch(3, has_tag=False)]
     last = log_of([*of_buckets, launch(FLAGS_TAG)]).last()
-    assert [rest for _, *rest in last] == [[1, 0], [2, 0], [1, 1], [1, -1], [1, -1]]
+    assert [rest for _, *rest in last] == [[1, 0], [2, 0], [1, 1], [1, -1], [1, 0]]
     assert last[0][0] == last[1][0] == str(launch(0))
 
 

@@ -131,7 +131,7 @@ LOCAL_STEPS = [
     Mutation(
         "naming other numbers of steps at once",
         "OptimizerRounds._cut",
-        "[steps, OptionsDigest",
+        "[StepsDigest(self), OptionsDigest",
         "[OptionsDigest",
         (f"{HABITS}::test_a_rank_that_ends_early_is_named",),
     ),
