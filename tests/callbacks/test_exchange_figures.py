@@ -86,7 +86,8 @@ def test_figures_are_logged_from_the_step_of_a_merge_on() -> None:
     monitor = DearMonitor()
     logged = watched(LocalSteps(every=4, fragments=2, delay=1), 24, monitor)
     assert NAMES.isdisjoint(logged[0])
-    for number, found in enumerate(logged[1:], 2):
+    # Behind the last step all that is left is exchanged.
+    for number, found in enumerate(logged[1:-1], 2):
         # Sent after steps 1, 3, ... and merged after 2, 4, .... Norms are measured from the second
         # exchange on, and travel with the third.
         assert found["exchanges"] == number // 2
@@ -99,10 +100,10 @@ def test_figures_are_logged_from_the_step_of_a_merge_on() -> None:
     num_bytes = 4 * 4 * WIDTH * (WIDTH + 1)
     # 2 (P - 1) / P n / H in a step; an exchange every 2 steps.
     formula = 2 * (size - 1) / size * num_bytes / 4
-    assert formula <= logged[-1]["exchange_wire_bytes"] / 2 < 1.02 * formula
+    assert formula <= logged[-2]["exchange_wire_bytes"] / 2 < 1.02 * formula
     # The results of an exchange are sent in the step in which all sums are there, which may be the
     # step of its send.
-    of_steps = [one["wire_bytes"] for one in logged[12:]]
+    of_steps = [one["wire_bytes"] for one in logged[12:-1]]
     assert sum(of_steps) / len(of_steps) == pytest.approx(formula, rel=0.1)
     assert 0 < logged[-1]["agreement"] <= 1
 
@@ -125,7 +126,7 @@ def test_figures_of_the_compressor() -> None:
 def test_figures_begin_with_local_steps() -> None:
     logged = watched(LocalSteps(every=2, fragments=1, dense_steps=6), 16, DearMonitor())
     assert NAMES.isdisjoint(logged[5])
-    assert logged[-1]["exchanges"] == 5
+    assert logged[-2]["exchanges"] == 4
     assert logged[-1].keys() >= NORMS
 
 

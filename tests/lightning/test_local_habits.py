@@ -147,7 +147,7 @@ def test_dense_steps_come_first() -> None:
     again, look = Module(), Look()
     fit(dear(local_steps=steps(dense_steps=6)), again, 13, look)
     one_rank = dist.get_world_size() == 1
-    assert look.same == [*[True] * 6, *[one_rank] * 7]
+    assert look.same == [*[True] * 6, *[one_rank] * 6, True]
     assert same_on_all_ranks(weights(again))
 
 
@@ -315,15 +315,19 @@ class Apart(Module):
 
 
 @pytest.mark.parametrize(
-    ("follows", "num_said"), [(True, [0, 1, 1, 1, 1]), (True, [0]), (False, [0] * 9)], ids=str
+    ("follows", "every", "num_said"),
+    [(True, 4, [0, 1, 1, 1, 1]), (True, 8, [0, 0, 1]), (False, 4, [0] * 9)],
+    ids=str,
 )
 @distributed(world_sizes=(2, 3))
-def test_parameters_that_are_not_exchanged_are_named(follows: bool, num_said: list[int]) -> None:
-    """After the first merge, which is that after step 2, or at the end if there was none."""
+def test_parameters_that_are_not_exchanged_are_named(
+    follows: bool, every: int, num_said: list[int]
+) -> None:
+    """After the first merge, half a round from the start, or at the end if there was none."""
     module = Apart(follows)
     module.teacher.load_state_dict(new_net()[1].state_dict())
     with mock.patch.object(outer_half.warnings, "warn", module.hear):
-        fit(dear(local_steps=steps()), module, len(num_said))
+        fit(dear(local_steps=steps(every=every)), module, len(num_said))
     assert module.num_said == num_said
     assert len(module.said) == follows
     assert all("different values of 'scale' (1 such parameters)" in one for one in module.said)
