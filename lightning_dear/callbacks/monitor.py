@@ -132,7 +132,9 @@ class DearMonitor(Callback):
 
     def _exchange_figures(self, trainer: Trainer) -> dict[str, float]:
         """Returns figures of local steps' last exchange. Notes those of each exchange once."""
-        ask: Any = getattr(trainer.strategy, "exchange_figures", lambda **_: {})
+        ask: Any = getattr(trainer.strategy, "exchange_figures", None)
+        if ask is None:
+            return {}
         is_logged = _is_logged(trainer, trainer.global_step)
         found: dict[str, float] = ask(on_all_ranks=self.is_on_all_ranks, with_drift=is_logged)
         if (number := found.get("exchanges")) != self._num_exchanges:

@@ -82,13 +82,11 @@ class ShardedState(dict[str, Any]):
     copy = __reduce_ex__
 
 
-def check_class(
-    optimizer: Optimizer, state_dict: Mapping[str, Any], what: str = "the state"
-) -> None:
+def check_class(optimizer: Optimizer, state_dict: Mapping[str, Any], of_what: str = "") -> None:
     """Raises if `state_dict` is the state of another optimizer class.
 
     State that earlier versions or other strategies have saved does not name its class, and passes.
-    Classes are compared by name. `what` says in the message what the state is.
+    Classes are compared by name. `of_what` says in the message whose state it is.
 
     Raises:
         ValueError: If the saved class is neither the optimizer's class nor a base of it. The
@@ -97,8 +95,9 @@ def check_class(
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
     saved = state_dict.get(CLASS, kinds[0])
     if saved not in kinds:
+        named = saved + of_what
         raise ValueError(
-            f"This is {what} of {saved}, from which {kinds[0]} cannot go on. Train with {saved},"
+            f"This is the state of {named}, from which {kinds[0]} cannot go on. Train with {saved},"
             f" or load the weights alone. To load the state all the same, torch.load the file,"
             f" delete the key '{CLASS}' of this state, and torch.save it."
         )

@@ -318,7 +318,7 @@ class OuterHalf:
                 fragment.take_replica()
         if not self._parts or _OUTER + model not in saved:
             return "", {}
-        check_class(self._outer, saved[_OUTER + model], "the outer optimizer's state")
+        check_class(self._outer, saved[_OUTER + model], ", the outer optimizer")
         for fragment in self.fragments:
             fragment.load(saved[_OUTER + model])
         local = saved.get(LOCAL_KEY)

@@ -45,8 +45,7 @@ class LocalStepsOption:
         if not is_number and option not in (None, "auto") and not isinstance(option, LocalSteps):
             kind = ValueError if isinstance(option, str) else TypeError
             raise kind(
-                "local_steps must be a whole number of steps, 'auto', LocalSteps(...) or None, got"
-                f" {option!r}."
+                f"local_steps must be a number, 'auto', LocalSteps(...) or None, got {option!r}."
             )
         if isinstance(option, int) and option < 1:
             raise ValueError(f"local_steps={option} must be 1 or more. None exchanges each step.")

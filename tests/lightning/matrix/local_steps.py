@@ -189,7 +189,8 @@ def _train_alone() -> None:
         others: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(others, weights)
         is_same.append(all(map(torch.equal, others[0], others[1])))
-    assert is_same == [False, False, False, True, False, False]
+    # Behind the last step ranks exchange all that is left.
+    assert is_same == [False, False, False, True, False, True]
     assert_ranks_agree([copies(net)])
 
 
