@@ -81,10 +81,12 @@ class Naive(Callback):
 
     on_validation_end = on_validation_start
 
-    def on_train_end(self, *_: Any) -> None:
-        """What is left is exchanged, and the anchor stays."""
-        for part in self.parts:
-            part.flush()
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Behind the last step what is left is exchanged, and the anchor stays."""
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if is_last and trainer.current_epoch + 1 == trainer.max_epochs:
+            for part in self.parts:
+                part.flush()
 
 
 class NaiveRounds:
