@@ -49,6 +49,12 @@ wire_digits '{name: ddp 12, strategy: ddp, trainer.max_steps: 12}'
 wire_digits "$(entry 'int8 8' 64 dear 8 3 "$int8")"
 wire_digits "$(entry 'int8 16' 80 dear 16 3 "$int8")"
 
+# At 100 Mb/s without delay: seconds a step.
+link=("${link[@]/rate_mbit=5/rate_mbit=100}")
+link=("${link[@]/delay_ms=50/delay_ms=0}")
+wire_gpt "{name: ddp 48, strategy: ddp, trainer.max_steps: 48},{name: int8 48, strategy: dear, trainer.max_steps: 48, $int8},\
+$(entry 'published 32' 64 dear 32 0 '' "$published")"
+
 # 3. seconds.csv: train_s of each raw.csv, and loss and step of its seed 1. Of DDP, which ran before train_s left out the
 # set-up: when its last loss was there, and one more step. loss_over_time.csv: means of 8 steps. The picture:
 python - <<'PICTURE'
