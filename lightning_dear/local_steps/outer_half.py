@@ -387,15 +387,17 @@ class OuterHalf:
             part.publish()
 
     def detach(self) -> None:
-        """Ends the training: puts the anchor of the last merges into the module. Local.
+        """Ends the training. Local. Messages under way are not waited for.
 
-        Messages under way are not waited for. Warns if the replica has trained since `finish`.
+        If the replica has trained since `finish`, warns, and puts the anchor of the last merges
+        into the module. Otherwise the module stays as it is, also if it was written to since.
         """
-        self.restore()
-        self.warn_of_lost_steps()
+        if not all(part.is_finished for part in self._parts):
+            self.restore()
+            self.warn_of_lost_steps()
         for part in self._parts:
             part.detach()
-        self._parts = ()
+        self._parts, self.shows_anchor = (), False
 
     def warn_of_lost_steps(self) -> None:
         """Warns if the replica has trained since `finish`. Local."""

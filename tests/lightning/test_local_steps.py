@@ -180,6 +180,24 @@ def test_the_last_checkpoint_has_the_weights_of_the_end(tmp_path: Path, how: str
     assert_same(saved["state_dict"], reference.anchor)
 
 
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end"])
+@distributed(world_sizes=(2,))
+def test_what_is_written_behind_the_last_exchange_stays(hook: str) -> None:
+    """As under DDP."""
+
+    class Writes(Module):
+        pass
+
+    def write(module: Module) -> None:
+        with torch.no_grad():
+            module.net[0].weight.fill_(0.25)
+
+    setattr(Writes, hook, write)
+    module = Writes()
+    fit(dear(local_steps=steps()), module, 7)
+    assert torch.equal(module.net[0].weight, torch.full((9, 9), 0.25))
+
+
 @distributed(world_sizes=(2,))
 def test_writing_into_the_anchor_raises() -> None:
     class Writes(Module):

@@ -122,6 +122,13 @@ LOCAL_STEPS = [
         (f"{FITS}::test_buffers_that_are_not_finite_do_not_stop_replicas",),
     ),
     Mutation(
+        "keeping what is written behind the last exchange",
+        "OuterHalf.detach",
+        "        if not all(part.is_finished for part in self._parts):\n",
+        "        if True:\n",
+        (f"{FITS}::test_what_is_written_behind_the_last_exchange_stays",),
+    ),
+    Mutation(
         "finishing once",
         "OuterHalf.finish",
         "        if all(part.is_finished for part in self._parts):\n            return\n",
