@@ -23,7 +23,7 @@ from lightning_dear.local_steps import LocalSteps, OuterHalf
 from lightning_dear.planning import ThresholdFusion
 from tests.distributed.harness import distributed
 from tests.distributed.rank import on_hosts
-from tests.local_steps.reference import Law, Reference
+from tests.local_steps.reference import Law, Reference, Step
 
 LAYERS = 4
 NESTEROV = partial(SGD, lr=1.0, momentum=0.5, nesterov=True)
@@ -95,26 +95,31 @@ def assert_same(ours: Ours, reference: Reference) -> None:
         assert torch.equal(ours.anchor[name], reference.anchor[name]), f"anchor's {name}"
 
 
+def compare(law: Law, inner_step: Step, samples: Any = None) -> None:
+    """Trains two rounds and some steps, and compares all bits after each of them."""
+    new_inner = partial(AdamW, lr=0.01)
+    reference = Reference(new_model(), new_inner, dist.get_world_size(), law)
+    how = {"delay": law.delay, "mix": law.mix, "outer": law.outer}
+    steps = LocalSteps(every=law.every, fragments=law.fragments, **how)
+    ours = Ours(steps, new_inner, samples=samples)
+    for number in range(1, 2 * law.every + 4):
+        ours.run([number])
+        reference.run(1, inner_step)
+        assert_same(ours, reference)
+    ours.outer.finish()
+    reference.flush()
+    for name, own in ours.model.named_parameters():
+        assert torch.equal(own, reference.anchor[name]), (law, name)
+    ours.outer.detach()
+    ours.pipeline.detach()
+
+
 @pytest.mark.parametrize(("every", "fragments"), [(4, 1), (4, 2), (4, 4), (8, 2)])
 @distributed(world_sizes=(2, 3), timeout_s=120)
 def test_bits_of_the_reference(every: int, fragments: int) -> None:
-    new_inner = partial(AdamW, lr=0.01)
     for delay, mix in product(range(every), (0.0, 0.5, 1.0)):
-        names = FRAGMENTS[fragments]
-        law = Law(every, names, delay, mix, NESTEROV)
-        reference = Reference(new_model(), new_inner, dist.get_world_size(), law)
-        steps = LocalSteps(every=every, fragments=names, delay=delay, mix=mix, outer=NESTEROV)
-        ours = Ours(steps, new_inner)
-        for number in range(1, 2 * every + 4):
-            ours.run([number])
-            reference.run(1, step)
-            assert_same(ours, reference)
-        ours.outer.finish()
-        reference.flush()
-        for name, own in ours.model.named_parameters():
-            assert torch.equal(own, reference.anchor[name]), (delay, mix, name)
-        ours.outer.detach()
-        ours.pipeline.detach()
+        law = Law(every, FRAGMENTS[fragments], delay, mix, NESTEROV)
+        compare(law, step)
 
 
 def uneven(rank: int, number: int) -> float:
@@ -134,22 +139,9 @@ def test_bits_of_the_reference_by_samples(every: int, fragments: int, is_late: b
     """Also if rank 0 hears of the other ranks' samples only when it must wait for them."""
     if is_late and dist.get_rank() == 0:
         BatchWeights.is_known = property(lambda _: False)  # type: ignore[assignment]
-    new_inner, names = partial(AdamW, lr=0.01), FRAGMENTS[fragments]
     for delay, mix in product(range(every), (0.0, 0.5)):
-        law = Law(every, names, delay, mix, NESTEROV, uneven)
-        reference = Reference(new_model(), new_inner, dist.get_world_size(), law)
-        steps = LocalSteps(every=every, fragments=names, delay=delay, mix=mix, outer=NESTEROV)
-        ours = Ours(steps, new_inner, samples=uneven)
-        for number in range(1, 2 * every + 4):
-            ours.run([number])
-            reference.run(1, weighed_step)
-            assert_same(ours, reference)
-        ours.outer.finish()
-        reference.flush()
-        for name, own in ours.model.named_parameters():
-            assert torch.equal(own, reference.anchor[name]), (delay, mix, name)
-        ours.outer.detach()
-        ours.pipeline.detach()
+        law = Law(every, FRAGMENTS[fragments], delay, mix, NESTEROV, uneven)
+        compare(law, weighed_step, uneven)
 
 
 @distributed(world_sizes=(2, 3))
