@@ -26,6 +26,7 @@ import torch.distributed as dist
 from lightning_dear import private_names
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.nccl import NativeCollectives
+from lightning_dear.collectives.staged import StagedCollectives
 from lightning_dear.collectives.streams import CudaStreams, Streams
 from lightning_dear.collectives.two_hops import NativeTwoHopCollectives, TwoHopCollectives
 from lightning_dear.collectives.work import Collectives, alive, reusable_groups, under_way
@@ -88,7 +89,10 @@ def new_collectives(
     # For reduce-scatters, all-gathers and objects. With gloo, objects travel in the all-gather
     # group, where all other messages are matched by tag.
     three = (*groups, groups[1])[:3]
-    collectives: Collectives = kind(*subgroups, *three, world, streams=streams)
+    is_staged = _is_staged(backend, device)
+    of_backend: Any = kind(*subgroups, *three, world, streams=Streams() if is_staged else streams)
+    collectives: Collectives
+    collectives = StagedCollectives(of_backend, streams) if is_staged else of_backend
     # Registered anew, to run before Lightning's own function, which destroys NCCL's groups.
     atexit.unregister(abort_after_failure)
     atexit.register(abort_after_failure)
@@ -120,11 +124,16 @@ def _check_backend(backend: str, device: torch.device) -> None:
             " for a message would block the host, in backward too, so that nothing would overlap."
             " Errors are reported without it."
         )
-    if backend == "gloo" and device.type != "cpu":
+    if backend == "gloo" and device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"strategy='dear' cannot send parameters on {device} through gloo. Set"
-            " process_group_backend='nccl', or leave it out. gloo sends only from host memory."
+            f"strategy='dear' cannot send parameters on {device} through gloo. Train on CUDA or"
+            " ROCm devices, or on CPUs: copies between host and device need streams of the device."
         )
+
+
+def _is_staged(backend: str, device: torch.device) -> bool:
+    """Whether messages travel through host memory, and parameters lie on a device."""
+    return backend == "gloo" and device.type != "cpu"
 
 
 def _agreed_hops(wanted: Sequence[int | None], backend: str, world: World) -> int:

@@ -1,12 +1,15 @@
 """The streams on which a device works, and how one stream waits for another."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""Pairs (tensor on the device, tensor of the same size and dtype in memory of the host)."""
 
 
 class Streams:
@@ -53,6 +56,38 @@ class Streams:
         known: list[int] = numbers.tolist()
         return lambda: known
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies on the device."""
+        return tensor.device.type == self.device.type
+
+    def host_memory(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Returns new memory of the host, [elements], which copies to and from the device use."""
+        return torch.empty(elements, dtype=dtype)
+
+    def copy_down(self, pairs: Pairs) -> Callable[[], None]:
+        """Starts to copy tensors of the device to the host, behind what the current stream does.
+
+        Returns:
+            A function that blocks until the copies have ended. Any thread may call.
+        """
+        for tensor, host in pairs:
+            host.copy_(tensor)
+        return lambda: None
+
+    def copy_up(self, pairs: Pairs) -> Callable[[], None]:
+        """Starts to copy memory of the host to tensors of the device, which no kernel uses.
+
+        Returns:
+            A function that makes the current stream, and later copies down, wait for the copies.
+        """
+        for tensor, host in pairs:
+            tensor.copy_(host)
+        return lambda: None
+
+    def on_device(self, host: Tensor) -> Tensor:
+        """Copies pinned `host` to new memory of the device, on the current stream."""
+        return host.clone()
+
     def synchronize(self) -> None:
         """Blocks the host until the device has run all kernels."""
 
@@ -88,6 +123,9 @@ class CudaStreams(Streams):
         self._cuda = cuda
         # The second stream, once it has been used.
         self._beside: list[Any] = []
+        # The streams of copies to the host, and of copies to the device.
+        self._down: Any = None
+        self._up: Any = None
 
     @property
     @override
@@ -118,6 +156,45 @@ class CudaStreams(Streams):
             return host.tolist()
 
         return read
+
+    @override
+    def host_memory(self, elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(elements, dtype=dtype, pin_memory=True)
+
+    @override
+    def copy_down(self, pairs: Pairs) -> Callable[[], None]:
+        if self._down is None:
+            self._down = self._cuda.Stream(self.device)
+        self._down.wait_stream(self.current())
+        with self._cuda.stream(self._down):
+            for tensor, host in pairs:
+                host.copy_(tensor, non_blocking=True)
+        # "blocking" means that the thread that waits sleeps.
+        event = self._cuda.Event(blocking=True)
+        event.record(self._down)
+        return event.synchronize  # type: ignore[no-any-return]
+
+    @override
+    def copy_up(self, pairs: Pairs) -> Callable[[], None]:
+        if self._up is None:
+            self._up = self._cuda.Stream(self.device)
+        with self._cuda.stream(self._up):
+            for tensor, host in pairs:
+                tensor.copy_(host, non_blocking=True)
+        event = self._cuda.Event()
+        event.record(self._up)
+
+        def follow() -> None:
+            self.current().wait_event(event)
+            # Copies down fill the same memory again, which this copy still reads.
+            if self._down is not None:
+                self._down.wait_event(event)
+
+        return follow
+
+    @override
+    def on_device(self, host: Tensor) -> Tensor:
+        return host.to(self.device, non_blocking=True)
 
     @override
     def synchronize(self) -> None:

@@ -184,7 +184,6 @@ class Collectives(ABC):
         streams: Streams of the parameters' device.
         ledger: Kind -> bytes that this rank has sent so far. The kinds are "reduce_scatter",
             "all_gather", "all_reduce", "other" and "metadata" (see `as_metadata`).
-        hops: 2 if each half has one hop within hosts and one between them; else 1.
         wait_blocks_host: Whether a work's `wait` blocks the host (gloo), which may then read flags
             without another wait. If not (NCCL), `wait` blocks the current stream.
         matches_by_tag: Whether messages are matched by tag (gloo). If not, they are matched by
@@ -200,7 +199,6 @@ class Collectives(ABC):
         showing: (lane, name) -> context around local work, for a timeline. None means no timeline.
     """
 
-    hops: ClassVar[int] = 1
     wait_blocks_host: ClassVar[bool]
     matches_by_tag: ClassVar[bool]
     has_variable_lengths: ClassVar[bool]
@@ -369,6 +367,11 @@ class Collectives(ABC):
         """Overwrites `buffer` with rank 0's, on the gather group. `index` makes the tag unique."""
 
     @property
+    def hops(self) -> int:
+        """2 if each half has one hop within hosts and one between them; else 1."""
+        return 1
+
+    @property
     def flags_device(self) -> torch.device:
         """Device on which flags lie while ranks combine them."""
         return torch.device("cpu")
@@ -382,6 +385,13 @@ class Collectives(ABC):
     def favors_all_reduce(self) -> bool:
         """Whether an all-reduce sends fewer bytes between hosts than both halves together."""
         return False
+
+    def begin_plan(self, first_tag: int) -> None:
+        """Called before a plan's buffers are made. Drops memory that was made for an earlier plan.
+
+        Args:
+            first_tag: Tag of bucket 0, which tells the optimizer.
+        """
 
     def scratch_numel(self, numel: int) -> int:
         """Returns how many elements of scratch a reduce-scatter of `numel` needs; it may be 0."""

@@ -166,6 +166,7 @@ class PlanLifecycle:
         sends_bytes = options.compressor is not None and options.ranks_together(collectives) == 1
         # Any stream may still read the former memory of parameters, which is freed here.
         collectives.streams.synchronize()
+        collectives.begin_plan(self.number * MAX_BUCKETS)
         flat = allocate(
             plan,
             self.trained.parameters,

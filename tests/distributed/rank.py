@@ -33,6 +33,9 @@ DUMP_SIGNAL = signal.SIGRTMIN + 3
 RANKS_A_HOST = "TESTS_RANKS_A_HOST"
 """Variable that says how many ranks pretend to share a host, in every test; unset: all do."""
 
+STAGED = "TESTS_STAGED"
+"""Variable that is set if all messages travel as between devices and gloo, in every test."""
+
 BODY = "__ranks_body__"
 """Attribute under which `harness.distributed` keeps the function that the ranks run."""
 
@@ -98,7 +101,12 @@ def _run(call: RankCall, rank: int, port: int, directory: Path) -> Returned | Ra
             _init_process_group(call, rank, directory)
         args, kwargs = pickle.loads(call.arguments)
         pretended = os.environ.get(RANKS_A_HOST)
-        with on_hosts(int(pretended)) if pretended else nullcontext():
+        is_gloo = {"side_effect": lambda backend, device: backend == "gloo"}
+        is_staged = mock.patch("lightning_dear.collectives.factory._is_staged", **is_gloo)
+        with (
+            on_hosts(int(pretended)) if pretended else nullcontext(),
+            is_staged if os.environ.get(STAGED) else nullcontext(),
+        ):
             returned = _find(call)(*args, **kwargs)
         return Returned(pickle.dumps(returned, pickle.HIGHEST_PROTOCOL))
     except BaseException as error:  # also SystemExit: a test that calls sys.exit() has failed

@@ -1,0 +1,358 @@
+"""Collectives for parameters on a device, whose messages travel through the host's memory.
+
+`StagedCollectives` copies what travels into pinned host memory, hands it to the collectives of the
+host (gloo, in one hop or two), and copies what arrives to the device. This is one bucket's way:
+
+    training thread   launches the copy down, and the host's collective; goes on at once
+    launching thread  waits until the copy down has ended, then sends
+    arrivals thread   waits for the messages, sums on the host, launches the copy up
+    `Work.wait`       blocks the host until the copy up is launched, and the stream until it ended
+
+So in backward the training thread waits neither for the device nor for other ranks. Sums have the
+bits of gloo, since gloo's own code makes them. Of n bytes a training step copies n and this rank's
+shard down, and n up, whatever the number of ranks.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dear.collectives.background import Background
+from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.collectives.launch_log import (
+    BUCKET_TAGS,
+    BUFFERS_TAG,
+    TAGS_OF_ONE_OPTIMIZER,
+)
+from lightning_dear.collectives.shards import shard_of
+from lightning_dear.collectives.streams import Pairs, Streams
+from lightning_dear.collectives.work import Begun, Collectives, Encode, SplitTensor, Work
+
+
+class StagedCollectives(Collectives):
+    """Sends tensors of a device through host memory; see this module's docstring.
+
+    Tensors that lie on the host already, such as flags, go straight to the host's collectives.
+
+    Each half of each optimizer has a thread of its own that waits for arrivals, in the order in
+    which all ranks launch them. With one thread for two optimizers ranks could wait for each other
+    without end, since ranks may launch the buckets of two optimizers in another order.
+
+    A bucket has one pinned buffer of its size, made once. The gather half uses it after the reduce
+    half has ended, and the next reduce half after that. A second one receives gradients. Messages
+    of no bucket, such as the gradient norm, get memory for one launch.
+
+    Args:
+        host: Collectives of the host. Their `calls` are replaced.
+        streams: Streams of the parameters' device.
+    """
+
+    wait_blocks_host = matches_by_tag = True
+    # Lengths would be known on the device only.
+    has_variable_lengths = False
+
+    def __init__(self, host: PairwiseCollectives, streams: Streams) -> None:
+        self._host = host
+        self._calls = _SendsBehindCopies(host.calls)
+        groups = host.reduce_group, host.gather_group, host.object_group
+        super().__init__(*groups, host.world, host.calls, streams)
+        host.calls = self._calls
+        self.in_rings, self.log = host.in_rings, host.log
+        # (tag, use, dtype, elements) -> pinned memory of a bucket.
+        self._pinned: dict[tuple[int, str, torch.dtype, int], Tensor] = {}
+        # Tag -> the part of that memory that receives the bucket's gradients.
+        self._scratch: dict[int, Tensor] = {}
+        # (half, tag) -> the bucket's last message. Removed where it has been waited for.
+        self._under_way: dict[tuple[str, int], Work] = {}
+        # (half, number of the optimizer) -> the thread that waits for arrivals.
+        self._arrivals: dict[tuple[str, int], Background] = {}
+
+    # --- what the host's collectives know ---------------------------------------------------------
+
+    @property
+    @override
+    def hops(self) -> int:
+        return self._host.hops
+
+    @property
+    def ledger(self) -> Any:
+        """The ledger of the host's collectives, which count what they send."""
+        return self._host.ledger
+
+    @ledger.setter
+    def ledger(self, ledger: Any) -> None:
+        self._host.ledger = ledger
+
+    @property
+    @override
+    def can_use_rings(self) -> bool:
+        return self._host.can_use_rings
+
+    @property
+    @override
+    def favors_all_reduce(self) -> bool:
+        return self._host.favors_all_reduce
+
+    @override
+    def expect_max(self, num_flags: int, tag: int) -> None:
+        self._host.expect_max(num_flags, tag)
+
+    @override
+    def end_training(self) -> None:
+        self._host.end_training()
+
+    @override
+    def forget_groups(self) -> None:
+        super().forget_groups()
+        self._host.forget_groups()
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    @override
+    def begin_plan(self, first_tag: int) -> None:
+        optimizer = _optimizer(first_tag)
+        of_others = {k: one for k, one in self._pinned.items() if _optimizer(k[0]) != optimizer}
+        self._pinned = of_others
+        self._scratch = {k: one for k, one in self._scratch.items() if _optimizer(k) != optimizer}
+
+    def _like(self, tensor: Tensor, tag: int, use: str = "whole") -> Tensor:
+        """Returns pinned memory like `tensor`: for a bucket always the same, else new.
+
+        Args:
+            tensor: Tensor on the device.
+            tag: Tag of the message, which names its bucket.
+            use: What the memory is for. "whole" is that of both halves.
+        """
+        return self._memory(tensor.numel(), tensor.dtype, tag, use).view_as(tensor)
+
+    def _memory(self, elements: int, dtype: torch.dtype, tag: int, use: str) -> Tensor:
+        if tag >= BUCKET_TAGS:
+            return self.streams.host_memory(elements, dtype)
+        key = tag, use, dtype, elements
+        if key not in self._pinned:
+            self._pinned[key] = self.streams.host_memory(elements, dtype)
+        return self._pinned[key]
+
+    # --- one launch -------------------------------------------------------------------------------
+
+    @contextmanager
+    def _copied_down(self, tag: int, pairs: Pairs) -> Iterator[None]:
+        """Starts to copy down. What the block sends of that memory waits for the copies.
+
+        Does not block, except if a message still uses the bucket's memory: it waits for that one.
+        """
+        for lane in ("reduce_scatter", "all_gather"):
+            if (earlier := self._under_way.get((lane, tag))) is not None:
+                # Such as parameters that no forward has read: they are still being gathered.
+                earlier.wait()
+        if pairs:
+            self._calls.fill([host for _, host in pairs], self.streams.copy_down(pairs))
+        yield
+
+    def _copied_up(self, lane: str, tag: int, work: Work, pairs: Pairs) -> Work:
+        """Returns a work that waits for the host's `work`, and copies `pairs` up. Does not block.
+
+        A thread starts a bucket's copies up, once its messages are here. Otherwise `wait` does.
+        """
+
+        def arrive() -> Callable[[], None]:
+            work.wait()
+            return self.streams.copy_up(pairs)
+
+        if tag >= BUCKET_TAGS:
+            return Work(self.observed(lane, f"tag {tag}", lambda: arrive()()))
+        key = lane, _optimizer(tag)
+        if key not in self._arrivals:
+            self._arrivals[key] = Background(f"dear {lane}, arrivals, {key[1]}")
+        arrival = self._arrivals[key].submit(arrive)
+        staged = Work(self.observed(lane, f"bucket {tag}", lambda: arrival.result()()))
+        self._under_way[lane, tag] = staged
+        return staged.then(lambda: self._under_way.pop((lane, tag), None))
+
+    # --- both halves ------------------------------------------------------------------------------
+
+    @override
+    def expect_reduce_scatter(self, received: Tensor, tag: int) -> None:
+        # The device has no scratch, so that `received` does not tell the size. The bucket's first
+        # launch makes the memory.
+        if (scratch := self._scratch.get(tag)) is not None:
+            self._host.expect_reduce_scatter(scratch, tag)
+
+    @override
+    def launch_reduce_scatter(
+        self, buffer: Tensor, received: Tensor, out: Tensor, tag: int
+    ) -> Work:
+        whole, lane = self._like(buffer, tag), "reduce_scatter"
+        elements = self._host.scratch_numel(buffer.numel())
+        scratch = self._memory(elements, buffer.dtype, tag, "received")
+        if tag < BUCKET_TAGS:
+            self._scratch[tag] = scratch
+        mean = shard_of(whole, self.world.rank, self.world.size)
+        if out.dtype != mean.dtype:
+            mean = self._like(out, tag, "mean")
+        with self._copied_down(tag, [(buffer, whole)]):
+            work = self._host.launch_reduce_scatter(whole, scratch, mean, tag)
+        return self._copied_up(lane, tag, work, [(out, mean)])
+
+    @override
+    def launch_sums_of_host(
+        self, buffer: Tensor, received: Tensor, encode: Encode, incoming: Tensor, tag: int
+    ) -> Begun:
+        whole, wires = self._like(buffer, tag), self._like(incoming, tag, "wires")
+        elements = self._host.scratch_numel(buffer.numel())
+        scratch = self._memory(elements, buffer.dtype, tag, "received")
+
+        def encode_there(sums: Tensor) -> Tensor:
+            with self.streams.beside():
+                rows = encode(self.streams.on_device(sums))
+                outgoing = self._like(rows, tag, "rows")
+                copied = self.streams.copy_down([(rows, outgoing)])
+            copied()
+            return outgoing
+
+        def follow() -> None:
+            end()
+            self.streams.follow_beside()
+
+        with self._copied_down(tag, [(buffer, whole)]):
+            place = scratch, encode_there, wires, tag
+            work, end = self._host.launch_sums_of_host(whole, *place)
+        return self._copied_up("reduce_scatter", tag, work, [(incoming, wires)]), follow
+
+    @override
+    def expect_all_gather(self, buffer: Tensor, tag: int) -> None:
+        # Other ranks' shards must not arrive in gradients that are still being sent.
+        if tag < BUCKET_TAGS and ("reduce_scatter", tag) not in self._under_way:
+            self._host.expect_all_gather(self._like(buffer, tag), tag)
+
+    @override
+    def launch_all_gather(self, buffer: Tensor, tag: int) -> Work:
+        if not self.streams.holds(buffer):
+            return self._host.launch_all_gather(buffer, tag)
+        whole = self._like(buffer, tag)
+        before, own, after = zip(*map(self._around_own, (buffer, whole)), strict=True)
+        with self._copied_down(tag, [own]):
+            work = self._host.launch_all_gather(whole, tag)
+        return self._copied_up("all_gather", tag, work, [before, after])
+
+    def _around_own(self, whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cuts `whole` into the shards before this rank's, this rank's, and those after it."""
+        size = whole.numel() // self.world.size
+        begin, end = self.world.rank * size, (self.world.rank + 1) * size
+        return whole[:begin], whole[begin:end], whole[end:]
+
+    # --- other messages ---------------------------------------------------------------------------
+
+    @override
+    def launch_all_reduce(self, buffer: Tensor, tag: int) -> Work:
+        return self._in_place("reduce_scatter", self._host.launch_all_reduce, buffer, tag)
+
+    @override
+    def launch_gather_of_host(self, buffer: Tensor, tag: int) -> Work:
+        return self._in_place("all_gather", self._host.launch_gather_of_host, buffer, tag)
+
+    def _in_place(
+        self, lane: str, launch: Callable[[Tensor, int], Work], buffer: Tensor, tag: int
+    ) -> Work:
+        pair = buffer, self._like(buffer, tag)
+        with self._copied_down(tag, [pair]):
+            work = launch(pair[1], tag)
+        return self._copied_up(lane, tag, work, [pair])
+
+    @override
+    def launch_all_to_all(self, rows: Tensor, incoming: Tensor, tag: int) -> Work:
+        pair, outgoing = (incoming, self._like(incoming, tag, "rows")), self._like(rows, tag)
+        with self._copied_down(tag, [(rows, outgoing)]):
+            work = self._host.launch_all_to_all(outgoing, pair[1], tag)
+        return self._copied_up("reduce_scatter", tag, work, [pair])
+
+    @override
+    def launch_parts(self, outgoing: SplitTensor, incoming: SplitTensor, tag: int) -> Work:
+        pairs = [(one, self._like(one, tag, "parts")) for one in (outgoing[0], incoming[0])]
+        with self._copied_down(tag, pairs[:1]):
+            both = (pairs[0][1], outgoing[1]), (pairs[1][1], incoming[1])
+            work = self._host.launch_parts(*both, tag)
+        return self._copied_up("all_gather", tag, work, pairs[1:])
+
+    @override
+    def launch_max(self, flags: Tensor, tag: int = -1) -> Work:
+        if not self.streams.holds(flags):
+            return self._host.launch_max(flags, tag)
+        # Only calls that block launch flags of the device.
+        known = flags.cpu()
+        return self._host.launch_max(known, tag).then(partial(flags.copy_, known))
+
+    @override
+    def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
+        tag, is_first = BUFFERS_TAG + index, self.world.rank == 0
+        pair = buffer, self._like(buffer, tag)
+        with self._copied_down(tag, [pair] if is_first else []):
+            work = self._host.launch_broadcast(pair[1], index)
+        return self._copied_up("all_gather", tag, work, [] if is_first else [pair])
+
+
+def _optimizer(tag: int) -> int:
+    """Returns the number of the optimizer whose bucket has `tag`."""
+    return tag // TAGS_OF_ONE_OPTIMIZER
+
+
+class _SendsBehindCopies:
+    """`torch.distributed`, whose sends wait until the memory that they read has been filled.
+
+    A thread waits for the copies, in their order, and then sends. So the caller goes on at once.
+
+    Args:
+        calls: `torch.distributed`, or a stand-in for it.
+    """
+
+    def __init__(self, calls: Any) -> None:
+        self._calls = calls
+        self._launcher = Background("dear-launches")
+        # Address of pinned memory -> function that blocks until the last copy into it has ended.
+        self._fills: dict[int, Callable[[], None]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._calls, name)
+
+    def fill(self, memory: Sequence[Tensor], copied: Callable[[], None]) -> None:
+        """Makes later sends of `memory` wait for `copied`, which blocks until it is filled."""
+        for one in memory:
+            self._fills[one.untyped_storage().data_ptr()] = copied
+
+    def isend(self, tensor: Tensor, **options: Any) -> Any:
+        """Like `torch.distributed.isend`. What it raises is raised by the work's `wait`."""
+        return self._call(self._calls.isend, tensor, options)
+
+    def all_reduce(self, tensor: Tensor, **options: Any) -> Any:
+        """Like `torch.distributed.all_reduce`; see `isend`."""
+        return self._call(self._calls.all_reduce, tensor, options)
+
+    def _call(self, call: Callable[..., Any], tensor: Tensor, options: dict[str, Any]) -> Any:
+        address = tensor.untyped_storage().data_ptr()
+        copied = self._fills.get(address)
+        if copied is None:
+            return call(tensor, **options)
+
+        def launch() -> Any:
+            copied()
+            if self._fills.get(address) is copied:
+                self._fills.pop(address, None)
+            return call(tensor, **options)
+
+        return _Launching(self._launcher.submit(launch))
+
+
+class _Launching:
+    """torch's work of a call that a thread makes."""
+
+    def __init__(self, launched: Future[Any]) -> None:
+        self._launched = launched
+
+    def wait(self, *arguments: Any) -> Any:
+        return self._launched.result().wait(*arguments)
