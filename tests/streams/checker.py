@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dear.torch_modes import Onlooker
-from tests.streams.device import Device, Extent, extent_of, here, memory_of
+from tests.streams.device import Device, Extent, extent_of, here, memory_of, this_thread
 
 _MAKE_ROOM = ("aten::empty", "aten::new_empty", "aten::_efficientzerotensor")
 """Beginnings of what allocates memory, and launches nothing."""
@@ -88,15 +88,17 @@ class Checker(Onlooker, TorchDispatchMode):
     """A context in which kernels run on the simulated device.
 
     Memory is the device's if it was put there, was sent, or is made or written by an operation that
-    reads what is the device's.
+    reads what is the device's. Pinned memory stays the host's.
 
     Args:
         device: Of the rank whose thread enters it.
+        has_host: Whether an operation on none of the device's memory is the host's own, and no
+            kernel.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, has_host: bool = False) -> None:
         super().__init__()
-        self._device = device
+        self._device, self._has_host = device, has_host
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -127,10 +129,11 @@ class Checker(Onlooker, TorchDispatchMode):
             if isinstance(tensor, Tensor) and memory_of(tensor) not in known:
                 writes.append(extent_of(tensor))
         for extent in writes:
-            extent.memory.is_on_device |= is_on_device
+            extent.memory.is_on_device |= is_on_device and not extent.memory.is_pinned
         if kind.launches:
             device, name = self._device, kind.name
-            device.run(device.current, name, reads, writes)
+            is_kernel = is_on_device or not self._has_host
+            device.run(device.current if is_kernel else this_thread(), name, reads, writes)
             if is_on_device:
                 device.kernels[name] += 1
                 if kind.blocks or (kind.indexes and _is_by_mask(args)):

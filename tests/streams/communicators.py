@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.streams.device import Clock, Device, extent_of, here, place, told
+from tests.streams.device import Clock, Device, extent_of, here, place, this_thread, told
 
 KNOWN = (
     torch.float64,
@@ -65,7 +65,16 @@ class Turns:
         # Thread -> what it waits for, and how to see that it is there.
         self._waits: list[tuple[str, Callable[[], bool]]] = [("its turn", lambda: True)] * size
         self._has_ended = [False] * size
+        self._names = [f"rank {number}" for number in range(size)]
         self._hang: str | None = None
+
+    def add(self, name: str, what: str, is_there: Callable[[], bool]) -> int:
+        """Another thread begins, which waits for `what`. Returns its number."""
+        with self._changed:
+            self._waits.append((what, is_there))
+            self._has_ended.append(False)
+            self._names.append(name)
+            return len(self._waits) - 1
 
     def begin(self, number: int) -> None:
         """Blocks until it is the calling thread's first turn."""
@@ -88,6 +97,13 @@ class Turns:
                 self._has_ended[number] = True
                 raise Hang(self._hang)
 
+    def offer(self, number: int) -> None:
+        """Lets all others run that can, and goes on once it is thread `number`'s turn again."""
+        with self._changed:
+            self._waits[number] = ("its turn", lambda: True)
+            self._pass_on(number)
+            self._changed.wait_for(lambda: self._whose == number)
+
     def end(self, number: int) -> None:
         """Thread `number` needs no more turns."""
         with self._changed:
@@ -101,8 +117,8 @@ class Turns:
         alive = [one for one in others if not self._has_ended[one]]
         able = [one for one in alive if self._waits[one][1]()]
         if alive and not able and self._hang is None:
-            told = (f"rank {one} waits for {what}" for one, (what, _) in enumerate(self._waits))
-            self._hang = "; ".join(told)
+            told = zip(self._names, self._waits, strict=True)
+            self._hang = "; ".join(f"{name} waits for {what}" for name, (what, _) in told)
         if alive:
             self._whose = (able or alive)[0]
         self._changed.notify_all()
@@ -131,8 +147,8 @@ class Network:
 
     def from_all(self, key: tuple[str, int], what: str, size: int) -> dict[int, Any]:
         """What every rank has put under `key`, of which there are `size`; blocks until all have."""
-        calls, rank = self.calls[key], here().rank
-        self.turns.wait_until(rank, f"others in {what}", lambda: len(calls) == size)
+        calls, turn = self.calls[key], this_thread().turn
+        self.turns.wait_until(turn, f"others in {what}", lambda: len(calls) == size)
         return calls
 
 

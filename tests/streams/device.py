@@ -82,6 +82,8 @@ class Stream:
 
     def wait_clock(self, clock: Clock) -> None:
         """Puts kernels that come behind what `clock` knows to be over."""
+        if self is self.device.default:
+            self.device.note_held_up("a wait of the compute stream")
         join(self.clock, clock)
 
     def wait_stream(self, other: Stream) -> None:
@@ -94,6 +96,8 @@ class Stream:
 
     def synchronize(self) -> None:
         """See torch.cuda.Stream: the host waits."""
+        if self is self.device.default:
+            self.device.note_held_up("Stream.synchronize")
         self.device.block_host("Stream.synchronize", self.clock)
 
 
@@ -116,6 +120,35 @@ class Event:
         return float(sum(end.clock.values()) - sum(self.clock.values()))
 
 
+class Thread:
+    """A thread of the host: its current stream, and what it knows to be over.
+
+    What it does to the host's own memory is in the order of its calls, as kernels are on a stream.
+
+    Args:
+        device: Of its rank.
+        name: For people.
+        turn: Its number in `Turns`.
+
+    Attributes:
+        device: See above.
+        name: See above.
+        turn: See above.
+        is_training: Whether it is the one that trains.
+        number: Its own, over all streams and threads.
+        current: The stream on which its kernels run at present.
+        clock: What it knows to be over.
+    """
+
+    def __init__(self, device: Device, name: str, turn: int) -> None:
+        self.device, self.name, self.turn = device, name, turn
+        self.is_training = turn == device.rank
+        self.number = next(_numbers)
+        self.current = device.default
+        self.clock: Clock = {self.number: 0}
+        device.names[self.number] = name
+
+
 class Memory:
     """One allocation. It hangs on torch's storage, and so ends with it.
 
@@ -123,6 +156,7 @@ class Memory:
         device: Whose.
 
     Attributes:
+        is_pinned: Whether it was declared as memory of the host, from and to which copies go.
         stream: On which it was allocated, and whose next kernels may get it when it is free.
         is_on_device: Whether kernels have had to do with it; else perhaps the host's.
         accesses: (first byte, end, whether it writes, stream) -> the last such access that a later
@@ -131,7 +165,7 @@ class Memory:
 
     def __init__(self, device: Device) -> None:
         self.device, self.stream = device, device.current
-        self.is_on_device = False
+        self.is_on_device = self.is_pinned = False
         self.accesses: dict[tuple[int, int, bool, int], Access] = {}
 
     def __del__(self) -> None:
@@ -146,11 +180,11 @@ class Device:
 
     Attributes:
         default: The stream on which everything runs that is put nowhere else.
-        current: The stream on which kernels run at present.
-        host: What the host knows to be over.
+        names: Number of a stream, thread or message -> for people.
         races: What is in no order -> how often.
         frees: What was free while a stream still used it -> how often.
-        syncs: Where the host waited for the device -> how often.
+        syncs: Where the training thread waited for the device -> how often.
+        held_up: Where another thread made the compute stream wait, or waited for it -> how often.
         kernels: Name -> how many were launched, without those of communicators.
         launches: Collectives in the order in which the host launched them, over all communicators.
         is_over: Whether nobody looks any more.
@@ -159,19 +193,30 @@ class Device:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.streams: dict[int, Stream] = {}
-        self.default = self.current = self.new_stream("the compute stream")
-        self.host: Clock = {}
+        self.names: dict[int, str] = {}
+        self.default = self.new_stream("the compute stream")
         self.races: Counter[str] = Counter()
         self.frees: Counter[str] = Counter()
         self.syncs: Counter[str] = Counter()
+        self.held_up: Counter[str] = Counter()
         self.kernels: Counter[str] = Counter()
         self.launches: list[str] = []
         self.is_over = False
+
+    @property
+    def current(self) -> Stream:
+        """The stream on which kernels of the calling thread run at present."""
+        return this_thread().current
+
+    @current.setter
+    def current(self, stream: Stream) -> None:
+        this_thread().current = stream
 
     def new_stream(self, name: str) -> Stream:
         """Another one."""
         stream = Stream(self, name)
         self.streams[stream.number] = stream
+        self.names[stream.number] = name
         return stream
 
     @contextmanager
@@ -184,11 +229,18 @@ class Device:
             self.current = before
 
     def run(
-        self, stream: Stream, name: str, reads: Sequence[Extent], writes: Sequence[Extent]
+        self,
+        stream: Stream | Thread,
+        name: str,
+        reads: Sequence[Extent],
+        writes: Sequence[Extent],
     ) -> None:
-        """Notes a kernel at the end of `stream`, and what it is in no order with."""
+        """Notes a kernel at the end of `stream`, and what it is in no order with.
+
+        Or what a thread does to the host's memory.
+        """
         clock = stream.clock
-        join(clock, self.host)
+        join(clock, this_thread().clock)
         clock[stream.number] += 1
         access = Access(clock[stream.number], name, place())
         for extent in reads:
@@ -196,7 +248,7 @@ class Device:
         for extent in writes:
             self._touch(extent, stream, access, is_write=True)
 
-    def _touch(self, extent: Extent, stream: Stream, access: Access, *, is_write: bool) -> None:
+    def _touch(self, extent: Extent, stream: Stream | Thread, access: Access, *, is_write: bool) -> None:
         memory, first, end = extent
         if first == end:
             return
@@ -217,7 +269,7 @@ class Device:
 
     def _note_race(
         self,
-        stream: Stream,
+        stream: Stream | Thread,
         access: Access,
         is_write: bool,
         number: int,
@@ -227,25 +279,33 @@ class Device:
         this, that = ("write" if one else "read" for one in (is_write, other_writes))
         self.races[
             f"{access.name} on {stream.name} {this}s at {told(access.place)} what"
-            f" {other.name} on {self.streams[number].name} {that}s at {told(other.place)}"
+            f" {other.name} on {self.names[number]} {that}s at {told(other.place)}"
         ] += 1
 
     def look_at_freed(self, memory: Memory) -> None:
         """Whether a stream may still use memory that the next allocation may get now."""
-        if self.is_over:
+        thread = getattr(_here, "thread", None)
+        if self.is_over or thread is None or thread.device is not self:
             return
-        clock = memory.stream.clock
+        clock, host = memory.stream.clock, thread.clock
         for (_, _, _, number), access in memory.accesses.items():
-            if max(clock.get(number, 0), self.host.get(number, 0)) < access.number:
+            if max(clock.get(number, 0), host.get(number, 0)) < access.number:
                 self.frees[
-                    f"{access.name} on {self.streams[number].name}, launched at"
+                    f"{access.name} on {self.names[number]}, launched at"
                     f" {told(access.place)}, uses memory that is free at {told(place())}"
                 ] += 1
 
     def block_host(self, name: str, clock: Clock) -> None:
-        """The host waits until all in `clock` is over."""
-        join(self.host, clock)
-        self.syncs[f"{name} at {told(place())}"] += 1
+        """The calling thread waits until all in `clock` is over."""
+        thread = this_thread()
+        join(thread.clock, clock)
+        if thread.is_training:
+            self.syncs[f"{name} at {told(place())}"] += 1
+
+    def note_held_up(self, how: str) -> None:
+        """Another thread than the one that trains has to do with the compute stream."""
+        if not this_thread().is_training:
+            self.held_up[f"{how} at {told(place())}"] += 1
 
     def put(self, *tensors: Tensor) -> None:
         """Tensors are the device's from now on, and no longer the host's."""
@@ -265,15 +325,20 @@ def join(clock: Clock, other: Clock) -> None:
             clock[number] = seen
 
 
-def use(device: Device | None) -> None:
-    """The calling thread is its host from now on."""
-    _here.device = device
+def use(thread: Thread) -> None:
+    """What the calling thread is from now on."""
+    _here.thread = thread
+
+
+def this_thread() -> Thread:
+    """The calling one."""
+    thread: Thread = _here.thread
+    return thread
 
 
 def here() -> Device:
     """The calling thread's."""
-    device: Device = _here.device
-    return device
+    return this_thread().device
 
 
 def memory_of(tensor: Tensor) -> Memory:
@@ -350,6 +415,7 @@ class Cuda:
 
     def synchronize(self, device: Any = None) -> None:
         """See torch.cuda: the host waits for all streams."""
+        here().note_held_up("cuda.synchronize")
         everything: Clock = {}
         for stream in here().streams.values():
             join(everything, stream.clock)
