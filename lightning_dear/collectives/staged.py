@@ -142,8 +142,8 @@ class StagedCollectives(Collectives):
     # --- one launch -------------------------------------------------------------------------------
 
     @contextmanager
-    def _copied_down(self, tag: int, pairs: Pairs) -> Iterator[None]:
-        """Starts to copy down. What the block sends of that memory waits for the copies.
+    def _copied_down(self, tag: int, pair: tuple[Tensor, Tensor] | None) -> Iterator[None]:
+        """Starts to copy down. What the block sends of that memory waits for the copy.
 
         Does not block, except if a message still uses the bucket's memory: it waits for that one.
         """
@@ -151,22 +151,23 @@ class StagedCollectives(Collectives):
             if (earlier := self._under_way.get((lane, tag))) is not None:
                 # Such as parameters that no forward has read: they are still being gathered.
                 earlier.wait()
-        if pairs:
-            self._calls.fill([host for _, host in pairs], self.streams.copy_down(pairs))
+        if pair is not None:
+            self._calls.fill(pair[1], self.streams.copy_down(*pair))
         yield
 
     def _copied_up(self, lane: str, tag: int, work: Work, pairs: Pairs) -> Work:
         """Returns a work that waits for the host's `work`, and copies `pairs` up. Does not block.
 
-        A thread starts a bucket's copies up, once its messages are here. Otherwise `wait` does.
+        A thread starts a bucket's copies up, once its messages are here. By then its copy down has
+        ended, and what was launched before. Other messages are copied up by the stream that waits.
         """
+        if tag >= BUCKET_TAGS:
+            return Work(self.observed(lane, f"tag {tag}", work.wait), partial(_copy_up, pairs))
 
         def arrive() -> Callable[[], None]:
             work.wait()
             return self.streams.copy_up(pairs)
 
-        if tag >= BUCKET_TAGS:
-            return Work(self.observed(lane, f"tag {tag}", lambda: arrive()()))
         key = lane, _optimizer(tag)
         if key not in self._arrivals:
             self._arrivals[key] = Background(f"dear {lane}, arrivals, {key[1]}")
@@ -196,7 +197,7 @@ class StagedCollectives(Collectives):
         mean = shard_of(whole, self.world.rank, self.world.size)
         if out.dtype != mean.dtype:
             mean = self._like(out, tag, "mean")
-        with self._copied_down(tag, [(buffer, whole)]):
+        with self._copied_down(tag, (buffer, whole)):
             work = self._host.launch_reduce_scatter(whole, scratch, mean, tag)
         return self._copied_up(lane, tag, work, [(out, mean)])
 
@@ -212,7 +213,7 @@ class StagedCollectives(Collectives):
             with self.streams.beside():
                 rows = encode(self.streams.on_device(sums))
                 outgoing = self._like(rows, tag, "rows")
-                copied = self.streams.copy_down([(rows, outgoing)])
+                copied = self.streams.copy_down(rows, outgoing)
             copied()
             return outgoing
 
@@ -220,7 +221,7 @@ class StagedCollectives(Collectives):
             end()
             self.streams.follow_beside()
 
-        with self._copied_down(tag, [(buffer, whole)]):
+        with self._copied_down(tag, (buffer, whole)):
             place = scratch, encode_there, wires, tag
             work, end = self._host.launch_sums_of_host(whole, *place)
         return self._copied_up("reduce_scatter", tag, work, [(incoming, wires)]), follow
@@ -237,7 +238,7 @@ class StagedCollectives(Collectives):
             return self._host.launch_all_gather(buffer, tag)
         whole = self._like(buffer, tag)
         before, own, after = zip(*map(self._around_own, (buffer, whole)), strict=True)
-        with self._copied_down(tag, [own]):
+        with self._copied_down(tag, own):
             work = self._host.launch_all_gather(whole, tag)
         return self._copied_up("all_gather", tag, work, [before, after])
 
@@ -261,21 +262,21 @@ class StagedCollectives(Collectives):
         self, lane: str, launch: Callable[[Tensor, int], Work], buffer: Tensor, tag: int
     ) -> Work:
         pair = buffer, self._like(buffer, tag)
-        with self._copied_down(tag, [pair]):
+        with self._copied_down(tag, pair):
             work = launch(pair[1], tag)
         return self._copied_up(lane, tag, work, [pair])
 
     @override
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, tag: int) -> Work:
         pair, outgoing = (incoming, self._like(incoming, tag, "rows")), self._like(rows, tag)
-        with self._copied_down(tag, [(rows, outgoing)]):
+        with self._copied_down(tag, (rows, outgoing)):
             work = self._host.launch_all_to_all(outgoing, pair[1], tag)
         return self._copied_up("reduce_scatter", tag, work, [pair])
 
     @override
     def launch_parts(self, outgoing: SplitTensor, incoming: SplitTensor, tag: int) -> Work:
         pairs = [(one, self._like(one, tag, "parts")) for one in (outgoing[0], incoming[0])]
-        with self._copied_down(tag, pairs[:1]):
+        with self._copied_down(tag, pairs[0]):
             both = (pairs[0][1], outgoing[1]), (pairs[1][1], incoming[1])
             work = self._host.launch_parts(*both, tag)
         return self._copied_up("all_gather", tag, work, pairs[1:])
@@ -284,15 +285,16 @@ class StagedCollectives(Collectives):
     def launch_max(self, flags: Tensor, tag: int = -1) -> Work:
         if not self.streams.holds(flags):
             return self._host.launch_max(flags, tag)
-        # Only calls that block launch flags of the device.
-        known = flags.cpu()
-        return self._host.launch_max(known, tag).then(partial(flags.copy_, known))
+        # Blocks for the device: only calls that wait at once launch flags that lie there.
+        pair = flags, self.streams.host_memory(flags.numel(), flags.dtype)
+        self.streams.copy_down(*pair)()
+        return self._host.launch_max(pair[1], tag).then(partial(_copy_up, [pair]))
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
         tag, is_first = BUFFERS_TAG + index, self.world.rank == 0
         pair = buffer, self._like(buffer, tag)
-        with self._copied_down(tag, [pair] if is_first else []):
+        with self._copied_down(tag, pair if is_first else None):
             work = self._host.launch_broadcast(pair[1], index)
         return self._copied_up("all_gather", tag, work, [] if is_first else [pair])
 
@@ -300,6 +302,12 @@ class StagedCollectives(Collectives):
 def _optimizer(tag: int) -> int:
     """Returns the number of the optimizer whose bucket has `tag`."""
     return tag // TAGS_OF_ONE_OPTIMIZER
+
+
+def _copy_up(pairs: Pairs) -> None:
+    """Copies host memory to the device, on the current stream."""
+    for tensor, host in pairs:
+        tensor.copy_(host, non_blocking=True)
 
 
 class _SendsBehindCopies:
@@ -314,16 +322,15 @@ class _SendsBehindCopies:
     def __init__(self, calls: Any) -> None:
         self._calls = calls
         self._launcher = Background("dear-launches")
-        # Address of pinned memory -> function that blocks until the last copy into it has ended.
-        self._fills: dict[int, Callable[[], None]] = {}
+        # Address of pinned memory -> done once the last copies into it have ended.
+        self._fills: dict[int, Future[None]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._calls, name)
 
-    def fill(self, memory: Sequence[Tensor], copied: Callable[[], None]) -> None:
+    def fill(self, memory: Tensor, copied: Callable[[], None]) -> None:
         """Makes later sends of `memory` wait for `copied`, which blocks until it is filled."""
-        for one in memory:
-            self._fills[one.untyped_storage().data_ptr()] = copied
+        self._fills[memory.untyped_storage().data_ptr()] = self._launcher.submit(copied)
 
     def isend(self, tensor: Tensor, **options: Any) -> Any:
         """Like `torch.distributed.isend`. What it raises is raised by the work's `wait`."""
@@ -334,18 +341,19 @@ class _SendsBehindCopies:
         return self._call(self._calls.all_reduce, tensor, options)
 
     def _call(self, call: Callable[..., Any], tensor: Tensor, options: dict[str, Any]) -> Any:
-        address = tensor.untyped_storage().data_ptr()
-        copied = self._fills.get(address)
-        if copied is None:
-            return call(tensor, **options)
+        filled = self._fills.get(tensor.untyped_storage().data_ptr())
+        if filled is None or filled.done():
+            return _after(filled, call, tensor, options)
+        return _Launching(self._launcher.submit(partial(_after, filled, call, tensor, options)))
 
-        def launch() -> Any:
-            copied()
-            if self._fills.get(address) is copied:
-                self._fills.pop(address, None)
-            return call(tensor, **options)
 
-        return _Launching(self._launcher.submit(launch))
+def _after(
+    filled: Future[None] | None, call: Callable[..., Any], tensor: Tensor, options: dict[str, Any]
+) -> Any:
+    """Makes a call, unless filling the memory has failed: then it raises the reason."""
+    if filled is not None:
+        filled.result()
+    return call(tensor, **options)
 
 
 class _Launching:

@@ -64,14 +64,13 @@ class Streams:
         """Returns new memory of the host, [elements], which copies to and from the device use."""
         return torch.empty(elements, dtype=dtype)
 
-    def copy_down(self, pairs: Pairs) -> Callable[[], None]:
-        """Starts to copy tensors of the device to the host, behind what the current stream does.
+    def copy_down(self, tensor: Tensor, host: Tensor) -> Callable[[], None]:
+        """Starts to copy a tensor of the device to the host, behind what the current stream does.
 
         Returns:
-            A function that blocks until the copies have ended. Any thread may call.
+            A function that blocks until the copy has ended. Any thread may call it.
         """
-        for tensor, host in pairs:
-            host.copy_(tensor)
+        host.copy_(tensor)
         return lambda: None
 
     def copy_up(self, pairs: Pairs) -> Callable[[], None]:
@@ -162,13 +161,12 @@ class CudaStreams(Streams):
         return torch.empty(elements, dtype=dtype, pin_memory=True)
 
     @override
-    def copy_down(self, pairs: Pairs) -> Callable[[], None]:
+    def copy_down(self, tensor: Tensor, host: Tensor) -> Callable[[], None]:
         if self._down is None:
             self._down = self._cuda.Stream(self.device)
         self._down.wait_stream(self.current())
         with self._cuda.stream(self._down):
-            for tensor, host in pairs:
-                host.copy_(tensor, non_blocking=True)
+            host.copy_(tensor, non_blocking=True)
         # "blocking" means that the thread that waits sleeps.
         event = self._cuda.Event(blocking=True)
         event.record(self._down)

@@ -118,7 +118,8 @@ class Pipeline:
         clock: Clock | None = None,
         or_else: ExchangeOptions | None = None,
     ) -> None:
-        instruments = Instruments(clock or clock_of(next(module.parameters()).device), collectives)
+        device, blocks = next(module.parameters()).device, collectives.wait_blocks_host
+        instruments = Instruments(clock or clock_of(device, in_threads=blocks), collectives)
         what = options or ExchangeOptions(), instruments, ModuleTree(module)
         training = self.training = Training(module, collectives, fusion, *what)
         self.remark: str | None = None

@@ -7,9 +7,11 @@ not block. A mark is converted to seconds later. A lane is a kind of collective,
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from lightning_dear.collectives.background import Background
 
@@ -32,9 +34,11 @@ class HostClock:
     def __init__(self) -> None:
         self._threads: dict[str, Background] = {}
 
-    mark = staticmethod(time.perf_counter)
-    """Returns a mark: the present moment."""
     is_free = True
+
+    def mark(self) -> Any:
+        """Returns a mark: the present moment."""
+        return time.perf_counter()
 
     def seconds(self, mark: Any) -> float:
         """Returns a mark in seconds of `time.perf_counter`. Does not block."""
@@ -56,13 +60,18 @@ class HostClock:
         start = self.mark()
 
         def arrive_and_record() -> None:
-            try:
-                arrive()
-            finally:
-                record(start, self.mark())
+            with self._beside(lane):
+                try:
+                    arrive()
+                finally:
+                    record(start, self.mark())
 
         thread = self._threads.setdefault(lane, Background(f"dear-timeline-{lane}"))
         return thread.submit(arrive_and_record).result
+
+    def _beside(self, lane: str) -> AbstractContextManager[Any]:
+        """Returns a context in which the end of a collective of `lane` is marked."""
+        return nullcontext()
 
     def finish(self, *, waits: bool = True) -> None:
         """Blocks until all observed collectives have been recorded, and ends the threads.
@@ -78,7 +87,7 @@ class HostClock:
             thread.finish()
 
 
-class StreamClock:
+class StreamClock(HostClock):
     """Clock for a CUDA device: a mark is an event on the current stream.
 
     The constructor blocks the host until the device has done all of its work.
@@ -86,6 +95,7 @@ class StreamClock:
     Args:
         device: Device whose streams are marked.
         cuda: torch.cuda, or a stand-in for it in tests that simulate a device.
+        in_threads: Whether threads wait for observed collectives, since that blocks the host.
 
     Attributes:
         is_free: False, since recording an event costs the host time; see `HostClock`.
@@ -93,11 +103,14 @@ class StreamClock:
 
     is_free = False
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        self._device, self._cuda = device, cuda
+    def __init__(
+        self, device: torch.device, cuda: Any = torch.cuda, *, in_threads: bool = False
+    ) -> None:
+        super().__init__()
+        self._device, self._cuda, self._in_threads = device, cuda, in_threads
         # Lane -> stream. With one stream for all lanes, a collective that takes long would delay
         # the marks of other lanes.
-        self._beside: dict[str, torch.cuda.Stream] = {}
+        self._streams: dict[str, torch.cuda.Stream] = {}
         # Synchronized before the mark, so that no work delays the mark, and after it, so that the
         # device has just passed the mark when the host reads its own clock.
         cuda.synchronize(device)
@@ -105,6 +118,7 @@ class StreamClock:
         cuda.synchronize(device)
         self._origin_s = time.perf_counter()
 
+    @override
     def mark(self) -> Any:
         """Returns a mark: the moment at which the current stream reaches this point.
 
@@ -114,6 +128,7 @@ class StreamClock:
         event.record(self._cuda.current_stream(self._device))
         return event
 
+    @override
     def seconds(self, mark: Any) -> float:
         """Returns a mark in seconds of `time.perf_counter`.
 
@@ -126,36 +141,47 @@ class StreamClock:
         self._origin = mark
         return self._origin_s
 
+    @override
     def observe(self, lane: str, arrive: Callable[[], None], record: Record) -> Callable[[], None]:
         """Calls `record` with marks of this call and of the collective's end. Does not block.
 
         The second mark is on a separate stream for each lane. This stream waits for the collective,
         so that the current stream does not. Returns `arrive`. See `HostClock.observe`.
         """
+        if self._in_threads:
+            super().observe(lane, arrive, record)
+            return arrive
         start = self.mark()
-        if lane not in self._beside:
-            self._beside[lane] = self._cuda.Stream(self._device)
-        with self._cuda.stream(self._beside[lane]):
+        with self._beside(lane):
             arrive()
             record(start, self.mark())
         return arrive
 
+    @override
+    def _beside(self, lane: str) -> AbstractContextManager[Any]:
+        if lane not in self._streams:
+            self._streams[lane] = self._cuda.Stream(self._device)
+        return self._cuda.stream(self._streams[lane])  # type: ignore[no-any-return]
+
+    @override
     def finish(self, *, waits: bool = True) -> None:
         """Blocks until the device has done all of its work, and so has reached all marks.
 
         Args:
             waits: Whether to block. If not, this does nothing.
         """
+        super().finish(waits=waits)
         if waits:
             self._cuda.synchronize(self._device)
 
 
-Clock = HostClock | StreamClock
+Clock = HostClock
 
 
-def clock_of(device: torch.device) -> Clock:
-    """Returns a new clock for work on `device`.
+def clock_of(device: torch.device, *, in_threads: bool = False) -> Clock:
+    """Returns a new clock for work on `device`; `in_threads` is as in `StreamClock`.
 
     For a CUDA device, blocks until the device has done all of its work.
     """
-    return StreamClock(device) if device.type == "cuda" else HostClock()
+    is_cuda = device.type == "cuda"
+    return StreamClock(device, in_threads=in_threads) if is_cuda else HostClock()

@@ -289,6 +289,9 @@ class Device:
             return
         clock, host = memory.stream.clock, thread.clock
         for (_, _, _, number), access in memory.accesses.items():
+            if memory.is_pinned and number in self.streams:
+                # Torch's allocator of pinned memory waits for copies.
+                continue
             if max(clock.get(number, 0), host.get(number, 0)) < access.number:
                 self.frees[
                     f"{access.name} on {self.names[number]}, launched at"

@@ -34,9 +34,15 @@ class _Result(Future[Any]):
         self.clock: Clock = {}
 
     def _join(self) -> None:
-        thread = this_thread()
-        self._network.turns.wait_until(thread.turn, f"the thread '{self._name}'", self.done)
+        thread, is_done = this_thread(), super().done
+        self._network.turns.wait_until(thread.turn, f"the thread '{self._name}'", is_done)
         join(thread.clock, self.clock)
+
+    def done(self) -> bool:
+        """See Future."""
+        if is_done := super().done():
+            join(this_thread().clock, self.clock)
+        return is_done
 
     def result(self, timeout: float | None = None) -> Any:
         """See Future."""

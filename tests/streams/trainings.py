@@ -163,13 +163,14 @@ class OnDevice:
         self.training, self.rank = training, rank
         self.model, self.optimizers = training.build()
         rank.device.put(*self.model.parameters(), *self.model.buffers())
+        collectives = collectives or rank.collectives()
         self.pipeline = Pipeline(
             self.model,
             self.optimizers,
-            collectives or rank.collectives(),
+            collectives,
             SMALL_BUCKETS,
             options=training.options,
-            clock=StreamClock(DEVICE, Cuda()),
+            clock=StreamClock(DEVICE, Cuda(), in_threads=collectives.wait_blocks_host),
             weighs=bool(training.weighs),
         )
         self._scaler = training.scaler()
