@@ -13,10 +13,11 @@ bits of gloo, since gloo's own code makes them. Of n bytes a training step copie
 shard down, and n up, whatever the number of ranks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -141,32 +142,42 @@ class StagedCollectives(Collectives):
 
     # --- one launch -------------------------------------------------------------------------------
 
-    @contextmanager
-    def _copied_down(self, tag: int, pair: tuple[Tensor, Tensor] | None) -> Iterator[None]:
-        """Starts to copy down. What the block sends of that memory waits for the copy.
+    def _stage(
+        self,
+        lane: str,
+        tag: int,
+        down: tuple[Tensor, Tensor] | None,
+        launch: Callable[[], Work],
+        up: Pairs,
+    ) -> Work:
+        """Copies down, launches the host's collective, and returns a work that copies up.
 
-        Does not block, except if a message still uses the bucket's memory: it waits for that one.
+        Does not block, except if a message still uses the bucket's memory: it waits for that one. A
+        thread starts a bucket's copies up, once its messages are here. By then its copy down has
+        ended, and what was launched before. Other messages are copied up by the stream that waits.
+
+        Args:
+            lane: Half of the exchange, "reduce_scatter" or "all_gather".
+            tag: Tag of the message, which names its bucket.
+            down: Tensor on the device, and the memory that is sent. None means that `launch` sends
+                nothing that must be copied.
+            launch: Launches the host's collective.
+            up: Tensors on the device, and the memory that is received.
         """
-        for lane in ("reduce_scatter", "all_gather"):
-            if (earlier := self._under_way.get((lane, tag))) is not None:
+        for half in ("reduce_scatter", "all_gather"):
+            if (earlier := self._under_way.get((half, tag))) is not None:
                 # Such as parameters that no forward has read: they are still being gathered.
                 earlier.wait()
-        if pair is not None:
-            self._calls.fill(pair[1], self.streams.copy_down(*pair))
-        yield
-
-    def _copied_up(self, lane: str, tag: int, work: Work, pairs: Pairs) -> Work:
-        """Returns a work that waits for the host's `work`, and copies `pairs` up. Does not block.
-
-        A thread starts a bucket's copies up, once its messages are here. By then its copy down has
-        ended, and what was launched before. Other messages are copied up by the stream that waits.
-        """
+        if down is None:
+            work = launch()
+        else:
+            work = self._calls.behind(self.streams.copy_down(*down), down[1], launch)
         if tag >= BUCKET_TAGS:
-            return Work(self.observed(lane, f"tag {tag}", work.wait), partial(_copy_up, pairs))
+            return Work(self.observed(lane, f"tag {tag}", work.wait), partial(_copy_up, up))
 
         def arrive() -> Callable[[], None]:
             work.wait()
-            return self.streams.copy_up(pairs)
+            return self.streams.copy_up(up)
 
         key = lane, _optimizer(tag)
         if key not in self._arrivals:
@@ -189,7 +200,7 @@ class StagedCollectives(Collectives):
     def launch_reduce_scatter(
         self, buffer: Tensor, received: Tensor, out: Tensor, tag: int
     ) -> Work:
-        whole, lane = self._like(buffer, tag), "reduce_scatter"
+        whole = self._like(buffer, tag)
         elements = self._host.scratch_numel(buffer.numel())
         scratch = self._memory(elements, buffer.dtype, tag, "received")
         if tag < BUCKET_TAGS:
@@ -197,9 +208,8 @@ class StagedCollectives(Collectives):
         mean = shard_of(whole, self.world.rank, self.world.size)
         if out.dtype != mean.dtype:
             mean = self._like(out, tag, "mean")
-        with self._copied_down(tag, (buffer, whole)):
-            work = self._host.launch_reduce_scatter(whole, scratch, mean, tag)
-        return self._copied_up(lane, tag, work, [(out, mean)])
+        launch = partial(self._host.launch_reduce_scatter, whole, scratch, mean, tag)
+        return self._stage("reduce_scatter", tag, (buffer, whole), launch, [(out, mean)])
 
     @override
     def launch_sums_of_host(
@@ -217,14 +227,19 @@ class StagedCollectives(Collectives):
             copied()
             return outgoing
 
+        ends: list[Callable[[], object]] = []
+
+        def launch() -> Work:
+            work, end = self._host.launch_sums_of_host(whole, scratch, encode_there, wires, tag)
+            ends.append(end)
+            return work
+
         def follow() -> None:
-            end()
+            ends[0]()
             self.streams.follow_beside()
 
-        with self._copied_down(tag, (buffer, whole)):
-            place = scratch, encode_there, wires, tag
-            work, end = self._host.launch_sums_of_host(whole, *place)
-        return self._copied_up("reduce_scatter", tag, work, [(incoming, wires)]), follow
+        up = [(incoming, wires)]
+        return self._stage("reduce_scatter", tag, (buffer, whole), launch, up), follow
 
     @override
     def expect_all_gather(self, buffer: Tensor, tag: int) -> None:
@@ -238,9 +253,8 @@ class StagedCollectives(Collectives):
             return self._host.launch_all_gather(buffer, tag)
         whole = self._like(buffer, tag)
         before, own, after = zip(*map(self._around_own, (buffer, whole)), strict=True)
-        with self._copied_down(tag, own):
-            work = self._host.launch_all_gather(whole, tag)
-        return self._copied_up("all_gather", tag, work, [before, after])
+        launch = partial(self._host.launch_all_gather, whole, tag)
+        return self._stage("all_gather", tag, own, launch, [before, after])
 
     def _around_own(self, whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Cuts `whole` into the shards before this rank's, this rank's, and those after it."""
@@ -262,24 +276,20 @@ class StagedCollectives(Collectives):
         self, lane: str, launch: Callable[[Tensor, int], Work], buffer: Tensor, tag: int
     ) -> Work:
         pair = buffer, self._like(buffer, tag)
-        with self._copied_down(tag, pair):
-            work = launch(pair[1], tag)
-        return self._copied_up(lane, tag, work, [pair])
+        return self._stage(lane, tag, pair, partial(launch, pair[1], tag), [pair])
 
     @override
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, tag: int) -> Work:
         pair, outgoing = (incoming, self._like(incoming, tag, "rows")), self._like(rows, tag)
-        with self._copied_down(tag, (rows, outgoing)):
-            work = self._host.launch_all_to_all(outgoing, pair[1], tag)
-        return self._copied_up("reduce_scatter", tag, work, [pair])
+        launch = partial(self._host.launch_all_to_all, outgoing, pair[1], tag)
+        return self._stage("reduce_scatter", tag, (rows, outgoing), launch, [pair])
 
     @override
     def launch_parts(self, outgoing: SplitTensor, incoming: SplitTensor, tag: int) -> Work:
         pairs = [(one, self._like(one, tag, "parts")) for one in (outgoing[0], incoming[0])]
-        with self._copied_down(tag, pairs[0]):
-            both = (pairs[0][1], outgoing[1]), (pairs[1][1], incoming[1])
-            work = self._host.launch_parts(*both, tag)
-        return self._copied_up("all_gather", tag, work, pairs[1:])
+        both = (pairs[0][1], outgoing[1]), (pairs[1][1], incoming[1])
+        launch = partial(self._host.launch_parts, *both, tag)
+        return self._stage("all_gather", tag, pairs[0], launch, pairs[1:])
 
     @override
     def launch_max(self, flags: Tensor, tag: int = -1) -> Work:
@@ -294,9 +304,9 @@ class StagedCollectives(Collectives):
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
         tag, is_first = BUFFERS_TAG + index, self.world.rank == 0
         pair = buffer, self._like(buffer, tag)
-        with self._copied_down(tag, pair if is_first else None):
-            work = self._host.launch_broadcast(pair[1], index)
-        return self._copied_up("all_gather", tag, work, [] if is_first else [pair])
+        launch = partial(self._host.launch_broadcast, pair[1], index)
+        down, up = (pair, []) if is_first else (None, [pair])
+        return self._stage("all_gather", tag, down, launch, up)
 
 
 def _optimizer(tag: int) -> int:
@@ -313,7 +323,8 @@ def _copy_up(pairs: Pairs) -> None:
 class _SendsBehindCopies:
     """`torch.distributed`, whose sends wait until the memory that they read has been filled.
 
-    A thread waits for the copies, in their order, and then sends. So the caller goes on at once.
+    A thread waits for the copies of `behind`, in their order, and then sends. So the caller goes on
+    at once. Sends of other threads, such as those of a second hop, wait in their own thread.
 
     Args:
         calls: `torch.distributed`, or a stand-in for it.
@@ -322,45 +333,73 @@ class _SendsBehindCopies:
     def __init__(self, calls: Any) -> None:
         self._calls = calls
         self._launcher = Background("dear-launches")
-        # Address of pinned memory -> done once the last copies into it have ended.
-        self._fills: dict[int, Future[None]] = {}
+        # Address of pinned memory -> function that blocks until the last copy into it has ended.
+        self._copied: dict[int, Callable[[], None]] = {}
+        # The launch that a thread makes at present, if it is made behind a copy.
+        self._present = threading.local()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._calls, name)
 
-    def fill(self, memory: Tensor, copied: Callable[[], None]) -> None:
-        """Makes later sends of `memory` wait for `copied`, which blocks until it is filled."""
-        self._fills[memory.untyped_storage().data_ptr()] = self._launcher.submit(copied)
+    def behind(
+        self, copied: Callable[[], None], memory: Tensor, launch: Callable[[], Work]
+    ) -> Work:
+        """Calls `launch`, and returns its work. What it sends waits for `copied` in a thread.
+
+        Args:
+            copied: Blocks until `memory` is filled.
+            memory: Memory that is sent by `launch`, or later by another thread.
+            launch: Called at once.
+        """
+        self._copied[memory.untyped_storage().data_ptr()] = copied
+        later = self._present.launch = _Later(copied)
+        try:
+            return launch()
+        finally:
+            self._present.launch = None
+            later.works = self._launcher.submit(later.call)
 
     def isend(self, tensor: Tensor, **options: Any) -> Any:
         """Like `torch.distributed.isend`. What it raises is raised by the work's `wait`."""
-        return self._call(self._calls.isend, tensor, options)
+        return self._call(partial(self._calls.isend, tensor, **options), tensor)
 
     def all_reduce(self, tensor: Tensor, **options: Any) -> Any:
         """Like `torch.distributed.all_reduce`; see `isend`."""
-        return self._call(self._calls.all_reduce, tensor, options)
+        return self._call(partial(self._calls.all_reduce, tensor, **options), tensor)
 
-    def _call(self, call: Callable[..., Any], tensor: Tensor, options: dict[str, Any]) -> Any:
-        filled = self._fills.get(tensor.untyped_storage().data_ptr())
-        if filled is None or filled.done():
-            return _after(filled, call, tensor, options)
-        return _Launching(self._launcher.submit(partial(_after, filled, call, tensor, options)))
-
-
-def _after(
-    filled: Future[None] | None, call: Callable[..., Any], tensor: Tensor, options: dict[str, Any]
-) -> Any:
-    """Makes a call, unless filling the memory has failed: then it raises the reason."""
-    if filled is not None:
-        filled.result()
-    return call(tensor, **options)
+    def _call(self, call: Callable[[], Any], tensor: Tensor) -> Any:
+        later: _Later | None = getattr(self._present, "launch", None)
+        if later is not None:
+            return later.add(call)
+        copied = self._copied.get(tensor.untyped_storage().data_ptr())
+        if copied is not None:
+            copied()
+        return call()
 
 
-class _Launching:
-    """torch's work of a call that a thread makes."""
+class _Later:
+    """Calls of torch that a thread makes, once memory is filled.
 
-    def __init__(self, launched: Future[Any]) -> None:
-        self._launched = launched
+    Args:
+        copied: Blocks until it is.
 
-    def wait(self, *arguments: Any) -> Any:
-        return self._launched.result().wait(*arguments)
+    Attributes:
+        works: Gets torch's works, in the order of `add`. To be assigned to.
+    """
+
+    works: Future[list[Any]]
+
+    def __init__(self, copied: Callable[[], None]) -> None:
+        self._copied = copied
+        self._calls: list[Callable[[], Any]] = []
+
+    def add(self, call: Callable[[], Any]) -> Any:
+        """Adds a call, and returns what stands for its work."""
+        number = len(self._calls)
+        self._calls.append(call)
+        return SimpleNamespace(wait=lambda *limit: self.works.result()[number].wait(*limit))
+
+    def call(self) -> list[Any]:
+        """Makes the calls. Blocks until the memory is filled."""
+        self._copied()
+        return [call() for call in self._calls]

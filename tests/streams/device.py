@@ -248,7 +248,9 @@ class Device:
         for extent in writes:
             self._touch(extent, stream, access, is_write=True)
 
-    def _touch(self, extent: Extent, stream: Stream | Thread, access: Access, *, is_write: bool) -> None:
+    def _touch(
+        self, extent: Extent, stream: Stream | Thread, access: Access, *, is_write: bool
+    ) -> None:
         memory, first, end = extent
         if first == end:
             return

@@ -18,7 +18,7 @@ from lightning_dear import torch_modes
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.nccl import NativeCollectives
 from lightning_dear.collectives.staged import StagedCollectives
-from lightning_dear.collectives.streams import CudaStreams, Pairs, Streams
+from lightning_dear.collectives.streams import CudaStreams, Streams
 from lightning_dear.collectives.two_hops import NativeTwoHopCollectives, TwoHopCollectives
 from lightning_dear.collectives.world import World
 from tests.distributed.strict import Strict

@@ -255,10 +255,9 @@ class _Unguarded(StagedCollectives):
     """What is launched does not wait for a message that uses the bucket's memory."""
 
     @override
-    def _copied_up(self, lane: str, tag: int, work: Work, pairs: Pairs) -> Work:
-        work = super()._copied_up(lane, tag, work, pairs)
+    def _stage(self, *args: Any) -> Work:
         self._under_way.clear()
-        return work
+        return super()._stage(*args)
 
 
 def _found(streams: type[SimulatedStreams], variant: str = "dense") -> Found[list[Tensor]]:
@@ -272,7 +271,10 @@ def _found(streams: type[SimulatedStreams], variant: str = "dense") -> Found[lis
     ("streams", "what"),
     [
         (_CopiesEarly, r"copy_ on a stream .*:copy_down:.* reads .* on the compute stream writes"),
-        (_RecordsEarly, r"isend on a message with tag 0 reads .* what copy_ .*:copy_down:.* writes"),
+        (
+            _RecordsEarly,
+            r"isend on a message with tag 0 reads .* what copy_ .*:copy_down:.* writes",
+        ),
         (_ReadsEarly, r" on the compute stream reads .* what copy_ .*:copy_up:.* writes"),
     ],
 )
@@ -355,11 +357,10 @@ class _OneThread(StagedCollectives):
     """Has one thread for the arrivals of all optimizers."""
 
     @override
-    def _copied_up(self, lane: str, tag: int, work: Work, pairs: Pairs) -> Work:
-        one = next(iter(self._arrivals.values()), None)
-        if one is not None:
+    def _stage(self, lane: str, tag: int, *args: Any) -> Work:
+        for one in tuple(self._arrivals.values()):
             self._arrivals[lane, tag // TAGS_OF_ONE_OPTIMIZER] = one
-        return super()._copied_up(lane, tag, work, pairs)
+        return super()._stage(lane, tag, *args)
 
 
 def _in_two_orders(rank: Rank, kind: type[StagedCollectives]) -> None:
@@ -398,6 +399,7 @@ def test_a_new_plan_lets_go_of_the_memory_of_the_old_one() -> None:
 
 
 def test_rounded_variants_are_near() -> None:
-    assert distance(of_hosts(VARIANTS["clipping"], 2), reference(VARIANTS["clipping"], 2)) < ROUNDED[
-        "clipping"
-    ]
+    assert (
+        distance(of_hosts(VARIANTS["clipping"], 2), reference(VARIANTS["clipping"], 2))
+        < ROUNDED["clipping"]
+    )
