@@ -181,11 +181,12 @@ class PairwiseCollectives(Collectives):
 
     @override
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, tag: int) -> Work:
-        incoming[self.world.rank].copy_(rows[self.world.rank])
-        outgoing = [(peer, rows[peer]) for peer in self._others(1)]
+        outgoing, own = [(peer, rows[peer]) for peer in self._others(1)], self.world.rank
         waits = self._exchange("reduce_scatter", incoming, self._rows(incoming), outgoing, tag)
         self.ledger["reduce_scatter"] += nbytes_of(outgoing)
-        return self.new_work("reduce_scatter", f"bucket {tag}", waits)
+        # Not before the wait: `rows` may still be filled (see `StagedCollectives`).
+        keep = partial(incoming[own].copy_, rows[own])
+        return self.new_work("reduce_scatter", f"bucket {tag}", waits, keep)
 
     @override
     def launch_parts(self, outgoing: SplitTensor, incoming: SplitTensor, tag: int) -> Work:

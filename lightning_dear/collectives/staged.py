@@ -130,7 +130,9 @@ class StagedCollectives(Collectives):
             tag: Tag of the message, which names its bucket.
             use: What the memory is for. "whole" is that of both halves.
         """
-        return self._memory(tensor.numel(), tensor.dtype, tag, use).view_as(tensor)
+        memory = self._memory(tensor.numel(), tensor.dtype, tag, use)
+        # Buckets are flat already. A call of torch takes 2 us.
+        return memory if tensor.ndim == 1 else memory.view_as(tensor)
 
     def _memory(self, elements: int, dtype: torch.dtype, tag: int, use: str) -> Tensor:
         if tag >= BUCKET_TAGS:
@@ -173,7 +175,7 @@ class StagedCollectives(Collectives):
         else:
             work = self._calls.behind(self.streams.copy_down(*down), down[1], launch)
         if tag >= BUCKET_TAGS:
-            return Work(self.observed(lane, f"tag {tag}", work.wait), partial(_copy_up, up))
+            return Work(self.observed(lane, f"tag {tag}", work.wait), partial(_copy_up, up, down))
 
         def arrive() -> Callable[[], None]:
             work.wait()
@@ -185,7 +187,11 @@ class StagedCollectives(Collectives):
         arrival = self._arrivals[key].submit(arrive)
         staged = Work(self.observed(lane, f"bucket {tag}", lambda: arrival.result()()))
         self._under_way[lane, tag] = staged
-        return staged.then(lambda: self._under_way.pop((lane, tag), None))
+        return staged.then(partial(self._forget, lane, tag, down))
+
+    def _forget(self, lane: str, tag: int, sent: object) -> None:
+        """Ends a bucket's message, of which `sent` was held until now."""
+        self._under_way.pop((lane, tag), None)
 
     # --- both halves ------------------------------------------------------------------------------
 
@@ -252,15 +258,13 @@ class StagedCollectives(Collectives):
         if not self.streams.holds(buffer):
             return self._host.launch_all_gather(buffer, tag)
         whole = self._like(buffer, tag)
-        before, own, after = zip(*map(self._around_own, (buffer, whole)), strict=True)
+        size = buffer.numel() // self.world.size
+        ends = [self.world.rank * size, (self.world.rank + 1) * size]
+        # The shards before this rank's, this rank's, and those after it.
+        both = buffer.tensor_split(ends), whole.tensor_split(ends)
+        before, own, after = zip(*both, strict=True)
         launch = partial(self._host.launch_all_gather, whole, tag)
         return self._stage("all_gather", tag, own, launch, [before, after])
-
-    def _around_own(self, whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Cuts `whole` into the shards before this rank's, this rank's, and those after it."""
-        size = whole.numel() // self.world.size
-        begin, end = self.world.rank * size, (self.world.rank + 1) * size
-        return whole[:begin], whole[begin:end], whole[end:]
 
     # --- other messages ---------------------------------------------------------------------------
 
@@ -314,8 +318,8 @@ def _optimizer(tag: int) -> int:
     return tag // TAGS_OF_ONE_OPTIMIZER
 
 
-def _copy_up(pairs: Pairs) -> None:
-    """Copies host memory to the device, on the current stream."""
+def _copy_up(pairs: Pairs, sent: object = None) -> None:
+    """Copies host memory to the device, on the current stream. `sent` was held until now."""
     for tensor, host in pairs:
         tensor.copy_(host, non_blocking=True)
 

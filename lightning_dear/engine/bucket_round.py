@@ -390,7 +390,7 @@ class BucketRound:
             # No other rank needs it. To copy it to `flags`, which may be on another device, would
             # make the host wait.
             return flags, torch.as_tensor(found)
-        flags[end] = found
+        flags[end] = bool(found) if flags.is_cpu and self._collectives.wait_blocks_host else found
         return flags, flags[end]
 
     def _hear(

@@ -365,8 +365,10 @@ class CompressedExchange(Exchange, ABC):
         for `found`, all gathered means or parameters become nan, too. With `Traffic.is_staged` the
         host waits, and `check` raises.
         """
-        is_host = found.is_cpu and self.collectives.streams.current() is None
-        if self._is_staged or (self.collectives.wait_blocks_host and is_host):
+        collectives = self.collectives
+        # Ranks know of it on the host, unless this rank is alone on a device.
+        is_on_host = collectives.world.size > 1 or collectives.streams.current() is None
+        if self._is_staged or (collectives.wait_blocks_host and is_on_host):
             if not found:
                 return
             self._refusal = GradientsNotFinite(
