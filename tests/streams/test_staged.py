@@ -21,12 +21,13 @@ from lightning_dear.collectives.launch_log import TAGS_OF_ONE_OPTIMIZER
 from lightning_dear.collectives.staged import StagedCollectives
 from lightning_dear.collectives.streams import Pairs
 from lightning_dear.collectives.work import Waits, Work
+from lightning_dear.compression import OkTopk
+from lightning_dear.exchange.options import ExchangeOptions
 from tests.streams.communicators import Hang
 from tests.streams.device import Cuda, Event, Stream, here, memory_of, this_thread
 from tests.streams.ranks import Found, Rank, SimulatedStreams, on_simulated_cuda
-from tests.streams.test_trainings import ROUNDED, VARIANTS, check_weights
+from tests.streams.test_trainings import CODED, VARIANTS, check_weights, coded
 from tests.streams.trainings import Training, reference, train
-from tests.training.models import distance
 
 CUDA: Any = Cuda()
 
@@ -398,8 +399,42 @@ def test_a_new_plan_lets_go_of_the_memory_of_the_old_one() -> None:
     assert len(set(kept)) == 1
 
 
-def test_rounded_variants_are_near() -> None:
-    assert (
-        distance(of_hosts(VARIANTS["clipping"], 2), reference(VARIANTS["clipping"], 2))
-        < ROUNDED["clipping"]
-    )
+# --- codecs ---------------------------------------------------------------------------------------
+
+FLAGS = "_local_scalar_dense at engine/bucket_round.py:_flags"
+"""Where the training thread waits once a step: whether encoding has found inf."""
+
+ON_CPUS = {
+    # What codecs do on a CPU alone; `test_accelerator.py` runs what they do elsewhere.
+    "fp16": ("compression/floats.py:encode",),
+    "bf16": ("compression/floats.py:encode",),
+    "dgc": ("compression/selectors.py:first_above", "compression/selectors.py:all_above"),
+}
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_encoded_bits_are_those_of_gloo(name: str) -> None:
+    training = coded(name, "mlp")
+    found = run(training, 2)
+    check(found, (FLAGS, *ON_CPUS.get(name, ())))
+    assert all(map(torch.equal, found.results[0], of_hosts(training, 2)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one, marks=() if one in ("int8", "topk", "oktopk") else pytest.mark.slow)
+        for one in CODED
+    ],
+)
+def test_in_two_hops_encoded_bits_are_those_of_gloo(name: str) -> None:
+    training = replace(coded(name, "mlp"), has_timeline=name == "int8")
+    found = run(training, 4, ranks_a_host=2)
+    check(found, (FLAGS, *ON_CPUS.get(name, ())))
+    assert all(map(torch.equal, found.results[0], of_hosts(training, 4, 2)))
+
+
+def test_dynamic_sparse_all_reduces_are_refused() -> None:
+    options = ExchangeOptions("gradients", compressor=OkTopk(density=0.05))
+    with pytest.raises(ValueError, match=r"OkTopk\(mode='static'\)"):
+        run(Training(optimizer="plain", options=options), 2)
