@@ -14,10 +14,9 @@ shard down, and n up, whatever the number of ranks.
 """
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -339,7 +338,7 @@ class _SendsBehindCopies:
         self._launcher = Background("dear-launches")
         # Address of pinned memory -> function that blocks until the last copy into it has ended.
         self._copied: dict[int, Callable[[], None]] = {}
-        # The launch that a thread makes at present, if it is made behind a copy.
+        # In a thread that launches behind a copy: the copy, and the calls that wait for it.
         self._present = threading.local()
 
     def __getattr__(self, name: str) -> Any:
@@ -356,12 +355,13 @@ class _SendsBehindCopies:
             launch: Called at once.
         """
         self._copied[memory.untyped_storage().data_ptr()] = copied
-        later = self._present.launch = _Later(copied)
+        calls: list[_Call] = []
+        self._present.launch = copied, calls
         try:
             return launch()
         finally:
             self._present.launch = None
-            later.works = self._launcher.submit(later.call)
+            self._launcher.submit(partial(_make_all, calls))
 
     def isend(self, tensor: Tensor, **options: Any) -> Any:
         """Like `torch.distributed.isend`. What it raises is raised by the work's `wait`."""
@@ -372,38 +372,46 @@ class _SendsBehindCopies:
         return self._call(partial(self._calls.all_reduce, tensor, **options), tensor)
 
     def _call(self, call: Callable[[], Any], tensor: Tensor) -> Any:
-        later: _Later | None = getattr(self._present, "launch", None)
-        if later is not None:
-            return later.add(call)
+        if (launch := getattr(self._present, "launch", None)) is not None:
+            copied, calls = launch
+            calls.append(_Call(copied, call))
+            return calls[-1]
         copied = self._copied.get(tensor.untyped_storage().data_ptr())
         if copied is not None:
             copied()
         return call()
 
 
-class _Later:
-    """Calls of torch that a thread makes, once memory is filled.
+def _make_all(calls: Sequence["_Call"]) -> None:
+    """Makes the calls. What one of them raises is raised by its `wait`, which makes it again."""
+    for call in calls:
+        with suppress(Exception):
+            call.make()
+
+
+class _Call:
+    """A call of torch that is made once memory is filled, and torch's work for it.
+
+    The launching thread makes it, or an earlier `wait`.
 
     Args:
-        copied: Blocks until it is.
-
-    Attributes:
-        works: Gets torch's works, in the order of `add`. To be assigned to.
+        copied: Blocks until the memory is filled.
+        call: Returns torch's work.
     """
 
-    works: Future[list[Any]]
+    def __init__(self, copied: Callable[[], None], call: Callable[[], Any]) -> None:
+        self._copied, self._call = copied, call
+        self._lock = threading.Lock()
+        self._work: Any = None
 
-    def __init__(self, copied: Callable[[], None]) -> None:
-        self._copied = copied
-        self._calls: list[Callable[[], Any]] = []
+    def make(self) -> Any:
+        """Makes the call, unless it was made, and returns torch's work. Blocks for the copy."""
+        with self._lock:
+            if self._work is None:
+                self._copied()
+                self._work = self._call()
+            return self._work
 
-    def add(self, call: Callable[[], Any]) -> Any:
-        """Adds a call, and returns what stands for its work."""
-        number = len(self._calls)
-        self._calls.append(call)
-        return SimpleNamespace(wait=lambda *limit: self.works.result()[number].wait(*limit))
-
-    def call(self) -> list[Any]:
-        """Makes the calls. Blocks until the memory is filled."""
-        self._copied()
-        return [call() for call in self._calls]
+    def wait(self, *limit: Any) -> None:
+        """Blocks until the call's work has ended, or the time limit has passed."""
+        self.make().wait(*limit)

@@ -101,11 +101,9 @@ def _run(call: RankCall, rank: int, port: int, directory: Path) -> Returned | Ra
             _init_process_group(call, rank, directory)
         args, kwargs = pickle.loads(call.arguments)
         pretended = os.environ.get(RANKS_A_HOST)
-        is_gloo = {"side_effect": lambda backend, device: backend == "gloo"}
-        is_staged = mock.patch("lightning_dear.collectives.factory._is_staged", **is_gloo)
         with (
             on_hosts(int(pretended)) if pretended else nullcontext(),
-            is_staged if os.environ.get(STAGED) else nullcontext(),
+            staged() if os.environ.get(STAGED) else nullcontext(),
         ):
             returned = _find(call)(*args, **kwargs)
         return Returned(pickle.dumps(returned, pickle.HIGHEST_PROTOCOL))
@@ -118,6 +116,14 @@ def on_hosts(ranks_a_host: int) -> Iterator[None]:
     """As if so many ranks shared a host, for whoever makes collectives here."""
     host = f"host {int(os.environ['RANK']) // ranks_a_host}", ""
     with mock.patch("lightning_dear.collectives.factory._host", return_value=host):
+        yield
+
+
+@contextmanager
+def staged() -> Iterator[None]:
+    """As if parameters lay on a device: collectives made here copy all that they send."""
+    with mock.patch("lightning_dear.collectives.factory._is_staged") as is_staged:
+        is_staged.side_effect = lambda backend, device: backend == "gloo"
         yield
 
 

@@ -42,6 +42,10 @@ WAITS = {
 """Where the training thread waits for the device in a step; nowhere else."""
 
 
+AT_ONCE = "collectives/staged.py:wait"
+"""Where it waits for a message of no bucket, such as a norm, and so for the copy that is sent."""
+
+
 def run(training: Training, size: int, *, is_late: bool = True, ranks_a_host: int = 1) -> Any:
     """Trains on all ranks; see `on_simulated_cuda`."""
     return on_simulated_cuda(
@@ -71,7 +75,8 @@ def check(found: Found[list[Tensor]], waits: tuple[str, ...] = ()) -> None:
     found.check()
     for known in waits:
         assert any(known in told for told in found.syncs), f"Nobody waits in {known}: {found.syncs}"
-    others = [told for told in found.syncs if not any(known in told for known in waits)]
+    allowed = *waits, AT_ONCE
+    others = [told for told in found.syncs if not any(known in told for known in allowed)]
     assert not others, others
     first, *rest = found.results
     for other in rest:
@@ -101,7 +106,7 @@ def test_models_with_buffers_and_tied_weights(model: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_in_two_hops_bits_are_those_of_gloo(variant: str) -> None:
-    found = run(VARIANTS[variant], 4, ranks_a_host=2)
+    found = run(VARIANTS[variant], 4, ranks_a_host=2, is_late=len(variant) % 2 == 0)
     check(found, WAITS.get(variant, ()))
     assert all(map(torch.equal, found.results[0], of_hosts(VARIANTS[variant], 4, 2)))
 

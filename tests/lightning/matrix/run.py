@@ -28,11 +28,13 @@ def run_row(row: Feature, optimizer: str, folder: Path) -> None:
     """Compares every series of `row`; on every rank. Collective, blocks."""
     world_size = int(os.environ["WORLD_SIZE"])
     rank = os.environ["RANK"]
-    theirs = _run(row, _reference(row), row.reference_net or row.net, optimizer, folder / "theirs")
-    watched = _run(row, _ours(row), row.net, optimizer, folder / "ours")
+    theirs = run_one(
+        row, _reference(row), row.reference_net or row.net, optimizer, folder / "theirs"
+    )
+    watched = run_one(row, ours(row), row.net, optimizer, folder / "ours")
     # At one rank nothing is gathered, so that looking changes nothing.
     alone = (
-        _run(row, _ours(row), row.net, optimizer, folder / "alone", watches=False)
+        run_one(row, ours(row), row.net, optimizer, folder / "alone", watches=False)
         if world_size > 1
         else watched
     )
@@ -54,7 +56,7 @@ def run_row(row: Feature, optimizer: str, folder: Path) -> None:
     row.check(watched)
 
 
-def _ours(row: Feature) -> Strategy:
+def ours(row: Feature) -> Strategy:
     return dear(**row.strategy)
 
 
@@ -66,7 +68,7 @@ def _reference(row: Feature) -> Strategy:
     return ddp(find_unused_parameters=row.reference == "ddp, unused")
 
 
-def _run(
+def run_one(
     row: Feature,
     strategy: Strategy,
     build: Any,
