@@ -13,8 +13,10 @@ bits of gloo, since gloo's own code makes them. Of n bytes a training step copie
 shard down, and n up, whatever the number of ranks.
 """
 
+import os
 import threading
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -33,6 +35,10 @@ from lightning_dear.collectives.launch_log import (
 from lightning_dear.collectives.shards import shard_of
 from lightning_dear.collectives.streams import Pairs, Streams
 from lightning_dear.collectives.work import Begun, Collectives, Encode, SplitTensor, Work
+
+
+_MOST_PINNED = 0.5
+"""Share of a host's memory above which pinned memory is warned of."""
 
 
 class StagedCollectives(Collectives):
@@ -63,7 +69,7 @@ class StagedCollectives(Collectives):
         groups = host.reduce_group, host.gather_group, host.object_group
         super().__init__(*groups, host.world, host.calls, streams)
         host.calls = self._calls
-        self.in_rings, self.log = host.in_rings, host.log
+        self.hops, self.log = host.hops, host.log
         # (tag, use, dtype, elements) -> pinned memory of a bucket.
         self._pinned: dict[tuple[int, str, torch.dtype, int], Tensor] = {}
         # Tag -> the part of that memory that receives the bucket's gradients.
@@ -76,11 +82,6 @@ class StagedCollectives(Collectives):
     # --- what the host's collectives know ---------------------------------------------------------
 
     @property
-    @override
-    def hops(self) -> int:
-        return self._host.hops
-
-    @property
     def ledger(self) -> Any:
         """The ledger of the host's collectives, which count what they send."""
         return self._host.ledger
@@ -88,11 +89,6 @@ class StagedCollectives(Collectives):
     @ledger.setter
     def ledger(self, ledger: Any) -> None:
         self._host.ledger = ledger
-
-    @property
-    @override
-    def can_use_rings(self) -> bool:
-        return self._host.can_use_rings
 
     @property
     @override
@@ -113,6 +109,21 @@ class StagedCollectives(Collectives):
         self._host.forget_groups()
 
     # --- memory -----------------------------------------------------------------------------------
+
+    @override
+    def check_memory(self, parameters: Iterable[Tensor]) -> None:
+        # A buffer for gradients and parameters, and one for gradients that are received.
+        pinned, hosts = 2 * sum(one.nbytes for one in parameters), self.world.hosts
+        ranks = hosts.count(hosts[self.world.rank]) if hosts else 1
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if ranks * pinned > _MOST_PINNED * there:
+            gib = 1 << 30
+            warnings.warn(
+                f"Messages of {ranks} ranks of this host need {pinned / gib:.1f} GiB each of its"
+                f" {there / gib:.1f} GiB of memory. Use fewer ranks a host, or"
+                " process_group_backend='nccl', which sends from the device.",
+                stacklevel=2,
+            )
 
     @override
     def begin_plan(self, first_tag: int) -> None:
@@ -226,7 +237,8 @@ class StagedCollectives(Collectives):
 
         def encode_there(sums: Tensor) -> Tensor:
             with self.streams.beside():
-                rows = encode(self.streams.on_device(sums))
+                there = buffer.new_empty(sums.shape, dtype=sums.dtype)
+                rows = encode(there.copy_(sums, non_blocking=True))
                 outgoing = self._like(rows, tag, "rows")
                 copied = self.streams.copy_down(rows, outgoing)
             copied()

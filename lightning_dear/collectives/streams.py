@@ -83,10 +83,6 @@ class Streams:
             tensor.copy_(host)
         return lambda: None
 
-    def on_device(self, host: Tensor) -> Tensor:
-        """Copies pinned `host` to new memory of the device, on the current stream."""
-        return host.clone()
-
     def synchronize(self) -> None:
         """Blocks the host until the device has run all kernels."""
 
@@ -189,10 +185,6 @@ class CudaStreams(Streams):
                 self._down.wait_event(event)
 
         return follow
-
-    @override
-    def on_device(self, host: Tensor) -> Tensor:
-        return host.to(self.device, non_blocking=True)
 
     @override
     def synchronize(self) -> None:

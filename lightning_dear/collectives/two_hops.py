@@ -48,10 +48,7 @@ class TwoHopCollectives(PairwiseCollectives):
     or more, numbered consecutively.
     """
 
-    @property
-    @override
-    def hops(self) -> int:
-        return 2
+    hops = 2
 
     def _within(self, way: int) -> list[int]:
         """Returns the other ranks of this host, in the order of sends (way 1) or receives (-1).
@@ -255,14 +252,11 @@ class NativeTwoHopCollectives(NativeCollectives):
         options: Other arguments of `Collectives`.
     """
 
+    hops = 2
+
     def __init__(self, *groups: Any, **options: Any) -> None:
         super().__init__(*groups[NUM_SUBGROUPS:], **options)
         self._subgroups: Sequence[Any] = groups[:NUM_SUBGROUPS]
-
-    @property
-    @override
-    def hops(self) -> int:
-        return 2
 
     @property
     @override

@@ -5,7 +5,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -184,6 +184,7 @@ class Collectives(ABC):
         streams: Streams of the parameters' device.
         ledger: Kind -> bytes that this rank has sent so far. The kinds are "reduce_scatter",
             "all_gather", "all_reduce", "other" and "metadata" (see `as_metadata`).
+        hops: 2 if each half has one hop within hosts and one between them; else 1.
         wait_blocks_host: Whether a work's `wait` blocks the host (gloo), which may then read flags
             without another wait. If not (NCCL), `wait` blocks the current stream.
         matches_by_tag: Whether messages are matched by tag (gloo). If not, they are matched by
@@ -209,6 +210,7 @@ class Collectives(ABC):
     world: World = World()
     calls: Any = dist
     streams: Streams = field(default_factory=Streams)
+    hops: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
         self.ledger = Counter[str]()
@@ -367,11 +369,6 @@ class Collectives(ABC):
         """Overwrites `buffer` with rank 0's, on the gather group. `index` makes the tag unique."""
 
     @property
-    def hops(self) -> int:
-        """2 if each half has one hop within hosts and one between them; else 1."""
-        return 1
-
-    @property
     def flags_device(self) -> torch.device:
         """Device on which flags lie while ranks combine them."""
         return torch.device("cpu")
@@ -386,12 +383,11 @@ class Collectives(ABC):
         """Whether an all-reduce sends fewer bytes between hosts than both halves together."""
         return False
 
-    def begin_plan(self, first_tag: int) -> None:
-        """Called before a plan's buffers are made. Drops memory that was made for an earlier plan.
+    def check_memory(self, parameters: Iterable[Tensor]) -> None:
+        """Warns, before training, if the messages of `parameters` need too much host memory."""
 
-        Args:
-            first_tag: Tag of bucket 0, which tells the optimizer.
-        """
+    def begin_plan(self, first_tag: int) -> None:
+        """Drops host memory of the optimizer's earlier plan. `first_tag` is that of bucket 0."""
 
     def scratch_numel(self, numel: int) -> int:
         """Returns how many elements of scratch a reduce-scatter of `numel` needs; it may be 0."""

@@ -127,6 +127,8 @@ class Pipeline:
         self.before_change: Callable[[], object] = int
         self._first_number, self._shares_groups = first_number, shares_groups
         self._check(optimizers, optimizers, or_else)
+        groups = [group for one in optimizers for group in one.param_groups]
+        collectives.check_memory([one for group in groups for one in group["params"]])
         collectives.sums_in_fp32 = training.options.reduce_dtype is not None
         is_narrow = any(one.dtype in SUMMED_IN_FP32 for one in module.parameters())
         if collectives.sums_in_fp32 and not is_narrow and training.world.rank == 0:

@@ -70,6 +70,8 @@ def stages() -> list[Stage]:
     tests = sys.executable, "-m", "pytest", "-n", "0", "-m", "gpu", "-q", "tests/gpu"
     two = "tests.gpu.two_on_one"
     return [
+        Stage("gloo between 2 ranks on one GPU", (*TORCHRUN, "2", "-m", two, "gloo"), 90),
+        Stage("gloo between 3 ranks on one GPU", (*TORCHRUN, "3", "-m", two, "gloo"), 90),
         Stage("codecs, clock, DDP's bits, a Trainer in 16-mixed", (*tests, *sys.argv[1:]), 220),
         Stage("NCCL between 2 ranks on one GPU", (*TORCHRUN, "2", "-m", two), 150),
         Stage(

@@ -1,6 +1,10 @@
-"""Several ranks on one GPU, over real NCCL. NOT RUN so far: there was no GPU.
+"""Several ranks on one GPU, over real NCCL or gloo. NOT RUN so far: there was no GPU.
 
     torchrun --nproc-per-node 2 -m tests.gpu.two_on_one
+    torchrun --nproc-per-node 2 -m tests.gpu.two_on_one gloo
+
+With gloo all that travels is copied to the host, and sent through the loopback device. That prints
+how many gigabytes a second pass, and how many buckets were on their way before backward ended.
 
 NCCL refuses two ranks with one device on one host. Here each rank says that it is a host of its
 own, so that they talk through sockets on the loopback device and take turns on the GPU: right or
@@ -18,18 +22,20 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.nccl import NativeCollectives
+from lightning_dear.collectives.staged import StagedCollectives
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import OkTopk, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
@@ -62,6 +68,9 @@ DEADLINE_S = 140
 NUM_STEPS = 6
 SLEEP_CYCLES = 50_000_000
 """Some 25 ms of a GPU's time."""
+
+SPEED_ELEMENTS = 1 << 24
+LANES = "backward", "reduce_scatter"
 
 Case = dict[str, Any]
 
@@ -97,7 +106,7 @@ def watched(*, is_on: bool) -> Iterator[None]:
 
 
 def train(
-    collectives: NativeCollectives | None,
+    collectives: Collectives | None,
     device: torch.device,
     name: str = "mlp",
     optimizer: str = "adamw",
@@ -145,7 +154,7 @@ def are_equal_everywhere(own: list[Tensor]) -> bool:
     return all(torch.equal(rows[0], row) for row in rows)
 
 
-def check(title: str, case: Case, collectives: NativeCollectives, device: torch.device) -> str:
+def check(title: str, case: Case, collectives: Collectives, device: torch.device) -> str:
     """What is wrong; empty if nothing is. Collective."""
     try:
         own = train(collectives, device, **case)
@@ -174,42 +183,95 @@ def free_bytes(on_host: dist.ProcessGroup) -> int:
     return free
 
 
-def main() -> int:
+def show_memory(device: torch.device, sends: Callable[[], Collectives]) -> Collectives:
+    """Makes collectives of ours, and prints what NCCL's groups take of the device. Collective."""
+    # Its context is no communicator's.
+    one = torch.ones(1, device=device)
+    on_host = dist.new_group(backend="gloo")
+    free = [free_bytes(on_host)]
+    dist.all_reduce(one)
+    free.append(free_bytes(on_host))
+    collectives = sends()
+    free.append(free_bytes(on_host))
+    first, ours = ((a - b) >> 20 for a, b in zip(free, free[1:], strict=False))
+    if dist.get_rank() == 0:
+        print(f"NCCL {torch.cuda.nccl.version()}: {first} MiB for its group", end=" ")
+        print(f"and {ours} more for ours, all ranks together")
+    return collectives
+
+
+def show_speed(collectives: Collectives, device: torch.device) -> None:
+    """Prints gigabytes a second of both halves, and what is sent in backward. Collective."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    buffer = torch.ones(SPEED_ELEMENTS, device=device)
+    own = buffer.view(size, -1)[rank]
+    spent: list[float] = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        begin_s = time.perf_counter()
+        collectives.launch_reduce_scatter(buffer, buffer[:0], own, 0).wait()
+        collectives.launch_all_gather(buffer, 0).wait()
+        torch.cuda.synchronize()
+        spent.append(time.perf_counter() - begin_s)
+    sent = 2 * buffer.nbytes * (size - 1) / size
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    pipeline = Pipeline(model, [optimizer], collectives, SMALL_BUCKETS)
+    timeline = Timeline()
+    for step in range(3):
+        if step == 2:
+            pipeline.training.instruments.record_in(timeline)
+        optimizer.zero_grad()
+        with pipeline.forward():
+            loss = model(torch.ones(4096, 2048, device=device)).square().mean()
+        with pipeline.backward():
+            loss.backward()
+        optimizer.step()
+    pipeline.training.instruments.record_in(None)
+    pipeline.detach()
+    lanes = {lane: [one for one in timeline.spans if one.lane == lane] for lane in LANES}
+    end_s = max((one.end_s for one in lanes["backward"]), default=0.0)
+    early = [one for one in lanes["reduce_scatter"] if one.start_s < end_s]
+    if rank == 0:
+        print(f"{sent / min(spent[1:]) / 1e9:.2f} GB/s sent by a rank, both halves of", end=" ")
+        print(f"{buffer.nbytes >> 20} MiB; {len(early)} of {len(lanes['reduce_scatter'])}", end=" ")
+        print("buckets launched before backward ended", flush=True)
+
+
+def main(backend: str = "nccl") -> int:
     """Runs all cases; how many are wrong."""
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
     torch.backends.cudnn.deterministic = True
     rank, device = int(os.environ["RANK"]), torch.device("cuda", 0)
     os.environ.update(SETTINGS, NCCL_HOSTID=f"host{rank}")
     torch.cuda.set_device(device)
-    # Its context is no communicator's.
-    one = torch.ones(1, device=device)
-    dist.init_process_group("nccl", timeout=timedelta(seconds=60))
-    on_host = dist.new_group(backend="gloo")
-    free = [free_bytes(on_host)]
-    dist.all_reduce(one)
-    free.append(free_bytes(on_host))
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
     has_hosts = dist.get_world_size() == NUM_RANKS_OF_HOSTS
-    with on_hosts(2) if has_hosts else nullcontext():
-        collectives = new_collectives(device, sends_rows=True, hops=2 if has_hosts else None)
-    assert isinstance(collectives, NativeCollectives)
-    free.append(free_bytes(on_host))
-    first, ours = ((a - b) >> 20 for a, b in zip(free, free[1:], strict=False))
+
+    def made() -> Collectives:
+        with on_hosts(2) if has_hosts else nullcontext():
+            return new_collectives(device, sends_rows=True, hops=2 if has_hosts else None)
+
     if rank == 0:
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL", end=" ")
-        print(f"{torch.cuda.nccl.version()}: {first} MiB for its group", end=" ")
-        print(f"and {ours} more for ours, all ranks together")
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {backend}")
+    collectives = show_memory(device, made) if backend == "nccl" else made()
+    assert isinstance(collectives, NativeCollectives if backend == "nccl" else StagedCollectives)
     num_wrong = 0
     for title, case in cases().items():
         begin_s = time.perf_counter()
-        wrong = check(title, case, collectives, device)
+        # On gloo the host has to know of inf, once a step.
+        waits = {"may_wait": True} if backend == "gloo" and "options" in case else {}
+        wrong = check(title, {**case, **waits}, collectives, device)
         num_wrong += bool(wrong)
         if rank == 0:
             spent_s = time.perf_counter() - begin_s
             print(f"{title:26} {wrong or 'right'} ({spent_s:.1f} s)", flush=True)
+    if backend == "gloo":
+        show_speed(collectives, device)
     dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
     return num_wrong
 
 
 if __name__ == "__main__":
-    sys.exit(min(main(), 1))
+    sys.exit(min(main(*sys.argv[1:]), 1))

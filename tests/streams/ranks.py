@@ -47,12 +47,6 @@ class SimulatedStreams(CudaStreams):
         memory_of(pinned).is_pinned = True
         return pinned
 
-    @override
-    def on_device(self, host: Tensor) -> Tensor:
-        copy = torch.empty_like(host)
-        memory_of(copy).is_on_device = True
-        return copy.copy_(host, non_blocking=True)
-
 
 @dataclass(frozen=True)
 class Rank:
