@@ -39,6 +39,7 @@ from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import OkTopk, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
+from lightning_dear.planning import ThresholdFusion
 from lightning_dear.telemetry.timeline import Timeline
 from tests.distributed.rank import on_hosts
 from tests.training.models import batch, build, loss_of, optimizer_for, weights
@@ -216,7 +217,8 @@ def show_speed(collectives: Collectives, device: torch.device) -> None:
     sent = 2 * buffer.nbytes * (size - 1) / size
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    pipeline = Pipeline(model, [optimizer], collectives, SMALL_BUCKETS)
+    fusion = ThresholdFusion(bucket_cap_mb=16, first_bucket_cap_mb=16)
+    pipeline = Pipeline(model, [optimizer], collectives, fusion)
     timeline = Timeline()
     for step in range(3):
         if step == 2:
