@@ -45,3 +45,12 @@ dear-bench warm_up_steps=5 cluster=emulated cluster.num_hosts=4 cluster.rate_mbi
 dear-bench warm_up_steps=5 cluster=emulated cluster.num_hosts=8 cluster.rate_mbit=500 model.scale=20 optimizer=sgd_plain \
   rounds=2 steps=5 hydra.run.dir=outputs/five_p8 entries='[ddp,dear,dear_auto]' \
   sweep='{model.profile: [resnet50, densenet201, bert_base]}'
+
+# The tables of docs/clusters.md, on hosts of several ranks; ratio=50 on the link of 1 Gb/s.
+dear-bench cluster=emulated cluster.num_hosts=2 cluster.ranks_per_host=2 cluster.rate_mbit=100 model.profile=bert_base \
+  model.scale=16 ratio=10 optimizer=sgd_plain rounds=3 steps=3 warm_up_steps=3 \
+  entries='[ddp,dear,{name: int8 1 hop, strategy: dear, compressor: int8, strategy.hops: 1},{name: int8, strategy: dear, compressor: int8}]'
+
+dear-bench cluster=emulated cluster.num_hosts=2 cluster.ranks_per_host=4 cluster.rate_mbit=200 model.profile=bert_base \
+  model.scale=4 ratio=10 optimizer=sgd_plain rounds=3 steps=3 warm_up_steps=3 \
+  entries='[ddp_bf16,dear,{name: int8, strategy: dear, compressor: int8}]'

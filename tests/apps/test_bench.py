@@ -217,7 +217,7 @@ def test_commands_of_the_recipes_compose(command_line: str) -> None:
         for point in points:
             own = composed(overrides_of(point))
             assert own.cluster.num_hosts >= 2
-            assert link_rate_mbit(own) in (31.25, 100, 125, 500, 1000)
+            assert link_rate_mbit(own) in (31.25, 100, 125, 200, 500, 1000)
 
 
 def test_every_command_of_the_recipes_is_composed() -> None:

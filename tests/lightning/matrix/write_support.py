@@ -24,18 +24,17 @@ Search this page for what you use: a callback, a hook, a kind of layer. There ar
 
 ## Works
 
-Tests train every row with SGD (momentum) and AdamW on 1, 2 and 3 ranks (gloo, CPU), under `"dear"`
-and under `"ddp"`. They compare weights, averaged weights (EMA), losses and learning rates in every
-step:
+Tests train every row with SGD (momentum) and AdamW on 1, 2 and 3 ranks (gloo, CPU), and under
+`"ddp"`. They compare weights, averaged weights (EMA), losses and learning rates in every step:
 
-- On 1 and 2 ranks all bits are equal, unless a remark says *equal within*: then that is the
-  largest relative distance, and [the number](#why-bits-differ) says why.
+- On 1 and 2 ranks all bits are equal, unless a remark says *equal within* a relative distance.
+  [Its number](#why-bits-differ) says why.
 - On 3 ranks sums have another order: ours goes by rank, DDP's round a ring. The relative distance
   is at most {SUM_ORDER.distance:.0e} in float64, and {THREE_RANKS:.0e} under "Precision".
-- Parameters that have not arrived read as NaN in these tests, so that no early read goes unseen.
+- Parameters that have not arrived read as NaN there, so that no early read goes unseen.
 
-Checkpoints go between `"dear"` on 1, 2 or 3 ranks, `"ddp"` and one device, in every direction and
-in mid-epoch. On as many ranks as before, `"dear"` goes on bit for bit.
+Checkpoints go between `"dear"` on 1, 2 or 3 ranks, `"ddp"` and one device, in mid-epoch, too. On as
+many ranks as before, `"dear"` goes on bit for bit.
 """
 REFUSED_HEAD = """\
 ## Refused
