@@ -36,7 +36,6 @@ from lightning_dear.collectives.shards import shard_of
 from lightning_dear.collectives.streams import Pairs, Streams
 from lightning_dear.collectives.work import Begun, Collectives, Encode, SplitTensor, Work
 
-
 _MOST_PINNED = 0.5
 """Share of a host's memory above which pinned memory is warned of."""
 

@@ -31,9 +31,7 @@ SplitTensor = tuple[Tensor, list[int]]
 Encode = Callable[[Tensor], Tensor]
 """Encodes a host's sums, [hosts, elements] fp32. Returns bytes, a row for each host."""
 
-GRADIENT_TAGS = 1 << 22
-STATE_TAGS = 1 << 23
-SELECTION_TAGS = 3 << 22
+GRADIENT_TAGS, STATE_TAGS, SELECTION_TAGS = 1 << 22, 1 << 23, 3 << 22
 """Added to a bucket's tag for other messages that may travel at the same time as the bucket's own,
 or while those of a step that broke off are still expected. They carry whole gradients, saved state,
 and what owners select (Ok-Topk)."""
@@ -157,12 +155,10 @@ LEAVE_S = 2.0
 """Seconds that a rank that has failed waits for its device before it aborts its collectives."""
 
 under_way: list[Any] = []
-"""Memory of messages that are not waited for any more, and may still arrive. It is kept until
-`forget_process_groups`."""
+"""Memory of messages that may arrive after all waits, kept until `forget_process_groups`."""
 
 Waits = Sequence[tuple[Any, ...]]
-"""Tuples (peer, torch's work, references that must be held until the wait). The peer is None if
-only the backend knows which ranks the work waits for."""
+"""Tuples (peer, torch's work, references to hold until the wait). Peer None: only torch knows."""
 
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -171,8 +167,8 @@ _AT_ONCE = timedelta(milliseconds=1)
 class Collectives(ABC):
     """Launches collectives on process groups of the engine's own, and counts the bytes they send.
 
-    There is a subclass for each backend and number of hops. Every method `launch_...` does not
-    block and returns a work, and all but `launch_messages` are collective.
+    Every method `launch_...` does not block and returns a work. All but `launch_messages` are
+    collective.
 
     Attributes:
         reduce_group: Process group of the reduce-scatters.
@@ -182,8 +178,8 @@ class Collectives(ABC):
         world: All ranks, and the number of this rank.
         calls: `torch.distributed`, or a stand-in for it where a device is simulated.
         streams: Streams of the parameters' device.
-        ledger: Kind -> bytes that this rank has sent so far. The kinds are "reduce_scatter",
-            "all_gather", "all_reduce", "other" and "metadata" (see `as_metadata`).
+        ledger: Kind -> bytes that this rank has sent so far: "reduce_scatter", "all_gather",
+            "all_reduce", "other" and "metadata" (see `as_metadata`).
         hops: 2 if each half has one hop within hosts and one between them; else 1.
         wait_blocks_host: Whether a work's `wait` blocks the host (gloo), which may then read flags
             without another wait. If not (NCCL), `wait` blocks the current stream.
@@ -249,11 +245,11 @@ class Collectives(ABC):
     def launch_all_to_all(self, rows: Tensor, incoming: Tensor, tag: int) -> Work:
         """Sends row r to rank r; after `wait`, row s of `incoming` is what rank s has sent here.
 
-        Takes the place of a reduce-scatter for bytes that must be decoded before they are summed.
+        In place of a reduce-scatter for bytes that must be decoded before they are summed.
 
         Args:
             rows: [world_size, n]; must not be mutated before `wait`.
-            incoming: [world_size, n] of the same dtype; overwritten.
+            incoming: Like `rows`; overwritten.
             tag: Tag of the message, equal on all ranks.
         """
 
@@ -264,8 +260,7 @@ class Collectives(ABC):
         After `wait`, part s of `incoming` is what rank s has sent here.
 
         Args:
-            outgoing: Elements to send, none of them to this rank itself. Must not be mutated before
-                `wait`.
+            outgoing: Elements to send, none to this rank. Must not be mutated before `wait`.
             incoming: Buffer of the same dtype; overwritten.
             tag: Tag of the message, equal on all ranks.
         """
@@ -298,8 +293,8 @@ class Collectives(ABC):
 
         Args:
             lane: "reduce_scatter" or "all_gather": the half that the messages belong to.
-            messages: Rank -> [n], n from 1 to the length of a row. The first element tells the
-                receiver the length. Must not be mutated before `wait`.
+            messages: Rank -> [n], n from 1 to the length of a row. The first element is the length.
+                Must not be mutated before `wait`.
             sources: Ranks that send a message to this rank.
             incoming: [world_size, most elements] of the same dtype; overwritten.
             tag: Tag of the message, equal on all ranks.
@@ -402,18 +397,17 @@ class Collectives(ABC):
         return values
 
     def abort(self) -> None:
-        """After a failure: ends what this rank's device waits for in vain.
+        """After a failure: ends what this rank's device waits for in vain. May block some seconds.
 
-        Any thread may call. From now on each launch and each wait raises. May block a few seconds.
-        Does nothing on gloo, where a wait for a rank that has ended fails by itself.
+        Any thread may call. From now on each launch and each wait raises. Does nothing on gloo,
+        where a wait for a rank that has ended fails by itself.
         """
 
     def abort_if_stuck(self) -> None:
-        """After a failure of this rank: waits for the device, and aborts if it does not end.
+        """After a failure of this rank: aborts, unless the device ends all its work in `LEAVE_S`.
 
-        The device has `LEAVE_S`. If it ends all its work, nothing is aborted, since other ranks may
-        still need the rest of a message. On NCCL other ranks may also never launch what this rank
-        has launched. Then the device would wait for them until the timeout.
+        If it does, other ranks may still need the rest of a message. If other ranks never launch
+        what this rank has launched, it does not, and would wait for them until the timeout.
         """
         waiter = threading.Thread(target=self.streams.synchronize, daemon=True)
         waiter.start()
@@ -478,8 +472,8 @@ class Collectives(ABC):
     def arriving(self, lane: str, name: str, waits: Waits) -> Callable[[], None]:
         """Returns a function that waits for all of `waits`. The observer does not see it.
 
-        Its error names the peer. After a failure all further waits give up at once, because each
-        wait for a silent rank would last a whole timeout.
+        Its error names the peer. After a failure each further wait gives up at once, instead of
+        lasting a whole timeout.
         """
 
         def arrive() -> None:

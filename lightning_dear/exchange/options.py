@@ -100,10 +100,9 @@ class ExchangeOptions(Setting):
         looks_up_counts = isinstance(compressor, SparseAllReduce) and not compressor.is_static
         if compressor is not None and looks_up_counts and not collectives.has_variable_lengths:
             raise ValueError(
-                f"compressor={compressor.name!r} works only with gloo. Use"
-                " process_group_backend='gloo' on CPUs, or compressor=OkTopk(mode='static'). How"
-                " many values travel depends on the gradients, for which with NCCL the host would"
-                " have to wait."
+                f"compressor={compressor.name!r} works only on CPUs. Use compressor=OkTopk("
+                "mode='static') on devices: how many values travel depends on the gradients, for"
+                " which the host would have to wait."
             )
         needs_gloo = self.reduce_dtype is not None and collectives.hops == 2
         if needs_gloo and not collectives.wait_blocks_host:

@@ -159,8 +159,8 @@ CODED = [
     Mutation(
         "telling all ranks of inf",
         "BucketRound._flags",
-        "        flags[end] = found\n",
-        "        flags[end] = False\n",
+        "flags[end] = bool(found) if",
+        "flags[end] = False if",
         (f"{FAILURES}::test_a_step_with_inf_is_refused_on_all_ranks_and_changes_nothing",),
     ),
     Mutation(

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.nccl import NativeCollectives
+from lightning_dear.collectives.staged import StagedCollectives
 from lightning_dear.collectives.world import World
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
@@ -45,8 +46,12 @@ def new_pipeline(
     """A pipeline over the default process group's ranks, its collectives delayed if asked."""
     collectives = new_collectives(torch.device("cpu"))
     if delays is not None:
-        assert isinstance(collectives, PairwiseCollectives)
-        collectives = DelayedCollectives(collectives, delays)
+        if isinstance(collectives, StagedCollectives):
+            host = DelayedCollectives(collectives._host, delays)
+            collectives = StagedCollectives(host, collectives.streams)
+        else:
+            assert isinstance(collectives, PairwiseCollectives)
+            collectives = DelayedCollectives(collectives, delays)
     how = {"audit": audit, "options": options, "weighs": weighs}
     return Pipeline(model, [optimizer, *more], collectives, fusion, **how)  # type: ignore[arg-type]
 
