@@ -360,15 +360,13 @@ class CompressedExchange(Exchange, ABC):
     def hear_found_inf(self, found: Tensor) -> None:
         """If `found`, makes all means nan, so that a loss scale skips the step and backs off.
 
-        If the step is made all the same (there is no loss scale), it depends on the device. On CPUs
-        `check` raises `GradientsNotFinite`. On an accelerator, where the host would have to wait
-        for `found`, all gathered means or parameters become nan, too. With `Traffic.is_staged` the
-        host waits, and `check` raises.
+        If the step is made all the same (there is no loss scale), it depends on the backend. On
+        gloo `check` raises `GradientsNotFinite`. On NCCL, and on one rank with a device, the host
+        would have to wait for `found`. There all gathered means or parameters become nan, too. With
+        `Traffic.is_staged` the host waits, and `check` raises.
         """
-        collectives = self.collectives
-        # Ranks know of it on the host, unless this rank is alone on a device.
-        is_on_host = collectives.world.size > 1 or collectives.streams.current() is None
-        if self._is_staged or (collectives.wait_blocks_host and is_on_host):
+        factor: Any = math.nan
+        if self._is_staged or self._hears_on_host:
             if not found:
                 return
             self._refusal = GradientsNotFinite(
@@ -382,8 +380,15 @@ class CompressedExchange(Exchange, ABC):
         else:
             is_nan = found.bool()
             self._is_nan = is_nan if self._is_nan is None else self._is_nan | is_nan
-        one_or_nan = torch.where(found.view(()).bool(), math.nan, 1.0)
-        torch._foreach_mul_([coded.bucket.mean for coded in self.coded], one_or_nan)
+            factor = torch.where(found.view(()).bool(), math.nan, 1.0)
+        torch._foreach_mul_([coded.bucket.mean for coded in self.coded], factor)
+
+    @property
+    def _hears_on_host(self) -> bool:
+        """Whether flags lie on the host: on gloo, unless this rank is alone on a device."""
+        collectives, mean = self.collectives, self.coded[0].bucket.mean
+        is_cpu = mean.is_cpu and collectives.streams.current() is None
+        return collectives.wait_blocks_host and (collectives.world.size > 1 or is_cpu)
 
     @override
     def look_again(self) -> None:
@@ -403,10 +408,12 @@ class CompressedExchange(Exchange, ABC):
         """
         for coded in self.coded:
             self._look_for_inf(coded.bucket.mean)
-        flags = torch.zeros(2, dtype=torch.uint8, device=self.coded[0].bucket.mean.device)
-        flags[0] = self.take_found_inf()
+        is_alone, found = self.collectives.world.size == 1, self.take_found_inf()
+        device = self.coded[0].bucket.mean.device if is_alone else self.collectives.flags_device
+        flags = torch.zeros(2, dtype=torch.uint8, device=device)
+        flags[0] = bool(found) if self._hears_on_host else found
         if says is not None:
-            flags[1] = says
+            flags[1] = bool(says) if self._hears_on_host else says
         self.collectives.launch_max(flags).wait()
         self.hear_found_inf(flags[0])
         return flags

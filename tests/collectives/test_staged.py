@@ -1,0 +1,165 @@
+"""What is sent for a device, through the host: over gloo, host memory standing for the device's."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dear.collectives import factory
+from lightning_dear.collectives.factory import new_collectives
+from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.collectives.staged import StagedCollectives
+from lightning_dear.collectives.streams import Streams
+from tests.distributed.harness import distributed
+from tests.distributed.rank import staged
+
+SLOW_S = 0.3
+
+
+class _SlowCopies(Streams):
+    """A copy down ends late, and writes then."""
+
+    @override
+    def copy_down(self, tensor: Tensor, host: Tensor) -> Callable[[], None]:
+        end_s = time.monotonic() + SLOW_S
+
+        def copied() -> None:
+            time.sleep(max(0.0, end_s - time.monotonic()))
+            host.copy_(tensor)
+
+        return copied
+
+
+def _collectives(timeout_s: float = 30.0) -> StagedCollectives:
+    with staged():
+        collectives = new_collectives(torch.device("cpu"), timedelta(seconds=timeout_s))
+    assert isinstance(collectives, StagedCollectives)
+    return collectives
+
+
+def _with_slow_copies() -> StagedCollectives:
+    plain = new_collectives(torch.device("cpu"))
+    assert isinstance(plain, PairwiseCollectives)
+    return StagedCollectives(plain, _SlowCopies())
+
+
+def _launches(collectives: StagedCollectives) -> dict[str, Any]:
+    """Name of a call -> launches it, and returns the work and what must be there after it."""
+    size, rank = collectives.world.size, collectives.world.rank
+    buffer, own = torch.full((2 * size,), float(rank)), slice(2 * rank, 2 * rank + 2)
+    rows, incoming = torch.full((size, 2), float(rank)), torch.zeros(size, 2)
+    total = float(sum(range(size)))
+    everyones = [float(number) for number in range(size) for _ in range(2)]
+    return {
+        "reduce_scatter": lambda: (
+            collectives.launch_reduce_scatter(buffer, buffer[:0], buffer[own], 0),
+            lambda: buffer[own].tolist() == [total] * 2,
+        ),
+        "all_gather": lambda: (
+            collectives.launch_all_gather(buffer, 0),
+            lambda: buffer.tolist() == everyones,
+        ),
+        "all_reduce": lambda: (
+            collectives.launch_all_reduce(buffer, 0),
+            lambda: buffer.tolist() == [total] * 2 * size,
+        ),
+        "all_to_all": lambda: (
+            collectives.launch_all_to_all(rows, incoming, 0),
+            lambda: incoming.view(-1).tolist() == everyones,
+        ),
+    }
+
+
+CALLS = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all")
+
+
+@pytest.mark.parametrize("call", CALLS)
+@distributed(world_sizes=(2, 3))
+def test_a_launch_does_not_wait_for_the_copy_and_sends_what_it_brings(call: str) -> None:
+    collectives = _with_slow_copies()
+    launch = _launches(collectives)[call]
+    begin_s = time.monotonic()
+    work, is_right = launch()
+    assert time.monotonic() - begin_s < SLOW_S / 2
+    work.wait()
+    assert time.monotonic() - begin_s >= SLOW_S
+    assert is_right()
+
+
+@distributed(world_sizes=(2,))
+def test_a_rank_that_sends_nothing_is_named_and_later_waits_end_at_once() -> None:
+    collectives = _collectives(timeout_s=1.0)
+    dist.barrier()
+    if collectives.world.rank == 1:
+        time.sleep(2.5)
+        return
+    work, _ = _launches(collectives)["reduce_scatter"]()
+    for most_s in (2.4, 0.3):
+        begin_s = time.monotonic()
+        with pytest.raises(RuntimeError, match="bucket 0, reduce-scatter: nothing from rank 1"):
+            work.wait()
+        assert time.monotonic() - begin_s < most_s
+    gather = collectives.launch_all_gather(torch.zeros(4), 1)
+    begin_s = time.monotonic()
+    with pytest.raises(RuntimeError, match="bucket 1, all-gather"):
+        gather.wait()
+    assert time.monotonic() - begin_s < 0.5
+
+
+@distributed(world_sizes=(2,))
+def test_what_a_send_raises_in_a_thread_is_raised_by_the_wait() -> None:
+    collectives = _collectives(timeout_s=1.0)
+    is_failing, why = collectives.world.rank == 0, "nothing from rank 0"
+    if is_failing:
+        collectives._calls._calls = mock.Mock(wraps=dist)
+        collectives._calls._calls.isend.side_effect = RuntimeError("Connection closed by peer")
+        why = "connection closed by rank 1"
+    work, _ = _launches(collectives)["all_gather"]()
+    with pytest.raises(RuntimeError, match=why):
+        work.wait()
+
+
+@distributed(world_sizes=(2,))
+def test_a_copy_that_fails_is_raised_by_the_wait() -> None:
+    collectives = _collectives()
+
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    with mock.patch.object(collectives.streams, "copy_down", return_value=fail):
+        work, _ = _launches(collectives)["all_reduce"]()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        work.wait()
+
+
+@distributed(world_sizes=(2,))
+def test_too_much_memory_is_warned_of_before_training() -> None:
+    collectives = _collectives()
+    parameters = [torch.zeros(1 << 20), torch.zeros(1 << 20)]
+    # Two ranks on one host need twice 16 MiB.
+    for gib, warns in ((1 / 8, False), (1 / 32, True)):
+        pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": int(gib * (1 << 30))}
+        with (
+            mock.patch("os.sysconf", side_effect=pages.__getitem__),
+            warnings.catch_warnings(record=True) as said,
+        ):
+            collectives.check_memory(parameters)
+        assert bool(said) == warns
+        if warns:
+            assert "2 ranks of this host need" in str(said[0].message)
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="on xpu through gloo. Train on CUDA or ROCm"):
+        factory._check_backend("gloo", torch.device("xpu"))
+    factory._check_backend("gloo", torch.device("cuda"))
