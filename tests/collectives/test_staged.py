@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -16,10 +17,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.collectives import factory
+from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.gloo import PairwiseCollectives
-from lightning_dear.collectives.staged import StagedCollectives
+from lightning_dear.collectives.staged import StagedCollectives, _SendsBehindCopies
 from lightning_dear.collectives.streams import Streams
+from lightning_dear.collectives.work import Work
 from tests.distributed.harness import distributed
 from tests.distributed.rank import staged
 
@@ -127,6 +130,29 @@ def test_what_a_send_raises_in_a_thread_is_raised_by_the_wait() -> None:
     work, _ = _launches(collectives)["all_gather"]()
     with pytest.raises(RuntimeError, match=why):
         work.wait()
+
+
+def test_a_send_of_another_thread_waits_for_the_copy() -> None:
+    """As where a rank sends to one peer at a time, or in a second hop."""
+    done: list[str] = []
+    calls = mock.Mock()
+    calls.isend.side_effect = lambda tensor, **options: done.append("sent")
+    sends, memory, other = _SendsBehindCopies(calls), torch.zeros(4), Background("other")
+    copied = threading.Event()
+
+    def wait() -> None:
+        copied.wait()
+        done.append("copied")
+
+    sends.behind(wait, memory, Work.done)
+    sent = other.submit(lambda: sends.isend(memory[:2], dst=1))
+    time.sleep(0.1)
+    assert not done
+    copied.set()
+    sent.result()
+    # The launching thread has waited, too.
+    assert done[-1] == "sent"
+    assert "copied" in done
 
 
 @distributed(world_sizes=(2,))

@@ -173,7 +173,7 @@ CODED = [
     Mutation(
         "showing a loss scale that there was inf",
         "CompressedExchange.hear_found_inf",
-        "        torch._foreach_mul_([coded.bucket.mean for coded in self.coded], one_or_nan)\n",
+        "        torch._foreach_mul_([coded.bucket.mean for coded in self.coded], factor)\n",
         "        pass\n",
         (f"{FAILURES}::test_a_loss_scale_hears_of_inf_on_another_rank",),
     ),

@@ -27,6 +27,7 @@ from tests.mutations.shares import SHARES
 from tests.mutations.sparse_sums import SPARSE_SUMS
 from tests.mutations.speed import SPEED
 from tests.mutations.splits import SPLITS
+from tests.mutations.staged import STAGED
 from tests.mutations.starting import STARTING
 from tests.mutations.steps import FLUSHES, GUARDS, WAITS
 from tests.mutations.streams import STREAMS
@@ -162,6 +163,7 @@ MUTATIONS = [
     *ROUNDS,
     *SEEDS,
     *STREAMS,
+    *STAGED,
     *STARTING,
     *TWO_HOPS,
     *BUFFERS,

@@ -23,8 +23,9 @@ from lightning_dear.collectives.streams import Pairs
 from lightning_dear.collectives.work import Waits, Work
 from lightning_dear.compression import OkTopk
 from lightning_dear.exchange.options import ExchangeOptions
+from lightning_dear.telemetry.clock import StreamClock
 from tests.streams.communicators import Hang
-from tests.streams.device import Cuda, Event, Stream, here, memory_of, this_thread
+from tests.streams.device import DEVICE, Cuda, Event, Stream, here, memory_of, this_thread
 from tests.streams.ranks import Found, Rank, SimulatedStreams, on_simulated_cuda
 from tests.streams.test_trainings import CODED, VARIANTS, check_weights, coded
 from tests.streams.trainings import Training, reference, train
@@ -402,6 +403,52 @@ def test_a_new_plan_lets_go_of_the_memory_of_the_old_one() -> None:
     on_simulated_cuda(body, 2, has_threads=True)
     # One bucket for each tensor of the model, and none of the plan before, which has fewer.
     assert len(set(kept)) == 1
+
+
+def test_a_bucket_that_was_waited_for_is_let_go_of() -> None:
+    def body(rank: Rank) -> None:
+        collectives, buffer = rank.staged(), torch.ones(8)
+        rank.device.put(buffer)
+        work = collectives.launch_all_gather(buffer, 0)
+        assert collectives._under_way
+        work.wait()
+        assert not collectives._under_way
+
+    on_simulated_cuda(body, 2, **THREADS)
+
+
+def test_no_gather_is_expected_in_gradients_that_are_sent() -> None:
+    def body(rank: Rank) -> None:
+        collectives, buffer = rank.staged(), torch.ones(8)
+        rank.device.put(buffer)
+        out = buffer[4 * rank.number :][:4]
+        work = collectives.launch_reduce_scatter(buffer, buffer[:0], out, 0)
+        collectives.expect_all_gather(buffer, 0)
+        assert not collectives._host._expected
+        work.wait()
+        collectives.expect_all_gather(buffer, 0)
+        collectives.expect_reduce_scatter(buffer[:0], 0)
+        assert set(collectives._host._expected) == {("all_gather", 0), ("reduce_scatter", 0)}
+
+    on_simulated_cuda(body, 2, **THREADS)
+
+
+def test_a_timeline_blocks_no_launch() -> None:
+    waits: list[str] = []
+
+    def body(rank: Rank) -> None:
+        clock = StreamClock(DEVICE, CUDA, in_threads=True)
+        arrive = clock.observe(
+            "all_gather",
+            lambda: waits.append(this_thread().name),
+            lambda start, end: waits.append(f"{clock.seconds(end) >= clock.seconds(start)}"),
+        )
+        assert not waits
+        arrive()
+        clock.finish()
+
+    on_simulated_cuda(body, 1, **THREADS)
+    assert waits == ["the training thread", "the thread 'dear-timeline-all_gather'", "True"]
 
 
 # --- codecs ---------------------------------------------------------------------------------------
