@@ -240,6 +240,8 @@ class Device:
         Or what a thread does to the host's memory.
         """
         clock = stream.clock
+        if stream is self.default:
+            self.note_held_up(f"{name} on the compute stream")
         join(clock, this_thread().clock)
         clock[stream.number] += 1
         access = Access(clock[stream.number], name, place())
