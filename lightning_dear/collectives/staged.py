@@ -247,15 +247,12 @@ class StagedCollectives(Collectives):
 
         def launch() -> Work:
             work, end = self._host.launch_sums_of_host(whole, scratch, encode_there, wires, tag)
+            # When it returns, the host has waited for the encoding, so that no stream has to.
             ends.append(end)
             return work
 
-        def follow() -> None:
-            ends[0]()
-            self.streams.follow_beside()
-
         up = [(incoming, wires)]
-        return self._stage("reduce_scatter", tag, (buffer, whole), launch, up), follow
+        return self._stage("reduce_scatter", tag, (buffer, whole), launch, up), ends[0]
 
     @override
     def expect_all_gather(self, buffer: Tensor, tag: int) -> None:

@@ -22,9 +22,10 @@ from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.collectives.staged import StagedCollectives, _SendsBehindCopies
 from lightning_dear.collectives.streams import Streams
+from lightning_dear.collectives.two_hops import TwoHopCollectives
 from lightning_dear.collectives.work import Work
 from tests.distributed.harness import distributed
-from tests.distributed.rank import staged
+from tests.distributed.rank import on_hosts, staged
 
 SLOW_S = 0.3
 
@@ -153,6 +154,26 @@ def test_a_send_of_another_thread_waits_for_the_copy() -> None:
     # The launching thread has waited, too.
     assert done[-1] == "sent"
     assert "copied" in done
+
+
+@distributed(world_sizes=(4,))
+def test_the_end_of_encoding_is_waited_for() -> None:
+    with on_hosts(2):
+        plain = new_collectives(torch.device("cpu"))
+    assert isinstance(plain, TwoHopCollectives)
+    collectives, encoded = StagedCollectives(plain, _SlowCopies()), list[Tensor]()
+
+    def encode(sums: Tensor) -> Tensor:
+        encoded.append(sums.clone())
+        return sums.view(torch.uint8).view(2, -1)
+
+    buffer, incoming = torch.ones(8), torch.zeros(2, 8, dtype=torch.uint8)
+    work, end = collectives.launch_sums_of_host(buffer, buffer[:0], encode, incoming, 0)
+    assert not encoded
+    end()
+    assert encoded[0].view(-1).tolist() == [2.0] * 4
+    work.wait()
+    assert incoming.view(torch.float32).view(-1).tolist() == [2.0] * 4
 
 
 @distributed(world_sizes=(2,))

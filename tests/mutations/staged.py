@@ -142,18 +142,11 @@ STAGED = [
         ENCODED_IN_TWO_HOPS,
     ),
     Mutation(
-        "the wait of the stream for the encoding",
-        "StagedCollectives.launch_sums_of_host",
-        "            self.streams.follow_beside()\n",
-        "",
-        ENCODED_IN_TWO_HOPS,
-    ),
-    Mutation(
         "the wait for the encoding before flags",
         "StagedCollectives.launch_sums_of_host",
-        "            ends[0]()\n",
-        "",
-        ENCODED_IN_TWO_HOPS,
+        "launch, up), ends[0]",
+        "launch, up), Work.done",
+        (f"{REAL}::test_the_end_of_encoding_is_waited_for",),
     ),
     Mutation(
         "the wait for flags that lie on the device",
