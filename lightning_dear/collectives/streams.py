@@ -62,7 +62,7 @@ class Streams:
 
     def host_memory(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Returns new memory of the host, [elements], which copies to and from the device use."""
-        return torch.empty(elements, dtype=dtype)
+        return torch.empty(elements, dtype=dtype, device="cpu")
 
     def copy_down(self, tensor: Tensor, host: Tensor) -> Callable[[], None]:
         """Starts to copy a tensor of the device to the host, behind what the current stream does.
@@ -154,7 +154,7 @@ class CudaStreams(Streams):
 
     @override
     def host_memory(self, elements: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(elements, dtype=dtype, pin_memory=True)
+        return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=True)
 
     @override
     def copy_down(self, tensor: Tensor, host: Tensor) -> Callable[[], None]:

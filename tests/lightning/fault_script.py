@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from tests.distributed.rank import STAGED, staged
 from tests.lightning.faults import OPTIONS, TIMEOUT, Fault, fit, keeper_in, new_strategy
 
 START_TIMEOUT = timedelta(seconds=90)
@@ -39,4 +41,5 @@ def main(start_method: str, folder: Path, fault: Fault) -> None:
 
 if __name__ == "__main__":
     start_method, folder, kind, phase, rank, step = sys.argv[1:]
-    main(start_method, Path(folder), Fault(kind, phase, int(rank), int(step)))
+    with staged() if os.environ.get(STAGED) else nullcontext():
+        main(start_method, Path(folder), Fault(kind, phase, int(rank), int(step)))
