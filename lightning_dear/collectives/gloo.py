@@ -364,7 +364,7 @@ class PairwiseCollectives(Collectives):
         if tag not in self._heard:
             rank, size = self.world.rank, self.world.size
             sources = [(rank - hop) % size for hops in rounds_of(size) for hop in hops]
-            heard = torch.empty(len(sources), num_flags, dtype=torch.uint8)
+            heard = torch.empty(len(sources), num_flags, dtype=torch.uint8, device="cpu")
             rows = [*zip(sources, heard, strict=True)]
             self._heard[tag] = heard, self._receive("reduce_scatter", rows, _FLAGS_TAG + tag)
 

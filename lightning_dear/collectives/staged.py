@@ -16,8 +16,8 @@ shard down, and n up, whatever the number of ranks.
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,9 @@ from lightning_dear.collectives.launch_log import (
 from lightning_dear.collectives.shards import shard_of
 from lightning_dear.collectives.streams import Pairs, Streams
 from lightning_dear.collectives.work import Begun, Collectives, Encode, SplitTensor, Work
+
+_SECONDS_BETWEEN_LOOKS = 1.0
+"""How often a wait asks whether a rank has failed."""
 
 _MOST_PINNED = 0.5
 """Share of a host's memory above which pinned memory is warned of."""
@@ -90,6 +93,15 @@ class StagedCollectives(Collectives):
         self._host.ledger = ledger
 
     @property
+    def has_given_up(self) -> bool:
+        """Whether a wait of the host's collectives, or a rank, has failed."""
+        return self._host.has_given_up
+
+    @has_given_up.setter
+    def has_given_up(self, has: bool) -> None:
+        self._host.has_given_up = has
+
+    @property
     @override
     def favors_all_reduce(self) -> bool:
         return self._host.favors_all_reduce
@@ -118,8 +130,8 @@ class StagedCollectives(Collectives):
         if ranks * pinned > _MOST_PINNED * there:
             gib = 1 << 30
             warnings.warn(
-                f"Messages of {ranks} ranks of this host need {pinned / gib:.1f} GiB each of its"
-                f" {there / gib:.1f} GiB of memory. Use fewer ranks a host, or"
+                f"This host has {there / gib:.1f} GiB of memory, and each of its {ranks} ranks"
+                f" needs {pinned / gib:.1f} GiB for messages. Use fewer ranks a host, or"
                 " process_group_backend='nccl', which sends from the device.",
                 stacklevel=2,
             )
@@ -163,9 +175,11 @@ class StagedCollectives(Collectives):
     ) -> Work:
         """Copies down, launches the host's collective, and returns a work that copies up.
 
-        Does not block, except if a message still uses the bucket's memory: it waits for that one. A
-        thread starts a bucket's copies up, once its messages are here. By then its copy down has
-        ended, and what was launched before. Other messages are copied up by the stream that waits.
+        Does not block, except if a message still uses the bucket's memory: it waits for that one.
+
+        A thread waits for the copy down and for the messages. Then it starts a bucket's copies up:
+        all kernels that were launched before this call have ended by then, since the copy down
+        came after them. Other messages may have no copy down. The stream that waits copies them up.
 
         Args:
             lane: Half of the exchange, "reduce_scatter" or "all_gather".
@@ -179,24 +193,36 @@ class StagedCollectives(Collectives):
             if (earlier := self._under_way.get((half, tag))) is not None:
                 # Such as parameters that no forward has read: they are still being gathered.
                 earlier.wait()
-        if down is None:
-            work = launch()
-        else:
-            work = self._calls.behind(self.streams.copy_down(*down), down[1], launch)
-        if tag >= BUCKET_TAGS:
-            return Work(self.observed(lane, f"tag {tag}", work.wait), partial(_copy_up, up, down))
+        copied = _nothing if down is None else self.streams.copy_down(*down)
+        work = launch() if down is None else self._calls.behind(copied, down[1], launch)
+        is_bucket = tag < BUCKET_TAGS
 
         def arrive() -> Callable[[], None]:
+            # First, to raise what a copy raises: nothing is sent then, and nothing may arrive.
+            copied()
             work.wait()
-            return self.streams.copy_up(up)
+            return self.streams.copy_up(up) if is_bucket else partial(_copy_up, up)
 
-        key = lane, _optimizer(tag)
+        key = lane, _optimizer(tag) if is_bucket else -1
         if key not in self._arrivals:
             self._arrivals[key] = Background(f"dear {lane}, arrivals, {key[1]}")
         arrival = self._arrivals[key].submit(arrive)
-        staged = Work(self.observed(lane, f"bucket {tag}", lambda: arrival.result()()))
-        self._under_way[lane, tag] = staged
+        # What `wait` calls is not observed: a timeline's thread would call it, too.
+        seen: Any = (lambda: arrival.result()()) if is_bucket else arrival.result
+        self.observed(lane, f"bucket {tag}" if is_bucket else f"tag {tag}", seen)
+        # The stream must wait in `Work.wait`, whichever thread waits for the arrival.
+        staged = Work(partial(self._await, arrival), lambda: arrival.result()())
+        if is_bucket:
+            self._under_way[lane, tag] = staged
         return staged.then(partial(self._forget, lane, tag, down))
+
+    def _await(self, arrival: Future[Any]) -> None:
+        """Blocks until `arrival` is done, unless a rank has failed. Raises what it has raised."""
+        while not wait([arrival], _SECONDS_BETWEEN_LOOKS).done:
+            # The thread may still wait for a silent rank, for a whole timeout.
+            if self.has_given_up:
+                raise RuntimeError("A rank has failed, so that its message is not waited for.")
+        arrival.result()
 
     def _forget(self, lane: str, tag: int, sent: object) -> None:
         """Ends a bucket's message, of which `sent` was held until now."""
@@ -246,17 +272,23 @@ class StagedCollectives(Collectives):
         ends: list[Callable[[], object]] = []
 
         def launch() -> Work:
-            work, end = self._host.launch_sums_of_host(whole, scratch, encode_there, wires, tag)
-            # When it returns, the host has waited for the encoding, so that no stream has to.
-            ends.append(end)
+            work, begun = self._host.launch_sums_of_host(whole, scratch, encode_there, wires, tag)
+            ends.append(begun)
             return work
 
+        def end() -> None:
+            # Otherwise a copy that fails would leave this waiting for ranks that wait for it.
+            self._calls.wait_for(whole)
+            # Then the host has waited for the encoding, so that no stream has to.
+            ends[0]()
+
         up = [(incoming, wires)]
-        return self._stage("reduce_scatter", tag, (buffer, whole), launch, up), ends[0]
+        return self._stage("reduce_scatter", tag, (buffer, whole), launch, up), end
 
     @override
     def expect_all_gather(self, buffer: Tensor, tag: int) -> None:
-        # Other ranks' shards must not arrive in gradients that are still being sent.
+        # Other ranks' shards must not arrive in gradients that are still being sent. A gather that
+        # is still under way does not matter: the next reduce half waits for it.
         if tag < BUCKET_TAGS and ("reduce_scatter", tag) not in self._under_way:
             self._host.expect_all_gather(self._like(buffer, tag), tag)
 
@@ -325,8 +357,12 @@ def _optimizer(tag: int) -> int:
     return tag // TAGS_OF_ONE_OPTIMIZER
 
 
-def _copy_up(pairs: Pairs, sent: object = None) -> None:
-    """Copies host memory to the device, on the current stream. `sent` was held until now."""
+def _nothing() -> None:
+    return None
+
+
+def _copy_up(pairs: Pairs) -> None:
+    """Copies host memory to the device, on the current stream."""
     for tensor, host in pairs:
         tensor.copy_(host, non_blocking=True)
 
@@ -334,8 +370,9 @@ def _copy_up(pairs: Pairs, sent: object = None) -> None:
 class _SendsBehindCopies:
     """`torch.distributed`, whose sends wait until the memory that they read has been filled.
 
-    A thread waits for the copies of `behind`, in their order, and then sends. So the caller goes on
-    at once. Sends of other threads, such as those of a second hop, wait in their own thread.
+    One thread makes all calls of `behind`, in the order of their launches, as gloo's all-reduces
+    must be on all ranks. So the caller goes on at once. Sends of other threads, such as those of a
+    second hop, wait in their own thread.
 
     Args:
         calls: `torch.distributed`, or a stand-in for it.
@@ -346,7 +383,7 @@ class _SendsBehindCopies:
         self._launcher = Background("dear-launches")
         # Address of pinned memory -> function that blocks until the last copy into it has ended.
         self._copied: dict[int, Callable[[], None]] = {}
-        # In a thread that launches behind a copy: the copy, and the calls that wait for it.
+        # In a thread that is within `behind`: its `copied`.
         self._present = threading.local()
 
     def __getattr__(self, name: str) -> Any:
@@ -355,21 +392,21 @@ class _SendsBehindCopies:
     def behind(
         self, copied: Callable[[], None], memory: Tensor, launch: Callable[[], Work]
     ) -> Work:
-        """Calls `launch`, and returns its work. What it sends waits for `copied` in a thread.
+        """Calls `launch`, and returns its work. A thread makes its sends, after `copied`.
+
+        Until the next copy into `memory`, sends of it by other threads call `copied` first.
 
         Args:
             copied: Blocks until `memory` is filled.
-            memory: Memory that is sent by `launch`, or later by another thread.
-            launch: Called at once.
+            memory: Memory that is sent.
+            launch: Called at once, in this thread.
         """
         self._copied[memory.untyped_storage().data_ptr()] = copied
-        calls: list[_Call] = []
-        self._present.launch = copied, calls
+        self._present.copied = copied
         try:
             return launch()
         finally:
-            self._present.launch = None
-            self._launcher.submit(partial(_make_all, calls))
+            self._present.copied = None
 
     def isend(self, tensor: Tensor, **options: Any) -> Any:
         """Like `torch.distributed.isend`. What it raises is raised by the work's `wait`."""
@@ -380,46 +417,30 @@ class _SendsBehindCopies:
         return self._call(partial(self._calls.all_reduce, tensor, **options), tensor)
 
     def _call(self, call: Callable[[], Any], tensor: Tensor) -> Any:
-        if (launch := getattr(self._present, "launch", None)) is not None:
-            copied, calls = launch
-            calls.append(_Call(copied, call))
-            return calls[-1]
-        copied = self._copied.get(tensor.untyped_storage().data_ptr())
-        if copied is not None:
-            copied()
-        return call()
+        if (copied := getattr(self._present, "copied", None)) is not None:
+            return _Launching(self._launcher.submit(partial(_after, copied, call)))
+        return _after(partial(self.wait_for, tensor), call)
+
+    def wait_for(self, memory: Tensor) -> None:
+        """Blocks until the last copy into `memory` has ended. Raises what it has raised."""
+        self._copied.get(memory.untyped_storage().data_ptr(), _nothing)()
 
 
-def _make_all(calls: Sequence["_Call"]) -> None:
-    """Makes the calls. What one of them raises is raised by its `wait`, which makes it again."""
-    for call in calls:
-        with suppress(Exception):
-            call.make()
+def _after(copied: Callable[[], None], call: Callable[[], Any]) -> Any:
+    copied()
+    return call()
 
 
-class _Call:
-    """A call of torch that is made once memory is filled, and torch's work for it.
-
-    The launching thread makes it, or an earlier `wait`.
+class _Launching:
+    """torch's work of a call that a thread makes.
 
     Args:
-        copied: Blocks until the memory is filled.
-        call: Returns torch's work.
+        launched: Gets torch's work.
     """
 
-    def __init__(self, copied: Callable[[], None], call: Callable[[], Any]) -> None:
-        self._copied, self._call = copied, call
-        self._lock = threading.Lock()
-        self._work: Any = None
-
-    def make(self) -> Any:
-        """Makes the call, unless it was made, and returns torch's work. Blocks for the copy."""
-        with self._lock:
-            if self._work is None:
-                self._copied()
-                self._work = self._call()
-            return self._work
+    def __init__(self, launched: Future[Any]) -> None:
+        self._launched = launched
 
     def wait(self, *limit: Any) -> None:
         """Blocks until the call's work has ended, or the time limit has passed."""
-        self.make().wait(*limit)
+        self._launched.result().wait(*limit)

@@ -74,7 +74,9 @@ class Streams:
         return lambda: None
 
     def copy_up(self, pairs: Pairs) -> Callable[[], None]:
-        """Starts to copy memory of the host to tensors of the device, which no kernel uses.
+        """Starts to copy memory of the host to tensors of the device.
+
+        All kernels that use these tensors must have ended.
 
         Returns:
             A function that makes the current stream, and later copies down, wait for the copies.
@@ -118,9 +120,9 @@ class CudaStreams(Streams):
         self._cuda = cuda
         # The second stream, once it has been used.
         self._beside: list[Any] = []
-        # The streams of copies to the host, and of copies to the device.
-        self._down: Any = None
-        self._up: Any = None
+        # The streams of copies to the host, and of copies to the device. Not made when first used:
+        # two threads could make one each.
+        self._down, self._up = cuda.Stream(device), cuda.Stream(device)
 
     @property
     @override
@@ -158,20 +160,22 @@ class CudaStreams(Streams):
 
     @override
     def copy_down(self, tensor: Tensor, host: Tensor) -> Callable[[], None]:
-        if self._down is None:
-            self._down = self._cuda.Stream(self.device)
         self._down.wait_stream(self.current())
         with self._cuda.stream(self._down):
             host.copy_(tensor, non_blocking=True)
         # "blocking" means that the thread that waits sleeps.
         event = self._cuda.Event(blocking=True)
         event.record(self._down)
-        return event.synchronize  # type: ignore[no-any-return]
+
+        def wait() -> None:
+            # Also sets the device, which is another one in a new thread.
+            with self._cuda.stream(self._down):
+                event.synchronize()
+
+        return wait
 
     @override
     def copy_up(self, pairs: Pairs) -> Callable[[], None]:
-        if self._up is None:
-            self._up = self._cuda.Stream(self.device)
         with self._cuda.stream(self._up):
             for tensor, host in pairs:
                 tensor.copy_(host, non_blocking=True)
@@ -181,8 +185,7 @@ class CudaStreams(Streams):
         def follow() -> None:
             self.current().wait_event(event)
             # Copies down fill the same memory again, which this copy still reads.
-            if self._down is not None:
-                self._down.wait_event(event)
+            self._down.wait_event(event)
 
         return follow
 

@@ -182,7 +182,7 @@ class Collectives(ABC):
             "all_reduce", "other" and "metadata" (see `as_metadata`).
         hops: 2 if each half has one hop within hosts and one between them; else 1.
         wait_blocks_host: Whether a work's `wait` blocks the host (gloo), which may then read flags
-            without another wait. If not (NCCL), `wait` blocks the current stream.
+            without another wait. On a device `wait` blocks the current stream, also on NCCL.
         matches_by_tag: Whether messages are matched by tag (gloo). If not, they are matched by
             order, and all ranks must launch in one order over all groups.
         has_variable_lengths: Whether a message may be shorter than the memory that receives it.
@@ -300,7 +300,7 @@ class Collectives(ABC):
             tag: Tag of the message, equal on all ranks.
             num_notes: Leading elements of each message that the ledger counts as metadata.
         """
-        raise RuntimeError("NCCL cannot vary message lengths. Use gloo, or OkTopk(mode='static').")
+        raise RuntimeError("Messages on devices have fixed lengths. Use OkTopk(mode='static').")
 
     def expect_messages(self, lane: str, incoming: Tensor, tag: int) -> None:
         """Posts receives of all other ranks' rows, or messages; see `expect_reduce_scatter`."""

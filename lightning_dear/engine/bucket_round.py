@@ -382,7 +382,7 @@ class BucketRound:
         flags = torch.ones(end + 1, dtype=torch.uint8, device=device)
         # Usually all flags are USED, which is 1: then no flag has to be copied to the device.
         if any(flag != USED for flag in says):
-            flags[: len(says)] = torch.tensor(says, dtype=torch.uint8)
+            flags[: len(says)] = torch.tensor(says, dtype=torch.uint8, device="cpu")
         self._notes.write(flags[len(says) : end])
         # With two hops, blocks until the sums of this host are encoded: only then inf is found.
         found = self.exchange.take_found_inf()

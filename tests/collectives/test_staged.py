@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,8 +21,9 @@ from lightning_dear.collectives import factory
 from lightning_dear.collectives.background import Background
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.gloo import PairwiseCollectives
+from lightning_dear.collectives.launch_log import TAGS_OF_ONE_OPTIMIZER
 from lightning_dear.collectives.staged import StagedCollectives, _SendsBehindCopies
-from lightning_dear.collectives.streams import Streams
+from lightning_dear.collectives.streams import CudaStreams, Streams
 from lightning_dear.collectives.two_hops import TwoHopCollectives
 from lightning_dear.collectives.work import Work
 from tests.distributed.harness import distributed
@@ -176,17 +178,83 @@ def test_the_end_of_encoding_is_waited_for() -> None:
     assert incoming.view(torch.float32).view(-1).tolist() == [2.0] * 4
 
 
+@pytest.mark.parametrize("call", CALLS)
 @distributed(world_sizes=(2,))
-def test_a_copy_that_fails_is_raised_by_the_wait() -> None:
-    collectives = _collectives()
+def test_a_copy_that_fails_is_raised_at_once_and_blames_no_rank(call: str) -> None:
+    collectives = _collectives(timeout_s=4.0)
 
     def fail() -> None:
-        raise RuntimeError("the device is gone")
+        raise RuntimeError("an illegal memory access")
 
-    with mock.patch.object(collectives.streams, "copy_down", return_value=fail):
-        work, _ = _launches(collectives)["all_reduce"]()
-    with pytest.raises(RuntimeError, match="the device is gone"):
+    if collectives.world.rank == 0:
+        with mock.patch.object(collectives.streams, "copy_down", return_value=fail):
+            work, _ = _launches(collectives)[call]()
+        begin_s = time.monotonic()
+        with pytest.raises(RuntimeError, match="^an illegal memory access$"):
+            work.wait()
+        assert time.monotonic() - begin_s < 1.0
+
+
+@distributed(world_sizes=(4,))
+def test_a_copy_that_fails_ends_the_wait_for_encoding() -> None:
+    with on_hosts(2):
+        plain = new_collectives(torch.device("cpu"), timedelta(seconds=4))
+    assert isinstance(plain, TwoHopCollectives)
+    collectives = StagedCollectives(plain, Streams())
+
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    if collectives.world.rank == 0:
+        place = torch.ones(8), torch.empty(0), torch.clone, torch.zeros(2, 2), 0
+        with mock.patch.object(collectives.streams, "copy_down", return_value=fail):
+            _, end = collectives.launch_sums_of_host(*place)
+        with pytest.raises(RuntimeError, match="^an illegal memory access$"):
+            end()
+
+
+@distributed(world_sizes=(2,))
+def test_a_wait_ends_once_another_rank_is_known_to_have_failed() -> None:
+    collectives = _collectives(timeout_s=6.0)
+    dist.barrier()
+    if collectives.world.rank == 1:
+        time.sleep(3.0)
+        return
+    work, _ = _launches(collectives)["reduce_scatter"]()
+    # By then a thread waits, as long as the timeout.
+    time.sleep(0.2)
+    collectives.has_given_up = True
+    begin_s = time.monotonic()
+    with pytest.raises(RuntimeError, match="A rank has failed"):
         work.wait()
+    assert time.monotonic() - begin_s < 2.0
+
+
+@distributed(world_sizes=(2,))
+def test_all_reduces_are_launched_in_one_order() -> None:
+    """gloo matches them by order. The launching thread of rank 0 is late."""
+    collectives = _collectives()
+    first, second = torch.full((4,), 1.0), torch.full((4,), 10.0)
+    if collectives.world.rank == 0:
+        collectives._calls._launcher.submit(partial(time.sleep, 0.3))
+        arrivals = collectives._arrivals["reduce_scatter", 0] = Background("late")
+        arrivals.submit(partial(time.sleep, 0.3))
+    works = [
+        collectives.launch_all_reduce(first, 0),
+        collectives.launch_all_reduce(second, TAGS_OF_ONE_OPTIMIZER),
+    ]
+    for work in works:
+        work.wait()
+    assert (first.tolist(), second.tolist()) == ([2.0] * 4, [20.0] * 4)
+
+
+def test_two_threads_copy_up_on_one_stream() -> None:
+    cuda: Any = mock.MagicMock()
+    streams = CudaStreams(torch.device("cpu"), cuda)
+    num_made = cuda.Stream.call_count
+    for _ in range(2):
+        streams.copy_up([])
+    assert cuda.Stream.call_count == num_made
 
 
 @distributed(world_sizes=(2,))
@@ -203,7 +271,7 @@ def test_too_much_memory_is_warned_of_before_training() -> None:
             collectives.check_memory(parameters)
         assert bool(said) == warns
         if warns:
-            assert "2 ranks of this host need" in str(said[0].message)
+            assert "each of its 2 ranks needs 0.0 GiB for messages" in str(said[0].message)
 
 
 def test_other_devices_are_refused() -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,7 +34,8 @@ class _Result(Future[Any]):
         self._network, self._name = network, name
         self.clock: Clock = {}
 
-    def _join(self) -> None:
+    def wait_for(self) -> None:
+        """Blocks until it is there."""
         thread, is_done = this_thread(), super().done
         self._network.turns.wait_until(thread.turn, f"the thread '{self._name}'", is_done)
         join(thread.clock, self.clock)
@@ -46,12 +48,12 @@ class _Result(Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         """See Future."""
-        self._join()
+        self.wait_for()
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> Any:
         """See Future."""
-        self._join()
+        self.wait_for()
         return super().exception(timeout)
 
 
@@ -135,5 +137,13 @@ def threads_simulated(network: Network, *, is_checked: bool, is_eager: bool) -> 
             turn, what = this_thread().turn, f"the end of the thread '{worker.name}'"
             network.turns.wait_until(turn, what, lambda: not worker.has_calls)
 
-    with mock.patch.multiple(Background, submit=submit, finish=finish):
+    def wait(results: Sequence[_Result], timeout: float) -> Any:
+        for one in results:
+            one.wait_for()
+        return SimpleNamespace(done=results)
+
+    with (
+        mock.patch.multiple(Background, submit=submit, finish=finish),
+        mock.patch("lightning_dear.collectives.staged.wait", wait),
+    ):
         yield
