@@ -232,13 +232,18 @@ def test_a_wait_ends_once_another_rank_is_known_to_have_failed() -> None:
 
 @distributed(world_sizes=(2,))
 def test_all_reduces_are_launched_in_one_order() -> None:
-    """gloo matches them by order. The launching thread of rank 0 is late."""
+    """gloo matches them by order. On rank 0 the first copy ends long after the second."""
     collectives = _collectives()
     first, second = torch.full((4,), 1.0), torch.full((4,), 10.0)
     if collectives.world.rank == 0:
-        collectives._calls._launcher.submit(partial(time.sleep, 0.3))
-        arrivals = collectives._arrivals["reduce_scatter", 0] = Background("late")
-        arrivals.submit(partial(time.sleep, 0.3))
+        copied = [partial(time.sleep, 0.3), partial(time.sleep, 0.0)]
+        copy = collectives.streams.copy_down
+
+        def copy_down(tensor: Tensor, host: Tensor) -> Callable[[], None]:
+            copy(tensor, host)
+            return copied.pop(0)
+
+        collectives.streams.copy_down = copy_down  # type: ignore[method-assign]
     works = [
         collectives.launch_all_reduce(first, 0),
         collectives.launch_all_reduce(second, TAGS_OF_ONE_OPTIMIZER),

@@ -16,6 +16,13 @@ ENCODED_IN_TWO_HOPS = (f"{SIMULATED}::test_in_two_hops_encoded_bits_are_those_of
 
 STAGED = [
     Mutation(
+        "the wait of the stream in which a watched message is waited for",
+        "StagedCollectives._stage",
+        "Work(partial(self._await, arrival), lambda: arrival.result()())",
+        "Work(lambda: arrival.result()())",
+        (f"{SIMULATED}::test_the_stream_waits_in_which_a_watched_message_is_waited_for",),
+    ),
+    Mutation(
         "a copy down behind what writes the tensor",
         "CudaStreams.copy_down",
         "        self._down.wait_stream(self.current())\n",
@@ -39,8 +46,8 @@ STAGED = [
     Mutation(
         "the wait of copies down for copies up from the same memory",
         "CudaStreams.copy_up",
-        "                self._down.wait_event(event)\n",
-        "                pass\n",
+        "            self._down.wait_event(event)\n",
+        "",
         (f"{SIMULATED}::test_a_copy_down_waits_for_a_copy_up_from_the_same_memory",),
     ),
     Mutation(
@@ -51,31 +58,52 @@ STAGED = [
         DENSE,
     ),
     Mutation(
-        "the wait of a thread for the copy that it sends",
-        "collectives.staged:_Call.make",
-        "                self._copied()\n",
+        "the wait of a send for the copy that it sends",
+        "collectives.staged:_after",
+        "    copied()\n",
         "",
         (f"{REAL}::test_a_launch_does_not_wait_for_the_copy_and_sends_what_it_brings",),
     ),
     Mutation(
-        "the lock around a call that two threads may make",
-        "collectives.staged:_Call.make",
-        "            if self._work is None:\n",
-        "            if True:\n",
-        DENSE,
+        "what a copy raises, raised before the wait for messages",
+        "StagedCollectives._stage",
+        "            copied()\n",
+        "",
+        (f"{REAL}::test_a_copy_that_fails_is_raised_at_once_and_blames_no_rank",),
+    ),
+    Mutation(
+        "what a copy raises, raised before the wait for encoding",
+        "StagedCollectives.launch_sums_of_host",
+        "            self._calls.wait_for(whole)\n",
+        "",
+        (f"{REAL}::test_a_copy_that_fails_ends_the_wait_for_encoding",),
+    ),
+    Mutation(
+        "the end of a wait where another rank has failed",
+        "StagedCollectives._await",
+        "            if self.has_given_up:\n",
+        "            if False:\n",
+        (f"{REAL}::test_a_wait_ends_once_another_rank_is_known_to_have_failed",),
+    ),
+    Mutation(
+        "calls that one thread makes",
+        "_SendsBehindCopies._call",
+        "_Launching(self._launcher.submit(partial(_after, copied, call)))",
+        '_Launching(Background("another").submit(partial(_after, copied, call)))',
+        (f"{REAL}::test_all_reduces_are_launched_in_one_order",),
     ),
     Mutation(
         "the wait of another thread's send for the copy",
         "_SendsBehindCopies._call",
-        "            copied()\n",
-        "            pass\n",
+        "        return _after(partial(self.wait_for, tensor), call)\n",
+        "        return call()\n",
         (f"{REAL}::test_a_send_of_another_thread_waits_for_the_copy",),
     ),
     Mutation(
         "sends that a thread makes, and not the caller",
         "_SendsBehindCopies.behind",
-        "self._present.launch = copied, calls",
-        "copied()",
+        "        self._present.copied = copied\n",
+        "        copied()\n",
         (f"{REAL}::test_a_launch_does_not_wait_for_the_copy_and_sends_what_it_brings",),
     ),
     Mutation(
@@ -116,8 +144,8 @@ STAGED = [
     Mutation(
         "the copy up of a message of no bucket on the stream that waits",
         "StagedCollectives._stage",
-        "partial(_copy_up, up, down)",
-        "lambda: self.streams.copy_up(up)()",
+        "self.streams.copy_up(up) if is_bucket else partial(_copy_up, up)",
+        "self.streams.copy_up(up)",
         (f"{SIMULATED}::test_models_with_buffers_and_tied_weights[conv]",),
     ),
     Mutation(
@@ -144,8 +172,8 @@ STAGED = [
     Mutation(
         "the wait for the encoding before flags",
         "StagedCollectives.launch_sums_of_host",
-        "launch, up), ends[0]",
-        "launch, up), Work.done",
+        "            ends[0]()\n",
+        "",
         (f"{REAL}::test_the_end_of_encoding_is_waited_for",),
     ),
     Mutation(

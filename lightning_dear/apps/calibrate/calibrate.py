@@ -165,7 +165,8 @@ def cluster_of(cfg: DictConfig, world_size: int, costs: Costs, num_tensors: int)
         num_tensors: Number of the model's tensors, over which FSDP2's seconds are spread.
     """
     num_nodes = int(cfg.cluster.num_nodes)
-    is_gloo = not torch.cuda.is_available() or cfg.cluster.accelerator == "cpu"
+    is_cpu = not torch.cuda.is_available() or cfg.cluster.accelerator == "cpu"
+    is_gloo = is_cpu or OmegaConf.select(cfg, "strategy.process_group_backend") == "gloo"
     all_reduces = [one.all_reduce for one in costs.links if one.all_reduce is not None]
     source = f"measured by dear-plan calibrate among {world_size} ranks on {num_nodes} nodes"
     return {
