@@ -221,7 +221,7 @@ class StagedCollectives(Collectives):
         while not wait([arrival], _SECONDS_BETWEEN_LOOKS).done:
             # The thread may still wait for a silent rank, for a whole timeout.
             if self.has_given_up:
-                raise RuntimeError("A rank has failed, so that its message is not waited for.")
+                raise RuntimeError("A rank failed. Read its error: its message is not waited for.")
         arrival.result()
 
     def _forget(self, lane: str, tag: int, sent: object) -> None:

@@ -57,7 +57,7 @@ _CONSEQUENCE = re.compile(
     r"|No route to host|Network is unreachable"
     r"|Timed out waiting \d+ ?ms|[Ww]ait timeout|Socket Timeout|timeout caused pair closure"
     r"|monitoredBarrier|remote process exited|communicator was aborted|collective operation timeout"
-    r"|NCCL operations have failed or timed out"
+    r"|NCCL operations have failed or timed out|its message is not waited for"
 )
 """Matches errors of gloo, NCCL and the store on a rank whose peer is gone or came too late."""
 

@@ -26,6 +26,7 @@ from lightning_dear.collectives.staged import StagedCollectives, _SendsBehindCop
 from lightning_dear.collectives.streams import CudaStreams, Streams
 from lightning_dear.collectives.two_hops import TwoHopCollectives
 from lightning_dear.collectives.work import Work
+from lightning_dear.strategy.failures import is_consequence
 from tests.distributed.harness import distributed
 from tests.distributed.rank import on_hosts, staged
 
@@ -225,9 +226,10 @@ def test_a_wait_ends_once_another_rank_is_known_to_have_failed() -> None:
     time.sleep(0.2)
     collectives.has_given_up = True
     begin_s = time.monotonic()
-    with pytest.raises(RuntimeError, match="A rank has failed"):
+    with pytest.raises(RuntimeError, match="A rank failed. Read its error") as raised:
         work.wait()
     assert time.monotonic() - begin_s < 2.0
+    assert is_consequence(raised.value)
 
 
 @distributed(world_sizes=(2,))
