@@ -71,15 +71,15 @@ def new_collectives(
         rank alone and no process groups.
 
     Raises:
-        ValueError: If parameters on an accelerator would travel through gloo, if the default
-            process group has no backend for `device`, if ranks ask for different `hops`, or if
-            `TORCH_NCCL_BLOCKING_WAIT` is set with NCCL.
+        ValueError: If parameters on a device other than CUDA would travel through gloo, if the
+            default process group has no backend for `device`, if ranks ask for different `hops`, or
+            if `TORCH_NCCL_BLOCKING_WAIT` is set with NCCL.
     """
-    streams = CudaStreams(device) if device.type == "cuda" else Streams()
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return PairwiseCollectives(None, None, None, streams=streams)
+        return PairwiseCollectives(None, None, None, streams=_streams_of(device))
     backend = _backend_of(device)
     _check_backend(backend, device)
+    streams = _streams_of(device)
     groups, infos = _process_groups(timeout, backend, (sends_rows, (_host(), node), hops))
     world = _agreed_world([place for _, place, _ in infos])
     has_two_hops = _agreed_hops([wanted for *_, wanted in infos], backend, world) == 2
@@ -98,6 +98,10 @@ def new_collectives(
     atexit.register(abort_after_failure)
     _connect(collectives, device, sends_rows=any(sends for sends, *_ in infos))
     return collectives
+
+
+def _streams_of(device: torch.device) -> Streams:
+    return CudaStreams(device) if device.type == "cuda" else Streams()
 
 
 def alone(others: Collectives) -> Collectives:
