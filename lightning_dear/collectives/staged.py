@@ -329,10 +329,10 @@ class StagedCollectives(Collectives):
 
     @override
     def launch_parts(self, outgoing: SplitTensor, incoming: SplitTensor, tag: int) -> Work:
-        pairs = [(one, self._like(one, tag, "parts")) for one in (outgoing[0], incoming[0])]
-        both = (pairs[0][1], outgoing[1]), (pairs[1][1], incoming[1])
-        launch = partial(self._host.launch_parts, *both, tag)
-        return self._stage("all_gather", tag, pairs[0], launch, pairs[1:])
+        (parts, sizes), (arriving, their_sizes) = outgoing, incoming
+        pair, sent = (arriving, self._like(arriving, tag, "rows")), self._like(parts, tag)
+        launch = partial(self._host.launch_parts, (sent, sizes), (pair[1], their_sizes), tag)
+        return self._stage("all_gather", tag, (parts, sent), launch, [pair])
 
     @override
     def launch_max(self, flags: Tensor, tag: int = -1) -> Work:

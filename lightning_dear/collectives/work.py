@@ -158,7 +158,7 @@ under_way: list[Any] = []
 """Memory of messages that may arrive after all waits, kept until `forget_process_groups`."""
 
 Waits = Sequence[tuple[Any, ...]]
-"""Tuples (peer, torch's work, references to hold until the wait). Peer None: only torch knows."""
+"""Tuples (peer, or None if only torch knows it; torch's work; references to hold until the wait)"""
 
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -406,8 +406,8 @@ class Collectives(ABC):
     def abort_if_stuck(self) -> None:
         """After a failure of this rank: aborts, unless the device ends all its work in `LEAVE_S`.
 
-        If it does, other ranks may still need the rest of a message. If other ranks never launch
-        what this rank has launched, it does not, and would wait for them until the timeout.
+        A device that ends may still send what other ranks need. One that waits for messages that
+        other ranks never launch would wait until the timeout.
         """
         waiter = threading.Thread(target=self.streams.synchronize, daemon=True)
         waiter.start()

@@ -70,6 +70,8 @@ def _launches(collectives: StagedCollectives) -> dict[str, Any]:
     size, rank = collectives.world.size, collectives.world.rank
     buffer, own = torch.full((2 * size,), float(rank)), slice(2 * rank, 2 * rank + 2)
     rows, incoming = torch.full((size, 2), float(rank)), torch.zeros(size, 2)
+    sizes = [0 if one == rank else 2 for one in range(size)]
+    parts, their_parts = torch.full((sum(sizes),), float(rank)), torch.zeros(sum(sizes))
     total = float(sum(range(size)))
     everyones = [float(number) for number in range(size) for _ in range(2)]
     return {
@@ -89,10 +91,14 @@ def _launches(collectives: StagedCollectives) -> dict[str, Any]:
             collectives.launch_all_to_all(rows, incoming, 0),
             lambda: incoming.view(-1).tolist() == everyones,
         ),
+        "parts": lambda: (
+            collectives.launch_parts((parts, sizes), (their_parts, sizes), 0),
+            lambda: their_parts.tolist() == [e for e in everyones if e != rank],
+        ),
     }
 
 
-CALLS = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all")
+CALLS = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "parts")
 
 
 @pytest.mark.parametrize("call", CALLS)
