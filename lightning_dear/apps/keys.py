@@ -105,6 +105,15 @@ class Device:
 
 
 @dataclass
+class Staged:
+    """Key `staged` of `dear-plan`: speed of the way through the host."""
+
+    bus_bytes_per_s: float
+    sum_bytes_per_s: float
+    copy_s: float
+
+
+@dataclass
 class Plan:
     """The keys of `dear-plan`."""
 
@@ -118,13 +127,18 @@ class Plan:
         "kernel_s (0 or more) and bytes_per_s (above 0)", lambda d: d.bytes_per_s > 0 <= d.kernel_s
     )
     local_steps: int | None = _takes("a whole number above 0, or null", lambda n: n > 0)
+    backend: str | None = _takes("a name, such as staged, or null")
+    staged: Staged = _takes(
+        "bus_bytes_per_s and sum_bytes_per_s (above 0) and copy_s (0 or more)",
+        lambda s: min(s.bus_bytes_per_s, s.sum_bytes_per_s) > 0 <= s.copy_s,
+    )
     algorithm: str = _takes("a name, such as best")
     world_sizes: list[int] | None = _list("numbers of ranks, as [8,64], or null", lambda n: n > 0)
     enough: float = _takes("a share of a step, 0 to 1, such as 0.03", lambda share: 0 <= share < 1)
 
     def __post_init__(self) -> None:
         """Check names, and ask on stderr whether a long time was meant in milliseconds."""
-        from lightning_dear.simulator.network import ALGORITHMS
+        from lightning_dear.simulator.network import ALGORITHMS, BACKENDS
         from lightning_dear.simulator.strategies import resolve_strategy
 
         for name in self.strategies or ():
@@ -133,6 +147,7 @@ class Plan:
         for name in self.compressors or ():
             check_name("compressor", name, [*_files(conf_dir() / "compressor"), *theirs])
         check_name("algorithm", self.algorithm, ALGORITHMS)
+        check_name("backend", self.backend or "gloo", BACKENDS)
         if not self.profile.endswith(".json"):
             check_name("profile", self.profile, _files(_PROFILES))
         for key in ("compute_s", "step_s"):

@@ -109,6 +109,15 @@ def alone(others: Collectives) -> Collectives:
     return PairwiseCollectives(None, None, None, streams=others.streams)
 
 
+def on_host(others: Collectives) -> Collectives:
+    """Makes collectives over gloo among the same ranks, for tensors of the host. Local."""
+    if others.streams.device.type == "cpu" or isinstance(others, StagedCollectives):
+        return others
+    groups = [others.object_group] * 3
+    made: Collectives = _KINDS[True, others.world.ranks_a_host > 1](*groups, others.world)
+    return made
+
+
 _TRUE = ("1", "y", "yes", "t", "true")
 """What torch takes as true in the environment."""
 

@@ -60,6 +60,8 @@ class Message(NamedTuple):
         nbytes: Bytes that a rank sends.
         priority: Of several collectives that may begin, the link carries the one with the lowest
             priority number first. Of equal ones it carries the one that could begin first.
+        tail_s: Seconds until the collective has ended, after the link has carried it. Meanwhile the
+            link carries the next one.
     """
 
     kind: str
@@ -67,6 +69,7 @@ class Message(NamedTuple):
     seconds: float
     nbytes: float = 0.0
     priority: int = 0
+    tail_s: float = 0.0
 
     @property
     def key(self) -> tuple[str, int]:
@@ -156,7 +159,7 @@ class Carried(NamedTuple):
         bucket: `Message.number` of the collective, usually the bucket number.
         begin_s: Seconds from the beginning of the first step until the link began to carry the
             collective.
-        end_s: Seconds from the beginning of the first step until the collective ended.
+        end_s: Seconds from the beginning of the first step until the link had carried it.
     """
 
     step: int
@@ -247,7 +250,7 @@ class LinkQueue:
         *_, step, message = heapq.heappop(self._waiting)
         end_s = self._free_s = begin_s + message.seconds
         self.spans.append(Carried(step, *message.key, begin_s, end_s))
-        self._ends_s[step, message.key] = end_s
+        self._ends_s[step, message.key] = end_s + message.tail_s
 
 
 class Run:

@@ -30,6 +30,9 @@ best: As NCCL. Halves use a ring, all-reduces a ring or trees, whichever is fast
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
+BACKENDS = ("nccl", "gloo", "staged")
+"""Names of backends. "staged" is gloo between GPUs, whose messages pass through the host."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -113,6 +116,9 @@ class Network:
             No computation hides them. 0 if hosts run ahead of their devices.
         host_growth: Factor on measured host times of a workload (`copies_s`, `sharding_s`), for
             more ranks on the same cores than were measured.
+        bus: Link between a device and its host, if messages of devices travel through the host. It
+            carries both directions at once. None means that no message does.
+        sum_s: Seconds in which a host adds one byte of such messages to a sum.
     """
 
     between: Link
@@ -126,6 +132,8 @@ class Network:
     has_reduce_scatter: bool = True
     sharded_tensor_s: float = 0.0
     host_growth: float = 1.0
+    bus: Link | None = None
+    sum_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("world_size", "ranks_per_node"):
@@ -232,6 +240,26 @@ class Network:
         if self.world_size > 1 and self.reduce_scatter is not None:
             return self.reduce_scatter.message_s(self.sent_bytes(nbytes))
         return self.half_s(nbytes) if self.has_reduce_scatter else self.all_reduce_s(nbytes)
+
+    def through_host(
+        self, seconds: float, down: float, up: float, added: float
+    ) -> tuple[float, float]:
+        """Return for how long a collective keeps later ones waiting, and what it takes after that.
+
+        Copies and sums of one collective overlap with those of others. So the slowest part of the
+        way sets the rate: the network, the bus in one direction, or the sums.
+
+        Args:
+            seconds: Seconds of the collective on the network.
+            down: Bytes that are copied from the device to the host.
+            up: Bytes that are copied from the host to the device.
+            added: Bytes that the host adds to a sum.
+        """
+        if self.bus is None or self.world_size == 1:
+            return seconds, 0.0
+        copies = self.bus.message_s(down), self.bus.message_s(up), added * self.sum_s
+        longest = max(seconds, *copies)
+        return longest, seconds + sum(copies) - longest
 
     # --- one half, by algorithm -----------------------------------------------------------------
 

@@ -168,7 +168,31 @@ class _SimulatedStep(PlannedStep):
         return self._message(steps.ALL_GATHER, number, seconds, cost.gather_bytes)
 
     def _message(self, kind: str, number: int, seconds: float, size: float) -> Message:
-        return Message(kind, number, seconds, self._network.sent_bytes(size))
+        work, sent = self._work_of_host(kind, number, size), self._network.sent_bytes(size)
+        seconds, tail_s = self._network.through_host(seconds, *work)
+        return Message(kind, number, seconds, sent, tail_s=tail_s)
+
+    def _work_of_host(self, kind: str, number: int, size: float) -> tuple[float, float, float]:
+        """Return the bytes that go down and up the bus, and those that the host adds.
+
+        Args:
+            kind: Kind of the collective.
+            number: Bucket number.
+            size: Bytes of the whole message; of an all-reduce those of both halves.
+        """
+        network, nbytes = self._network, self._nbytes[number]
+        shard = size / network.world_size
+        if kind == steps.ALL_GATHER:
+            return shard, size, 0.0
+        if kind == steps.ALL_REDUCE:
+            return size / 2, size / 2, network.sent_bytes(size / 2)
+        if self.costs[number].way != "to_owners":
+            return size, shard, network.sent_bytes(size)
+        if network.algorithm != "two_hops" or network.ranks_in_node == 1:
+            return size, size, 0.0
+        # Gradients go down as they are. A host's sums go up to be encoded.
+        sums = nbytes / network.ranks_in_node
+        return nbytes + size, sums + size, nbytes - sums
 
 
 def _blocking(op: Op) -> list[Op]:
@@ -256,8 +280,10 @@ def partitioned_program(workload: Workload, network: Network) -> Program:
         count = int(max(-(-tensor.nbytes // (PARTITION_MB * _MIB)), 1))
         size = tensor.nbytes / count
         for number in range(_MAX_PARTS * tensor.index, _MAX_PARTS * tensor.index + count):
-            seconds, sent = network.all_reduce_s(size), 2 * network.sent_bytes(size)
-            yield Message(steps.ALL_REDUCE, number, seconds, sent, urgency[tensor.index])
+            sent = network.sent_bytes(size)
+            seconds, tail_s = network.through_host(network.all_reduce_s(size), size, size, sent)
+            place = urgency[tensor.index]
+            yield Message(steps.ALL_REDUCE, number, seconds, 2 * sent, place, tail_s)
 
     def use(tensor: TensorSpec) -> list[Op]:
         waits = [Wait(part.key, from_last_step=True) for part in parts(tensor)]

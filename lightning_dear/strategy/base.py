@@ -220,8 +220,9 @@ class PipelineStrategy(ABC):
         """Returns a pipeline with this strategy's options. Collective. Blocks.
 
         Rank 0 tells the user if the choice of what is gathered costs memory, if numbers wait long,
-        and how much is sent between hosts with several ranks. The arguments are `Pipeline`'s, with
-        `own` for those that differ from one pipeline of a strategy to the next.
+        how much is sent between hosts with several ranks, and what the way through a host takes.
+        The arguments are `Pipeline`'s, with `own` for those that differ from one pipeline of a
+        strategy to the next.
         """
         refusals.say_what_is_gathered(self._gather, self._options)
         refusals.say_what_waits(self._options, optimizers, collectives.world.size)
@@ -231,6 +232,7 @@ class PipelineStrategy(ABC):
             part.shows_in_hooks = self._gradients_in_hooks
         if pipeline.remark is not None:
             rank_zero_info(pipeline.remark)
+        refusals.say_what_staging_costs(pipeline)
         refusals.say_what_hosts_cost(pipeline)
         return pipeline
 

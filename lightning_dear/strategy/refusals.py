@@ -18,6 +18,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_dear import private_names
 from lightning_dear.callbacks.fusion_tuner import option_of
+from lightning_dear.collectives.staged import StagedCollectives
 from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.compression import Compressor, SparseAllReduce, class_of, class_with
 from lightning_dear.compression.codec import FewOfMany
@@ -27,6 +28,7 @@ from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.names import is_meant
 from lightning_dear.planning import FusionPlanner, search
+from lightning_dear.tuning.host_path import measure_host_path
 
 _INSTEAD = {
     "ddp_comm_hook": "use compressor=",
@@ -218,6 +220,18 @@ def _steps_on(codec: FewOfMany, optimizer: Optimizer) -> str:
         f" divide lr={float(group['lr']):g} by up to {times}{gain and ', lower momentum'}, or set a"
         " larger density."
     )
+
+
+def say_what_staging_costs(pipeline: Pipeline) -> None:
+    """Rank 0 says what a step's messages take through the host, and over NCCL. Collective. Blocks.
+
+    Says nothing, and measures nothing, unless messages of a device travel through the host.
+    """
+    collectives = pipeline.collectives
+    if isinstance(collectives, StagedCollectives):
+        nbytes = sum(one.nbytes for part in pipeline.parts for one in part.parameters)
+        path = measure_host_path(collectives, collectives.streams, nbytes)
+        rank_zero_info(path.described(nbytes, collectives.world.size))
 
 
 def say_what_hosts_cost(pipeline: Pipeline) -> None:

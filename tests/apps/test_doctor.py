@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
@@ -27,11 +28,14 @@ from lightning_dear.apps.doctor.reachability import (
     knock_from,
     open_door,
 )
+from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.world import World
 from lightning_dear.emulation import EmulatedCluster
 from lightning_dear.local_steps import LocalSteps
 from lightning_dear.paths import conf_dir
 from lightning_dear.planning import LinkCost
+from tests.distributed.harness import distributed
+from tests.distributed.rank import staged
 
 ROOT = conf_dir().parent
 QUICK = ("model.net.channels=[4,8]", "model.net.num_blocks=1")
@@ -363,6 +367,21 @@ def test_links_within_hosts_are_apart_from_those_between_them():
             "ranks 1 and 2: 23.00 MB/s; median of 4 pairs: 24.50 MB/s",
         ),
     ]
+
+
+@distributed((2,))
+def test_gpus_are_told_the_way_through_the_host() -> None:
+    compute, cost = Compute(10_000_000, 0.1, 0.2, 8), LinkCost(0.0, 1e-3)
+    with staged():
+        collectives = new_collectives(torch.device("cpu"))
+        for backend, words in (("gloo", r"at least \S+ s, predicted"), ("nccl", r"1e\+04 s\.")):
+            ((title, found),), said = doctor._host_path(collectives, compute, cost, backend)
+            assert title == "through the host, for dear-plan"
+            with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+                cfg = compose("plan", found.split())
+            assert cfg.backend == "staged"
+            assert min(cfg.staged.bus_bytes_per_s, cfg.staged.sum_bytes_per_s) > 1e8
+            assert re.search(rf"through the host's memory.* and with NCCL {words}", said)
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,10 @@ def test_scripts_build_what_is_advised() -> None:
         if one.overrides is not None:
             built[one.name] = eval(script_of(Ranked(one, step, overrides=one.overrides)), known)
     assert (built["ddp"], built["dear"]) == ("ddp", "dear")
+    dear = eval(script_of(Ranked(STRATEGIES["dear"], step), "gloo"), known)
+    ddp = eval(script_of(Ranked(STRATEGIES["ddp"], step), "gloo"), known)
+    assert [type(dear), type(ddp)] == [DearStrategy, DDPStrategy]
+    assert dear.process_group_backend == ddp.process_group_backend == "gloo"
     assert built["dear_paper"]._options.gather == "gradients"
     assert isinstance(built["dear_mergecomp"]._fusion, MergeCompFusion)
     assert isinstance(built["fsdp2"], Fsdp2Strategy)
@@ -201,11 +205,11 @@ def test_what_is_as_near_as_predictions_err_is_called_no_difference(tmp_path, ca
     options = ("compressors=[]", "world_sizes=[4]", "cluster.num_nodes=4")
     planned(tmp_path, "strategies=[dear,dear_none]", *options)
     said = " ".join(capsys.readouterr().out.split())
-    where = "4 to 6 % off on the average with gloo, and not known with NCCL"
+    where = "4 to 6 % off on the average with gloo on CPUs, and not known with GPUs"
     assert f"{where}: every other row differs from dear by more" in said
     planned(tmp_path, "strategies=[dear,dear_threshold]", *options)
     said = " ".join(capsys.readouterr().out.split())
-    assert "not known with NCCL: dear_threshold: no real difference from dear" in said
+    assert "not known with GPUs: dear_threshold: no real difference from dear" in said
 
 
 def test_on_cpus_no_compressor_is_advised_whose_cost_is_a_gpus(tmp_path, capsys) -> None:
@@ -233,6 +237,49 @@ def test_gloos_all_reduce_is_a_ring_on_hosts_of_several_ranks(
     assert (steps_s["ddp"] < steps_s["dear"]) == (algorithm == "pairwise")
     if measured_s is not None:
         assert (steps_s["ddp"], steps_s["dear"]) == pytest.approx(measured_s, rel=0.06)
+
+
+ONE_GBIT = ("cluster=ethernet_1g", "cluster.num_nodes=4", "world_sizes=[4]", "local_steps=null")
+
+
+def test_gpus_may_exchange_through_the_host(tmp_path, capsys) -> None:
+    best = planned(tmp_path, *ONE_GBIT, "strategies=[ddp,dear]", "backend=staged")
+    said = capsys.readouterr().out
+    command = "dear-train strategy=dear compressor=int8 strategy.process_group_backend=gloo\n"
+    script = 'DearStrategy(compressor="int8", process_group_backend="gloo")'
+    assert best.name == "dear + int8"
+    assert command in said
+    assert f"In a script: Trainer(strategy={script})" in said
+    assert "(backend=staged): neither is predicted to be faster." in " ".join(said.split())
+    # On a slow bus the way through the host is the slower one, and DDP's as well.
+    slow = ("backend=staged", "staged.bus_bytes_per_s=5.0e+7", "strategies=[ddp]")
+    assert planned(tmp_path, *ONE_GBIT, *slow, "compressors=[]").name == "ddp_bf16"
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the first is predicted to be faster" in said
+    assert 'competitors.Bf16DDPStrategy(process_group_backend="gloo"))' in said
+
+
+def test_copies_and_sums_take_time_on_the_way_through_the_host(tmp_path) -> None:
+    """With copies that take none, `staged` is gloo; and the slowest part of the way counts."""
+    few = (*ONE_GBIT, "strategies=[ddp,dear]", "compressors=[int8]", "profile=resnet50")
+    free = "staged={bus_bytes_per_s: 1.0e+30, sum_bytes_per_s: 1.0e+30, copy_s: 0}"
+    waits: dict[str, dict[str, float]] = {}
+    for backend, rate in (("gloo", 0), ("staged", 1.0e30), ("staged", 1.2e10), ("staged", 5.0e7)):
+        ways = [free, f"staged.bus_bytes_per_s={rate}"] if rate else []
+        planned(tmp_path, *few, f"backend={backend}", *ways)
+        rows = csv.DictReader((tmp_path / "plan.csv").read_text().splitlines())
+        waits[f"{backend} {rate:g}"] = {one["strategy"]: float(one["step_s"]) for one in rows}
+    gloo, free_s, usual_s, slow_s = waits.values()
+    assert free_s == pytest.approx(gloo)
+    for name in ("ddp", "dear", "ddp_bf16", "dear + int8"):
+        # The network has 1.2e8 bytes a second, which the bus of 5e7 has not.
+        assert gloo[name] < usual_s[name] < 1.05 * gloo[name]
+        assert slow_s[name] > 1.3 * gloo[name]
+
+
+def test_a_backend_that_is_not_known_or_was_measured_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"A measured cluster ignores backend=nccl. Leave it out"):
+        planned(tmp_path, "backend=nccl", "+cluster.measured={world_size: 2}")
 
 
 def test_a_message_between_emulated_hosts_takes_their_delay() -> None:

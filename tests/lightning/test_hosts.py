@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +18,7 @@ from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.world import RankPlace, World, hosts_of
 from lightning_dear.strategy import refusals
 from tests.distributed.harness import distributed, run_ranks
-from tests.distributed.rank import on_hosts
+from tests.distributed.rank import on_hosts, staged
 from tests.lightning.fitting import WeightRecorder, assert_ranks_agree, ddp, dear, fit
 from tests.lightning.nets import Net
 from tests.training.models import distance
@@ -119,6 +120,22 @@ def test_a_trainers_node_ranks_are_those_of_its_environment() -> None:
     ):
         fit(dear(), Net("mlp", "adamw"), devices=2, num_nodes=2)
     assert "2 hosts with 2 ranks each: shards travel in two hops" in said.call_args.args[0]
+
+
+@distributed(world_sizes=(2,))
+def test_the_way_through_the_host_is_told_at_the_start_beside_nccl() -> None:
+    said: list[str] = []
+    weights = []
+    with mock.patch.object(refusals, "rank_zero_info", said.append):
+        for context in (nullcontext(), staged()):
+            recorder = WeightRecorder()
+            with context:
+                fit(dear(), Net("mlp", "adamw"), recorder)
+            weights.append(recorder.seen)
+    (one,) = [line for line in said if "through the host's memory" in line]
+    assert re.search(r"takes at most \S+ s through .* and with NCCL at least \S+ s, predicted", one)
+    for plain, through_host in zip(*weights, strict=True):
+        assert distance(plain, through_host) == 0
 
 
 def test_ranks_of_one_host_have_one_name() -> None:

@@ -211,4 +211,28 @@ STAGED = [
         "        if False:\n",
         (f"{SIMULATED}::test_a_timeline_blocks_no_launch",),
     ),
+    Mutation(
+        "telling what the way through the host takes where nothing goes that way",
+        "say_what_staging_costs",
+        "    if isinstance(collectives, StagedCollectives):\n",
+        "    if collectives.world.size > 1:\n",
+        (
+            "tests/lightning/test_hosts.py"
+            "::test_the_way_through_the_host_is_told_at_the_start_beside_nccl",
+        ),
+    ),
+    Mutation(
+        "the tail of a message whose copies and sums the link does not wait for",
+        "LinkQueue._carry_next",
+        "end_s + message.tail_s\n",
+        "end_s\n",
+        ("tests/apps/test_plan.py::test_copies_and_sums_take_time_on_the_way_through_the_host",),
+    ),
+    Mutation(
+        "the bus as the slowest part of the way",
+        "Network.through_host",
+        "longest = max(seconds, *copies)",
+        "longest = seconds",
+        ("tests/simulator/test_network.py",),
+    ),
 ]

@@ -135,3 +135,12 @@ def test_impossible_networks_are_refused(options: dict, words: str) -> None:
 def test_impossible_links_are_refused(values: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="of a link is not valid"):
         Link(*values)
+
+
+def test_of_many_messages_the_slowest_part_of_the_way_counts() -> None:
+    """30 s on the network; 10 + 2 x 4 s down, 10 + 2 x 9 s up, and 5 s of sums."""
+    network = replace(eight_ranks("pairwise"), bus=Link(10.0, 2.0), sum_s=0.5)
+    assert network.through_host(30.0, 4.0, 9.0, 10.0) == (30.0, 18.0 + 28.0 + 5.0)
+    assert network.through_host(20.0, 4.0, 9.0, 10.0) == (28.0, 20.0 + 18.0 + 5.0)
+    for other in (replace(network, bus=None), replace(network, world_size=1)):
+        assert other.through_host(30.0, 4.0, 9.0, 10.0) == (30.0, 0.0)

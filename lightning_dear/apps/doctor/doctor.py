@@ -27,11 +27,13 @@ from lightning_dear.apps.doctor.measuring import Compute, Pair, measure_compute,
 from lightning_dear.apps.doctor.reachability import Door, MeetingPoint, knock_from, named, open_door
 from lightning_dear.apps.train import report
 from lightning_dear.callbacks.batch_split import quickest
-from lightning_dear.collectives.factory import new_collectives
+from lightning_dear.collectives.factory import new_collectives, on_host
+from lightning_dear.collectives.work import Collectives
 from lightning_dear.collectives.world import World
 from lightning_dear.local_steps import LocalSteps, hiding
 from lightning_dear.planning import LinkCost
 from lightning_dear.telemetry.statistics import latest_rank
+from lightning_dear.tuning.host_path import measure_host_path
 
 COMPUTE_TIMEOUT_S = 600.0
 """Seconds that ranks wait for each other while models are built and timed."""
@@ -143,7 +145,25 @@ def _examine_all(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictCon
     # What exchanges at once cost does not tell how long one of them is on its way.
     far = replace(cost, alpha_s=cost.alpha_s + max(pair.round_trip_s for pair in pairs) / 2)
     said = verdict(meeting.world_size, slowest, far, _accumulated(cfg))
+    if strategy.root_device.type != "cpu":
+        rows, both = _host_path(collectives, slowest, cost, backend)
+        table, said = [*table, *rows], f"{said}\n{both}"
     return Findings([], [*table, *compute_rows(slowest), late_row(computes)], said)
+
+
+def _host_path(
+    collectives: Collectives, compute: Compute, cost: LinkCost, backend: str
+) -> tuple[Rows, str]:
+    """Return a row about the way of messages through the host, and a comparison with NCCL.
+
+    Collective. Blocks.
+    """
+    nbytes, size = compute.gradient_bytes, collectives.world.size
+    path = measure_host_path(on_host(collectives), collectives.streams, max(nbytes, 1 << 20))
+    nccl_s = 2 * cost.reduce_scatter_s(nbytes, size) if backend == "nccl" else None
+    rates = f"bus_bytes_per_s={1 / path.bus_s:.2e} staged.sum_bytes_per_s={1 / path.sum_s:.2e}"
+    row = "through the host, for dear-plan", f"backend=staged staged.{rates}"
+    return [row], path.described(nbytes, size, nccl_s)
 
 
 def _say(meeting: MeetingPoint, what: str) -> None:

@@ -89,8 +89,48 @@ def compressed(
     )
 
 
+def backend_of(cfg: DictConfig) -> str:
+    """Return the backend to predict: the config's, or that with which the cluster was measured.
+
+    Raises:
+        ValueError: If the config names a backend, and the cluster was measured.
+    """
+    has_gpus, measured = cfg.cluster.accelerator != "cpu", cfg.cluster.get("measured")
+    if measured is not None and cfg.backend is not None:
+        raise ValueError(
+            f"A measured cluster ignores backend={cfg.backend}. Leave it out. dear-plan calibrate"
+            " strategy.process_group_backend=... measures another one."
+        )
+    is_host = has_gpus and measured is not None and not measured.has_reduce_scatter
+    return cfg.backend or ("staged" if is_host else "nccl" if has_gpus else "gloo")
+
+
+def network_for(
+    cfg: DictConfig, world_size: int | None = None, backend: str | None = None
+) -> Network:
+    """Return the network of the config's cluster, with its algorithm and its way through hosts.
+
+    Args:
+        cfg: Config of the job.
+        world_size: Number of ranks. None means as many as the cluster has.
+        backend: One of `simulator.network.BACKENDS`. None means the config's.
+
+    Raises:
+        ValueError: In the same cases as `network_of` and `backend_of`.
+    """
+    backend, rates = backend or backend_of(cfg), cfg.staged
+    network = network_of(cfg.cluster, cfg.algorithm, world_size, backend)
+    if backend != "staged" or cfg.cluster.get("measured") is not None:
+        return network
+    bus = Link(float(rates.copy_s), 1 / rates.bus_bytes_per_s)
+    return replace(network, bus=bus, sum_s=1 / rates.sum_bytes_per_s)
+
+
 def network_of(
-    cluster: DictConfig, algorithm: Algorithm = "best", world_size: int | None = None
+    cluster: DictConfig,
+    algorithm: Algorithm = "best",
+    world_size: int | None = None,
+    backend: str | None = None,
 ) -> Network:
     """Return the network of a cluster.
 
@@ -98,6 +138,8 @@ def network_of(
         cluster: Config of the cluster.
         algorithm: Algorithm of the collectives.
         world_size: Number of ranks. None means as many as the cluster has.
+        backend: One of `simulator.network.BACKENDS`. None means gloo on clusters of CPUs, and
+            NCCL on others.
 
     Raises:
         ValueError: If the cluster's config lacks a value, or it has one rank only.
@@ -135,7 +177,7 @@ def network_of(
         return measured_network(cluster, world_size)
     alpha_s = float(cluster.alpha_s) + float(cluster.get("delay_ms", 0.0)) / 1e3
     between = Link(alpha_s, float(8e-6 / rate_mbit if beta_s is None else beta_s))
-    is_gloo = cluster.accelerator == "cpu"
+    is_gloo = backend in ("gloo", "staged") if backend else cluster.accelerator == "cpu"
     if algorithm == "best":
         # The cluster's file may name the algorithm with which its figures were obtained.
         algorithm = cluster.get("algorithm") or ("two_hops" if is_gloo else "best")

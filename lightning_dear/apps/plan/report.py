@@ -2,19 +2,25 @@
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from lightning_dear.apps import job
-from lightning_dear.apps.plan.config import cases_of, network_of, workload_of, world_sizes_of
+from lightning_dear.apps.plan.config import (
+    backend_of,
+    cases_of,
+    network_for,
+    workload_of,
+    world_sizes_of,
+)
 from lightning_dear.apps.program import Program
 from lightning_dear.planning.step import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from lightning_dear.simulator import Network, Workload, ranking
+from lightning_dear.simulator import Network, Workload, ranking, strategies
 from lightning_dear.studies.files import Line, write_lines
 from lightning_dear.studies.plot import picture
 from lightning_dear.studies.progress import Progress
@@ -53,20 +59,29 @@ def _is_as_good(row: ranking.Ranked) -> bool:
 _RIVALS = "lightning_dear.studies.competitors"
 
 _SCRIPTS = {
-    "ddp": '"ddp"',
-    "ddp_bf16": f"{_RIVALS}.Bf16DDPStrategy()",
-    "wfbp": "DDPStrategy(bucket_cap_mb=1e-6)",
-    "fsdp2": f"{_RIVALS}.Fsdp2Strategy()",
-    "dear": '"dear"',
-    "dear_paper": 'DearStrategy(gather="gradients")',
+    "ddp": ("DDPStrategy", ""),
+    "ddp_bf16": (f"{_RIVALS}.Bf16DDPStrategy", ""),
+    "wfbp": ("DDPStrategy", "bucket_cap_mb=1e-6"),
+    "fsdp2": (f"{_RIVALS}.Fsdp2Strategy", ""),
+    "dear_paper": ("DearStrategy", 'gather="gradients"'),
 }
+"""Name of a row -> class and options of its strategy. Others are `DearStrategy`."""
 
 
-def script_of(row: ranking.Ranked) -> str:
-    """Return the Python expression that builds a Trainer with the row's strategy."""
+def script_of(row: ranking.Ranked, backend: str | None = None) -> str:
+    """Return the Python expression that builds a Trainer with the row's strategy.
+
+    Args:
+        row: The row.
+        backend: `process_group_backend` of the strategy. None means the usual one of the devices.
+    """
+    kind, given = _SCRIPTS.get(row.name, ("DearStrategy", ""))
     words = re.findall(r"(fusion|compressor)=(\w+)", row.overrides or "")
-    options = ", ".join(f'{name}="{value}"' for name, value in words)
-    return f"Trainer(strategy={_SCRIPTS.get(row.name, f'DearStrategy({options})')})"
+    words += [("process_group_backend", backend)] if backend else []
+    options = ", ".join(filter(None, [given, *(f'{name}="{value}"' for name, value in words)]))
+    if not options and row.name in ("ddp", "dear"):
+        return f'Trainer(strategy="{row.name}")'
+    return f"Trainer(strategy={kind}({options}))"
 
 
 @dataclass(frozen=True)
@@ -78,14 +93,17 @@ class Report:
         workload: The model.
         network: Network of the cluster.
         enough: Share of a step by which a simpler strategy may be slower and still be advised.
-        has_no_gpu: Whether the cluster has no GPU, although encoding is counted for one.
+        backend: Backend of the cluster, one of `network.BACKENDS`. With "gloo" it has no GPU,
+            although encoding is counted for one.
+        dear_s: Backend -> step of `strategy="dear"` over it, for backends that are compared.
     """
 
     rows: Sequence[ranking.Ranked]
     workload: Workload
     network: Network
     enough: float
-    has_no_gpu: bool
+    backend: str = "gloo"
+    dear_s: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def best(self) -> ranking.Ranked:
@@ -104,7 +122,7 @@ class Report:
 
     def _is_guessed(self, row: ranking.Ranked) -> bool:
         """Whether the row's encoding time was counted for a GPU that this cluster does not have."""
-        return self.has_no_gpu and row.compressor not in ("none", self.workload.compressor)
+        return self.backend == "gloo" and row.compressor not in ("none", self.workload.compressor)
 
     def describe(self, source: str) -> str:
         """Return a few lines on the model and the cluster; `source` names its origin."""
@@ -178,7 +196,10 @@ class Report:
                 " CPUs: so no compressor is advised; dear-plan calibrate compressor=int8 measures"
                 " it."
             )
-        commands = [f"dear-train {best.overrides}", f"In a script: {script_of(best)}"]
+        if self.dear_s:
+            said.append(_backends_said(self.dear_s))
+        asked = "gloo" if self.backend == "staged" else None
+        commands = [self._command(best), f"In a script: {script_of(best, asked)}"]
         return "\n".join([_wrapped(*said), *commands, *self._lossless_command()])
 
     def _sureness(self) -> str:
@@ -189,7 +210,7 @@ class Report:
         found = f"every other row differs from {name} by more than that"
         if near:
             found = f"{', '.join(near)}: no real difference from {name}; the other rows do differ"
-        where = "" if self.has_no_gpu else " with gloo, and not known with NCCL"
+        where = "" if self.backend == "gloo" else " with gloo on CPUs, and not known with GPUs"
         return f"Predictions are 4 to {100 * KNOWN_ERROR:.0f} % off on the average{where}: {found}."
 
     def _lossless_command(self) -> list[str]:
@@ -198,7 +219,11 @@ class Report:
             return []
         row = ranking.recommended(lossless, self.enough)
         takes = f"{_ms(row.step.step_s)} ms ({row.name})"
-        return [f"Without a compressor, {takes}: dear-train {row.overrides}"]
+        return [f"Without a compressor, {takes}: {self._command(row)}"]
+
+    def _command(self, row: ranking.Ranked) -> str:
+        path = " strategy.process_group_backend=gloo" if self.backend == "staged" else ""
+        return f"dear-train {row.overrides}{path}"
 
     # --- files ------------------------------------------------------------------------------------
 
@@ -250,6 +275,17 @@ class Report:
             axis.set_title(f"{self.workload.name}: weak scaling, simulated")
 
 
+def _backends_said(dear_s: Mapping[str, float]) -> str:
+    nccl_s, staged_s = dear_s["nccl"], dear_s["staged"]
+    found = "the first is" if nccl_s < staged_s else "the second is"
+    if abs(nccl_s / staged_s - 1) <= KNOWN_ERROR:
+        found = "neither is"
+    return (
+        f"dear takes {_ms(nccl_s)} ms over NCCL, and {_ms(staged_s)} ms through the hosts' memory"
+        f" (backend=staged): {found} predicted to be faster. Neither was measured on GPUs."
+    )
+
+
 def _wrapped(*lines: str) -> str:
     return "\n".join(textwrap.fill(line, _WIDTH) for line in lines)
 
@@ -277,13 +313,13 @@ def plan(cfg: DictConfig, folder: Path) -> ranking.Ranked:
     Raises:
         ValueError: If the config names something unknown, or lacks a figure of the cluster.
     """
-    workload, network = workload_of(cfg), network_of(cfg.cluster, cfg.algorithm)
+    workload, network = workload_of(cfg), network_for(cfg)
     sizes = world_sizes_of(cfg)
     num_cases = len(cases_of(cfg, workload, network.world_size))
     with closing(Progress(num_cases * (1 + len(sizes)))) as progress:
         every = _each(cfg, workload, network.world_size, progress)
         rows = sorted(every, key=lambda row: row.step.step_s)
-        found = Report(rows, workload, network, cfg.enough, cfg.cluster.accelerator == "cpu")
+        found = Report(rows, workload, network, cfg.enough, backend_of(cfg), _dear_s(cfg, workload))
         source = str(cfg.cluster.get("source") or "its file names no source")
         text = f"{found.describe(source)}\n{found.table()}\n{found.advice()}"
         progress.close()
@@ -296,10 +332,20 @@ def plan(cfg: DictConfig, folder: Path) -> ranking.Ranked:
     return found.best
 
 
+def _dear_s(cfg: DictConfig, workload: Workload) -> dict[str, float]:
+    """Return backend -> step of `strategy="dear"`, for both of GPUs; {} on other clusters."""
+    if backend_of(cfg) == "gloo" or cfg.cluster.get("measured") is not None:
+        return {}
+    dear, plain = strategies.STRATEGIES["dear"], workload.uncompressed
+    networks = {one: network_for(cfg, backend=one) for one in ("nccl", "staged")}
+    steps = {one: ranking.predicted(dear, plain, net).step for one, net in networks.items()}
+    return {one: step.step_s for one, step in steps.items()}
+
+
 def _each(
     cfg: DictConfig, workload: Workload, world_size: int, progress: Progress
 ) -> Iterator[ranking.Ranked]:
-    network = network_of(cfg.cluster, cfg.algorithm, world_size)
+    network = network_for(cfg, world_size)
     for strategy, one in cases_of(cfg, workload, world_size):
         progress.begin(f"{strategy.name}, {world_size} ranks")
         yield ranking.predicted(strategy, one, network)
