@@ -215,7 +215,7 @@ def _problem(trainer: Trainer) -> str | None:
 def _watch(trainer: Trainer, module: LightningModule) -> StepWatch | DearWatch:
     strategy: Any = trainer.strategy
     if isinstance(strategy, DearStrategy):
-        return DearWatch(trainer)
+        return DearWatch(trainer, strategy)
     return StepWatch(module, trainer.optimizers[0])
 
 

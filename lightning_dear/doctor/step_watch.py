@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -16,6 +16,7 @@ from lightning_dear import private_names
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import TensorSpec
 from lightning_dear.planning.measured import ModelTimes, combined_times
+from lightning_dear.strategy import DearStrategy
 from lightning_dear.telemetry.clock import clock_of
 from lightning_dear.telemetry.statistics import median_and_error
 
@@ -169,15 +170,15 @@ class DearWatch:
     only the lengths and waits count.
 
     Args:
-        trainer: Trainer with the strategy. Its list of callbacks is replaced for the first steps.
+        trainer: The trainer. Its list of callbacks is replaced for the first steps.
+        strategy: Its strategy.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._strategy: Any = trainer.strategy
-        self._pipeline: Pipeline = self._strategy.pipeline_of()
-        self._trainer: Any = trainer
+    def __init__(self, trainer: Any, strategy: DearStrategy) -> None:
+        self._trainer, self._strategy = trainer, strategy
+        self._pipeline = strategy.pipeline_of()
         self._timing = _BeforeForward(self._pipeline)
-        trainer.callbacks = [*self._trainer.callbacks, self._timing]  # type: ignore[attr-defined]
+        trainer.callbacks = [*trainer.callbacks, self._timing]
         self._clock = clock_of(self._pipeline.parts[0].parameters[0].device)
         # Mark at the end of a step's forward, and what the step before it waited for.
         self._steps: list[tuple[Any, Any]] = []
