@@ -133,9 +133,7 @@ class Plan:
         lambda s: min(s.bus_bytes_per_s, s.sum_bytes_per_s) > 0 <= s.copy_s,
     )
     algorithm: str | None = _takes("a name, such as ring, or null")
-    need: float | None = _takes(
-        "a share above 0 and below 1, such as 0.9, or null", lambda share: 0 < share < 1
-    )
+    need: float | None = _takes("a share of 1, such as 0.9, or null", lambda share: 0 < share < 1)
     world_sizes: list[int] | None = _list("numbers of ranks, as [8,64], or null", lambda n: n > 0)
     enough: float = _takes("a share of a step, 0 to 1, such as 0.03", lambda share: 0 <= share < 1)
 

@@ -47,7 +47,7 @@ class Strategy:
         plans_for_codecs: Whether it may be used with a workload that has a compressor.
         searches: Whether a search finds its buckets. Not all compressors allow that.
         hooks: Compressor -> name that `dear-train` has for this strategy with that compressor.
-        costs_samples: Whether training takes more samples than under DDP, whatever the compressor.
+        costs_samples: Whether training takes more steps than under DDP, whatever the compressor.
         batches: Number of micro-batches whose gradients are summed before they are exchanged. A
             step of the simulation is then one micro-batch.
     """
@@ -278,10 +278,9 @@ def accumulating(strategy: Strategy, batches: int) -> Strategy:
         more = (backward, forward) * (batches - 1)
         return Program(name, (*ops[:end], *more, *ops[end:]), batches)
 
-    changes: dict[str, Any] = {"hooks": {}, "costs_samples": True, "batches": batches}
     name = f"{strategy.name}, accumulate={batches}"
     overrides = f"{strategy.overrides} trainer.accumulate_grad_batches={batches}"
-    return replace(strategy, name=name, build=build, overrides=overrides, **changes)
+    return replace(strategy, name=name, build=build, overrides=overrides, hooks={}, batches=batches)
 
 
 _EACH = planned(planning.NoFusion().plan, _DDP, all_reduces=True)

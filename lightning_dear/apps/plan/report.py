@@ -164,8 +164,7 @@ class Report:
         Rows that are not as good as dense are below a rule. Strategies that dear-train cannot run
         are listed in a note.
         """
-        can_run = [row for row in self.rows if row.overrides is not None]
-        safe = [row for row in can_run if _is_as_good(row)]
+        safe, can_run = self._choices, [row for row in self.rows if row.overrides is not None]
         lossy = [row for row in can_run if not _is_as_good(row)]
         last = _NEEDS if self.need else "MB/step"
         titles = "strategy", "step ms", "waits ms", "x ddp", "scaling", last, ""
@@ -189,7 +188,7 @@ class Report:
             )
         if self.need:
             yield (
-                f"{_NEEDS}: rate of links at which {self.need:.0%} of a step is computing alone. no"
+                f"{_NEEDS}: rate of links at which {100 * self.need:g} % of a step is computing alone. no"
                 " rate: starts of messages or encoding alone take longer. -: a search changes the"
                 " plan with the rate."
             )
@@ -294,7 +293,8 @@ class Report:
             curves.setdefault(row.name, {})[place] = 100 * row.efficiency(self.workload)
         write_lines(path, figures)
         with picture(path.with_suffix(".png"), [14]) as (axis,):
-            axis.set_prop_cycle(color=colormaps["tab20"](range(20)))
+            lines = ["-"] * 20 + [":"] * 20
+            axis.set_prop_cycle(color=[*colormaps["tab20"](range(20))] * 2, linestyle=lines)
             for name, shares in curves.items():
                 width = 2.5 if name.startswith("dear") else 1.0
                 axis.plot(shares.keys(), shares.values(), label=name, marker=".", linewidth=width)
@@ -392,10 +392,7 @@ def _dear_s(cfg: DictConfig, workload: Workload) -> dict[str, float]:
 
 
 def _each(
-    cases: Sequence[ranking.Pair],
-    network: Network,
-    progress: Progress,
-    need: float | None = None,
+    cases: Sequence[ranking.Pair], network: Network, progress: Progress, need: float | None = None
 ) -> Iterator[ranking.Ranked]:
     for strategy, one in cases:
         progress.begin(f"{strategy.name}, {network.world_size} ranks")
