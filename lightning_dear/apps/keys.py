@@ -132,7 +132,8 @@ class Plan:
         "bus_bytes_per_s and sum_bytes_per_s (above 0) and copy_s (0 or more)",
         lambda s: min(s.bus_bytes_per_s, s.sum_bytes_per_s) > 0 <= s.copy_s,
     )
-    algorithm: str = _takes("a name, such as best")
+    algorithm: str | None = _takes("a name, such as ring, or null")
+    need: float | None = _takes("a share of 1, such as 0.9, or null", lambda share: 0 < share < 1)
     world_sizes: list[int] | None = _list("numbers of ranks, as [8,64], or null", lambda n: n > 0)
     enough: float = _takes("a share of a step, 0 to 1, such as 0.03", lambda share: 0 <= share < 1)
 
@@ -146,7 +147,7 @@ class Plan:
         theirs = [one.name for one in entry_points(group="lightning_dear.compressors")]
         for name in self.compressors or ():
             check_name("compressor", name, [*_files(conf_dir() / "compressor"), *theirs])
-        check_name("algorithm", self.algorithm, ALGORITHMS)
+        check_name("algorithm", self.algorithm or "nccl", ALGORITHMS)
         check_name("backend", self.backend or "gloo", BACKENDS)
         if not self.profile.endswith(".json"):
             check_name("profile", self.profile, _files(_PROFILES))

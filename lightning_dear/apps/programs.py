@@ -58,9 +58,14 @@ def plan() -> None:
       dear-plan profile=bert_base cluster=ethernet_10g   a known model on a known cluster
       dear-plan cluster.num_nodes=8 compute_s=0.25       8 nodes; seconds of forward and backward
       dear-plan compressors=[int8] strategies=[ddp,dear] some rows of the table alone
+      dear-plan need=0.9                                 which rate makes 90 % of a step computing
+      dear-plan world_sizes=[8,64]                       curves for 8 and 64 ranks; null: eight
       dear-plan calibrate model=resnet data=digits       measures this cluster and a model first
 
     `dear-plan calibrate --help` says more of the last one, which prints the command to go on with.
+    profile is bert_base, bert_large, densenet201, inception_v4, lstm, mask_rcnn, resnet101,
+    resnet50, vgg16, or a .json file of your model. Seconds of these are computed for a GPU of
+    7 TFLOP/s and 500 GB/s, half an RTX 2080 Ti's peak. compute_s=... sets those of your GPU.
     """
     if sys.argv[1:2] == ["calibrate"]:
         # Run as `python -m`, so that its ranks can be started with the same command.

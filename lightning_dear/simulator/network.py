@@ -7,7 +7,7 @@ of the whole buffer, and P the number of ranks.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -15,20 +15,24 @@ import numpy as np
 
 from lightning_dear.names import check_name
 
-Algorithm = Literal["pairwise", "two_hops", "ring", "tree", "best"]
+Algorithm = Literal["pairwise", "two_hops", "ring", "tree", "nccl"]
 """Algorithm of the collectives. A half is a reduce-scatter or an all-gather.
 
 pairwise: In a half every rank sends to every other rank at once, as `strategy="dear"` does with
     hops=1. Gloo's all-reduces use a ring.
 two_hops: In a half every rank sends to all ranks of its node at once, and then to the ranks with
-    the same local rank on the other nodes, as `strategy="dear"` does on gloo. All-reduces use a
-    ring.
+    the same local rank on the other nodes, as `strategy="dear"` does with hops=2. All-reduces are
+    the backend's own: a ring with gloo, as with "nccl" otherwise.
 ring: A half has P - 1 steps, one after the other.
 tree: All-reduces use two binary trees, each for half of the bytes. Halves use a ring.
-best: As NCCL. Halves use a ring, all-reduces a ring or trees, whichever is faster for the size.
+nccl: As NCCL chooses, which is not always the fastest. Halves use a ring, all-reduces a ring or
+    trees, whichever is faster for the size.
 """
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+
+_MEASURED = ("all_reduce", "all_gather", "reduce_scatter")
+"""Names of measured costs of a `Network`."""
 
 BACKENDS = ("nccl", "gloo", "staged")
 """Names of backends. "staged" is gloo between GPUs, whose messages pass through the host."""
@@ -54,6 +58,10 @@ class Link:
     def message_s(self, nbytes: float) -> float:
         """Return the seconds for a message of `nbytes`."""
         return self.alpha_s + nbytes * self.beta_s
+
+    def scaled(self, factor: float) -> "Link":
+        """Return the link with `factor` times the seconds of a byte."""
+        return Link(self.alpha_s, factor * self.beta_s)
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,11 @@ class Curve:
         """Return the seconds for a message of `nbytes`."""
         beyond = max(nbytes / self.sizes[-1], 1.0)
         return max(self.least_s, beyond * float(np.interp(nbytes, self.sizes, self.seconds)))
+
+    def scaled(self, factor: float) -> "Curve":
+        """Return the curve with `factor` times the seconds beyond those of the smallest message."""
+        first_s = self.seconds[0]
+        return replace(self, seconds=tuple(first_s + factor * (s - first_s) for s in self.seconds))
 
 
 @dataclass(frozen=True)
@@ -125,7 +138,7 @@ class Network:
     world_size: int
     ranks_per_node: int = 1
     within: Link | None = None
-    algorithm: Algorithm = "best"
+    algorithm: Algorithm = "nccl"
     all_reduce: Link | None = None
     all_gather: Curve | None = None
     reduce_scatter: Curve | None = None
@@ -162,6 +175,27 @@ class Network:
     def outer_link(self) -> Link:
         """The link between nodes. If all ranks are on one node, the link within it."""
         return self.between if self.num_nodes > 1 or self.within is None else self.within
+
+    @property
+    def has_nccl_hosts(self) -> bool:
+        """Whether hops=2 makes a difference that must be asked for: NCCL, several ranks a node."""
+        return self.has_reduce_scatter and min(self.ranks_in_node, self.num_nodes) > 1
+
+    def at_rate(self, bits_per_s: float) -> "Network":
+        """Return the network with another rate of `outer_link`; starts of messages stay.
+
+        Times of measured collectives change by the same factor, except those of their starts. A
+        link within nodes changes only if it has the same figures, as one of which nothing is known.
+
+        Args:
+            bits_per_s: The rate. Infinity means that bytes take no time.
+        """
+        own, outer = self.outer_link, Link(self.outer_link.alpha_s, 8 / bits_per_s)
+        factor = outer.beta_s / own.beta_s if own.beta_s else 1.0
+        measured = {name: getattr(self, name) for name in _MEASURED}
+        changed = {name: one.scaled(factor) for name, one in measured.items() if one is not None}
+        changed |= {name: outer for name in ("between", "within") if getattr(self, name) == own}
+        return replace(self, **changed)
 
     def sent_bytes(self, nbytes: float) -> float:
         """Return the bytes that a rank sends in one half, by any algorithm: n(P-1)/P."""
@@ -220,13 +254,13 @@ class Network:
                 return self.all_reduce.message_s(2 * self.sent_bytes(nbytes))
             seconds = 2 * self.sent_bytes(nbytes) * self.all_reduce.beta_s
             return max(self.all_reduce.alpha_s, seconds)
-        if self.algorithm == "two_hops" or not self.has_reduce_scatter:
+        if not self.has_reduce_scatter:
             # Gloo's all-reduce is a ring over all ranks, whatever algorithm our halves use.
             return 2 * self._ring_s(nbytes)
         if self.algorithm == "tree":
             return self._tree_s(nbytes)
-        if self.algorithm == "best":
-            return min(2 * self.half_s(nbytes), self._tree_s(nbytes))
+        if self.algorithm in ("nccl", "two_hops"):
+            return min(2 * self._ring_s(nbytes), self._tree_s(nbytes))
         return 2 * self.half_s(nbytes)
 
     def all_gather_s(self, nbytes: float) -> float:

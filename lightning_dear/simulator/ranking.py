@@ -1,5 +1,6 @@
 """Strategies side by side for one model on one network."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,10 @@ SIMPLE = (BASELINE, *HOOKS, "dear")
 
 Pair = tuple[Strategy, Workload]
 
+_RATES, _BISECTIONS = (1e3, 1e15), 16
+"""Bits per second between which a rate is sought, and how often the distance is halved. So the rate
+is known to 0.05 %."""
+
 
 @dataclass(frozen=True)
 class Ranked:
@@ -30,12 +35,15 @@ class Ranked:
         compressor: Name of the compressor that it uses.
         overrides: Overrides of `dear-train` that select both. None means that `dear-train` cannot
             run this pair.
+        needed_bits_per_s: Rate of links at which computing alone is a given share of the step; see
+            `needed_rate`. None means that it was not sought.
     """
 
     strategy: Strategy
     step: SimulatedStep
     compressor: str = "none"
     overrides: str | None = None
+    needed_bits_per_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -44,16 +52,31 @@ class Ranked:
             return self.strategy.name
         return self.strategy.hooks.get(self.compressor, f"{self.strategy.name} + {self.compressor}")
 
-    def efficiency(self, alone_s: float) -> float:
+    def efficiency(self, workload: Workload) -> float:
         """Return the efficiency of weak scaling, 0 to 1: one rank's step time over this one."""
-        return alone_s / self.step.step_s
+        return alone_s(workload, self.strategy.batches) / self.step.step_s
 
 
-def predicted(strategy: Strategy, workload: Workload, network: Network) -> Ranked:
-    """Return the predicted step of `workload` under a strategy."""
+def predicted(
+    strategy: Strategy, workload: Workload, network: Network, need: float | None = None
+) -> Ranked:
+    """Return the predicted step of `workload` under a strategy.
+
+    Args:
+        strategy: The strategy.
+        workload: The model, with a compressor or without one.
+        network: The network.
+        need: Share of a step for which to seek the rate, as `needed_rate` does, if `dear-train` can
+            run the pair and no search finds its plan. None means that it is not sought.
+    """
     used = workload.compressor if strategy.encodes(workload) else "none"
-    step = simulate(strategy.program(workload, network))
-    return Ranked(strategy, step, used, strategy.overrides_for(workload))
+    step, overrides = (
+        simulate(strategy.program(workload, network)),
+        strategy.overrides_for(workload),
+    )
+    is_sought = need is not None and overrides is not None and not strategy.searches
+    rate = needed_rate(strategy, workload, network, need) if need and is_sought else None
+    return Ranked(strategy, step, used, overrides, rate)
 
 
 def pairs(strategies: Sequence[Strategy], workloads: Sequence[Workload]) -> list[Pair]:
@@ -72,10 +95,53 @@ def pairs(strategies: Sequence[Strategy], workloads: Sequence[Workload]) -> list
     ]
 
 
-def alone_s(workload: Workload) -> float:
-    """Return the seconds of a step of one rank alone, which sends nothing."""
+def alone_s(workload: Workload, batches: int = 1) -> float:
+    """Return the seconds of a step of one rank alone, which sends nothing.
+
+    Args:
+        workload: The model.
+        batches: Number of micro-batches of an optimizer step. With more than 1, the result is the
+            seconds of one of them.
+    """
     times = workload.times
-    return times.forward_s + times.backward_s + times.step_s + workload.fixed_step_s
+    step_s = times.step_s + workload.fixed_step_s
+    return times.forward_s + times.backward_s + step_s / batches
+
+
+def needed_rate(strategy: Strategy, workload: Workload, network: Network, share: float) -> float:
+    """Return the rate of links at which computing alone is a given share of a step.
+
+    The rate is that of `Network.outer_link`; see `Network.at_rate`. Takes 20 simulations.
+
+    Args:
+        strategy: The strategy. Its plan must not depend on a search: such plans change from rate to
+            rate, so that a step at a higher rate may be longer.
+        workload: The model, with a compressor or without one.
+        network: The network, whose own rate does not matter.
+        share: Share of a step, above 0 and below 1.
+
+    Returns:
+        Bits per second. Infinity means that no rate is enough, because starts of messages or
+        encoding alone cost more than the rest of the step.
+
+    Raises:
+        ValueError: If a search finds the strategy's plan.
+    """
+    if strategy.searches:
+        raise ValueError(f"{strategy.name} searches its plan. Choose another strategy, as dear.")
+    most_s = alone_s(workload, strategy.batches) / share
+
+    def is_enough(bits_per_s: float) -> bool:
+        program = strategy.program(workload, network.at_rate(bits_per_s))
+        return simulate(program).step_s <= most_s
+
+    low, high = _RATES
+    if not is_enough(math.inf):
+        return math.inf
+    for _ in range(_BISECTIONS):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
 
 
 def recommended(rows: Sequence[Ranked], enough: float = ENOUGH) -> Ranked:

@@ -10,7 +10,7 @@ from lightning_dear.names import check_name
 from lightning_dear.planning import measured, programme, refine
 from lightning_dear.planning.fusion import MIB, fuse_groups
 from lightning_dear.planning.predict import StepModel
-from lightning_dear.planning.step import Program
+from lightning_dear.planning.step import Phase, Program
 from lightning_dear.simulator import schedule as schedules
 from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.network import Network
@@ -48,6 +48,8 @@ class Strategy:
         searches: Whether a search finds its buckets. Not all compressors allow that.
         hooks: Compressor -> name that `dear-train` has for this strategy with that compressor.
         costs_samples: Whether training takes more steps than under DDP, whatever the compressor.
+        batches: Number of micro-batches whose gradients are summed before they are exchanged. A
+            step of the simulation is then one micro-batch.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Strategy:
     searches: bool = False
     hooks: Mapping[str, str] = field(default_factory=dict)
     costs_samples: bool = False
+    batches: int = 1
 
     def program(self, workload: Workload, network: Network) -> Program:
         """Return the program of a step of `workload` on `network`.
@@ -244,6 +247,40 @@ def with_local_steps(options: "LocalSteps") -> Strategy:
     name = f"local_steps={options.every}"
     build, overrides = partial(schedules.round_program, options), f"strategy=dear strategy.{name}"
     return Strategy(f"dear, {name}", build, overrides, "halves", costs_samples=True)
+
+
+def in_two_hops(strategy: Strategy) -> Strategy:
+    """Return a strategy of ours with `hops=2`, which NCCL's own collectives do not have."""
+
+    def build(workload: Workload, network: Network) -> Program:
+        return strategy.build(workload, replace(network, algorithm="two_hops"))
+
+    name, overrides = f"{strategy.name}, hops=2", f"{strategy.overrides} strategy.hops=2"
+    return replace(strategy, name=name, build=build, overrides=overrides)
+
+
+def accumulating(strategy: Strategy, batches: int) -> Strategy:
+    """Return a strategy that exchanges the sums of several micro-batches.
+
+    All of them but one are computing alone, so that each takes, with the forward F, the backward B
+    and a step S of one micro-batch, ((batches - 1) (F + B) + S) / batches.
+
+    Args:
+        strategy: Strategy with a forward and a backward in each step.
+        batches: Number of micro-batches, as `Trainer(accumulate_grad_batches=...)`.
+    """
+
+    def build(workload: Workload, network: Network) -> Program:
+        name, ops, _ = strategy.build(workload, network)
+        forward, backward, _ = schedules.single_program(workload, network).ops
+        # The first forward waits for what the step before has gathered; the last backward launches.
+        end = ops.index(Phase(begins=False)) + 1
+        more = (backward, forward) * (batches - 1)
+        return Program(name, (*ops[:end], *more, *ops[end:]), batches)
+
+    name = f"{strategy.name}, accumulate={batches}"
+    overrides = f"{strategy.overrides} trainer.accumulate_grad_batches={batches}"
+    return replace(strategy, name=name, build=build, overrides=overrides, hooks={}, batches=batches)
 
 
 _EACH = planned(planning.NoFusion().plan, _DDP, all_reduces=True)

@@ -102,7 +102,7 @@ def _networks(cfg: DictConfig) -> dict[str, Network]:
     networks = {}
     for name, network in networks_of(cfg, cfg.world_size).items():
         networks[name] = network
-        if network.algorithm == "best":
+        if network.algorithm == "nccl":
             networks[f"{name}, rings"] = rings = replace(network, algorithm="ring")
             if num_nics := cfg.nics.get(name):
                 link = Link(network.between.alpha_s, network.between.beta_s / num_nics)

@@ -198,7 +198,7 @@ def test_what_a_sharded_tensor_takes_grows_where_ranks_share_cores(
 )
 def test_what_was_not_measured_is_not_planned_for(changes: dict, words: str) -> None:
     cfg = OmegaConf.create(
-        {"cluster": cluster_of(CLUSTER, 8, COSTS, NUM_TENSORS), "algorithm": "best"}
+        {"cluster": cluster_of(CLUSTER, 8, COSTS, NUM_TENSORS), "algorithm": None}
     )
     asked = OmegaConf.merge(cfg, changes)
     with pytest.raises(ValueError, match=words):
@@ -208,7 +208,7 @@ def test_what_was_not_measured_is_not_planned_for(changes: dict, words: str) -> 
 def test_one_node_says_nothing_of_more_ranks_than_it_had() -> None:
     alone = OmegaConf.create({"cluster": {"num_nodes": 1, "accelerator": "cpu", "interface": None}})
     cluster = cluster_of(alone, 8, COSTS, NUM_TENSORS)
-    cfg = OmegaConf.create({"cluster": cluster, "algorithm": "best", "world_sizes": None})
+    cfg = OmegaConf.create({"cluster": cluster, "algorithm": None, "world_sizes": None})
     assert network_of(cfg.cluster, world_size=4).world_size == 4
     with pytest.raises(ValueError, match="ranks on one node"):
         network_of(cfg.cluster, world_size=16)

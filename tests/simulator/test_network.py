@@ -65,13 +65,13 @@ def test_one_rank_sends_nothing(link: Link, nbytes: float, algorithm: str) -> No
     assert alone.half_s(nbytes) == alone.all_reduce_s(nbytes) == alone.sent_bytes(nbytes) == 0
 
 
-def test_best_takes_rings_for_halves_and_the_faster_of_both_for_all_reduces() -> None:
-    best = eight_ranks("best")
-    assert best.half_s(80.0) == eight_ranks("ring").half_s(80.0)
+def test_nccl_takes_rings_for_halves_and_the_faster_of_both_for_all_reduces() -> None:
+    nccl = eight_ranks("nccl")
+    assert nccl.half_s(80.0) == eight_ranks("ring").half_s(80.0)
     ring, tree = eight_ranks("ring"), eight_ranks("tree")
     for nbytes in (0.8, 80.0, 8000.0):
         least = min(ring.all_reduce_s(nbytes), tree.all_reduce_s(nbytes))
-        assert best.all_reduce_s(nbytes) == least
+        assert nccl.all_reduce_s(nbytes) == least
     assert ring.all_reduce_s(8000.0) < tree.all_reduce_s(8000.0)
     assert ring.all_reduce_s(0.8) > tree.all_reduce_s(0.8)
 
@@ -87,7 +87,7 @@ def test_no_half_beats_the_nodes_link(network: Network, nbytes: float) -> None:
     nodes = network.num_nodes
     # Every node has to hear of the other nodes' sums.
     least = nbytes * (nodes - 1) / nodes / network.ranks_in_node * network.between.beta_s
-    flat = {"ring", "tree", "best"}
+    flat = {"ring", "tree", "nccl"}
     share = 1 if network.algorithm in flat else network.ranks_in_node
     assert network.half_s(nbytes) >= share * least * (1 - 1e-9)
 

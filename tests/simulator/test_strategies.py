@@ -48,7 +48,7 @@ networks = st.builds(
     st.sampled_from([0.0, 0.01, 1.0]),
     st.sampled_from([0.0, 0.1, 1.0]),
     st.sampled_from([2, 3, 8]),
-    st.sampled_from(["pairwise", "ring", "best"]),
+    st.sampled_from(["pairwise", "ring", "nccl"]),
 )
 
 

@@ -16,6 +16,9 @@ from lightning_dear.workloads.replay.profile import load_profile, planned
 LOOPBACK = Link(5e-5, 1e-9)
 """Assumed link between ranks of one host on CPUs; conf/cluster/local.yaml has the same figures."""
 
+BATCHES = (2, 4, 8)
+"""Numbers of micro-batches for which DDP with accumulation is predicted."""
+
 DEFAULT_COMPRESSORS = ("bf16", "int8")
 """Compressors with which, in recipes/compression, trainings ended as well as without one."""
 
@@ -128,7 +131,7 @@ def network_for(
 
 def network_of(
     cluster: DictConfig,
-    algorithm: Algorithm = "best",
+    algorithm: Algorithm | None = None,
     world_size: int | None = None,
     backend: str | None = None,
 ) -> Network:
@@ -136,7 +139,8 @@ def network_of(
 
     Args:
         cluster: Config of the cluster.
-        algorithm: Algorithm of the collectives.
+        algorithm: Algorithm of the collectives. None means that with which the cluster's figures
+            were obtained, if its file names one; else what the backend uses.
         world_size: Number of ranks. None means as many as the cluster has.
         backend: One of `simulator.network.BACKENDS`. None means gloo on clusters of CPUs, and
             NCCL on others.
@@ -166,7 +170,7 @@ def network_of(
             " there are as many, or choose another cluster."
         )
     if (measured := cluster.get("measured")) is not None:
-        if algorithm != "best":
+        if algorithm is not None:
             raise ValueError(f"A measured cluster ignores algorithm={algorithm}. Leave it out.")
         if measured.num_nodes == 1 and (num_nodes > 1 or world_size > measured.world_size):
             raise ValueError(
@@ -178,9 +182,10 @@ def network_of(
     alpha_s = float(cluster.alpha_s) + float(cluster.get("delay_ms", 0.0)) / 1e3
     between = Link(alpha_s, float(8e-6 / rate_mbit if beta_s is None else beta_s))
     is_gloo = backend in ("gloo", "staged") if backend else cluster.accelerator == "cpu"
-    if algorithm == "best":
-        # The cluster's file may name the algorithm with which its figures were obtained.
-        algorithm = cluster.get("algorithm") or ("two_hops" if is_gloo else "best")
+    algorithm = algorithm or cluster.get("algorithm") or ("two_hops" if is_gloo else "nccl")
+    if algorithm == "two_hops" and not is_gloo:
+        # NCCL does not know two hops. Ours use them if `hops=2` says so, in rows of their own.
+        algorithm = "nccl"
     within = _within(cluster, between, is_gloo)
     return Network(between, world_size, inside, within, algorithm, has_reduce_scatter=not is_gloo)
 
@@ -263,19 +268,28 @@ def ranks_per_node(cluster: DictConfig) -> int:
     return cluster.devices
 
 
-def cases_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[ranking.Pair]:
+def cases_of(cfg: DictConfig, workload: Workload, network: Network) -> list[ranking.Pair]:
     """Return the pairs of strategy and workload to predict.
 
     These are ``cfg.strategies``, or all that the workload allows if that is null, with each
-    compressor; DDP with its own hook (ddp_bf16), even if that compressor was not asked for; and
-    beside `dear` itself `dear` with ``cfg.local_steps``, with the compressors that it takes.
+    compressor; DDP with its own hook (ddp_bf16), even if that compressor was not asked for, and
+    with sums of `BATCHES` micro-batches; and beside `dear` itself `dear` with ``cfg.local_steps``,
+    with the compressors that it takes. On nodes of several ranks with NCCL there is also `dear` in
+    two hops, and if ``cfg.algorithm`` is two_hops so is each other one of ours.
     """
     known, asked = strategies.STRATEGIES, cfg.strategies
     chosen = [one for one in known.values() if one.plans_for_codecs or workload.codecs.are_none]
     if asked is not None:
         chosen = [strategies.resolve_strategy(one) for one in asked if one not in strategies.HOOKS]
-    workloads = workloads_of(cfg, workload, world_size)
+    if network.has_nccl_hosts:
+        hopped = [*known] if cfg.algorithm == "two_hops" else ["dear"]
+        ours = [one for one in chosen if one.compresses == "halves" and one.name in hopped]
+        chosen += map(strategies.in_two_hops, ours)
+    workloads = workloads_of(cfg, workload, network.world_size)
     cases = ranking.pairs(chosen, workloads)
+    if (ddp := known[ranking.BASELINE]) in chosen:
+        plain = workload.uncompressed
+        cases += ((strategies.accumulating(ddp, number), plain) for number in BATCHES)
     if cfg.local_steps is not None and known["dear"] in chosen:
         local = strategies.with_local_steps(LocalSteps(every=cfg.local_steps))
         cases += ((local, one) for one in workloads if _takes_local_steps(one.compressor))
@@ -283,7 +297,8 @@ def cases_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[ranki
     for hooked, (strategy, name) in strategies.HOOKS.items():
         is_asked = strategy in chosen or hooked in (asked or ())
         if is_asked and (strategy.name, name) not in there:
-            one = compressed(workload.uncompressed, name, device_of(cfg), world_size)
+            device, size = device_of(cfg), network.world_size
+            one = compressed(workload.uncompressed, name, device, size)
             cases.append((strategy, one))
     # A pair that encodes is left out if dear-train cannot run it, unless the config names it.
     return [

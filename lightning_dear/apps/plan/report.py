@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf, log2
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -39,12 +40,16 @@ _ARE_AS_GOOD = ("bf16", "fp16", "int8")
 _QUALITY = (
     "lossless: the gradients of DDP. as good as dense: in our studies (recipes/compression). lossy:"
     " it may take more steps, or end worse; train a while with both before you use it. costs"
-    " samples: about 1.5 to 2 times the steps for a small model; see docs/local_steps.md."
+    " samples: about 1.5 to 2 times the steps for a small model; see docs/local_steps.md. k times"
+    " the batch: a micro-batch of those that accumulate_grad_batches sums; fewer steps of the"
+    " optimizer."
 )
 
 
 def quality_of(row: ranking.Ranked) -> str:
     """Return what training loses with the row's strategy and compressor."""
+    if row.strategy.batches > 1:
+        return f"{row.strategy.batches} times the batch"
     if row.compressor not in ("none", *_ARE_AS_GOOD):
         return LOSSY
     if row.strategy.costs_samples:
@@ -67,6 +72,10 @@ _SCRIPTS = {
 }
 """Name of a row -> class and options of its strategy. Others are `DearStrategy`."""
 
+_COMPUTED = " (computed for a GPU of 7 TFLOP/s and 500 GB/s; compute_s=... sets yours)"
+_NEEDS = "needs Gb/s"
+_CALIBRATE = "dear-plan calibrate compressor="
+
 
 def script_of(row: ranking.Ranked, backend: str | None = None) -> str:
     """Return the Python expression that builds a Trainer with the row's strategy.
@@ -75,13 +84,18 @@ def script_of(row: ranking.Ranked, backend: str | None = None) -> str:
         row: The row.
         backend: `process_group_backend` of the strategy. None means the usual one of the devices.
     """
-    kind, given = _SCRIPTS.get(row.name, ("DearStrategy", ""))
-    words = re.findall(r"(fusion|compressor)=(\w+)", row.overrides or "")
-    words += [("process_group_backend", backend)] if backend else []
-    options = ", ".join(filter(None, [given, *(f'{name}="{value}"' for name, value in words)]))
-    if not options and row.name in ("ddp", "dear"):
-        return f'Trainer(strategy="{row.name}")'
-    return f"Trainer(strategy={kind}({options}))"
+    name, batches = row.name.partition(",")[0], row.strategy.batches
+    kind, given = _SCRIPTS.get(name, ("DearStrategy", ""))
+    own = [word for word in (row.overrides or "").split()[1:] if not word.startswith("trainer.")]
+    own += [f"process_group_backend={backend}"] if backend else []
+    words = [re.sub(r"=([a-z]\w*)$", r'="\1"', one.removeprefix("strategy.")) for one in own]
+    options = ", ".join(filter(None, [given, *words]))
+    made = f"{kind}({options})" if options or name not in ("ddp", "dear") else f'"{name}"'
+    return f"Trainer(strategy={made}{f', accumulate_grad_batches={batches}' * (batches > 1)})"
+
+
+Point = tuple[float, ranking.Ranked]
+"""A number of ranks, or a rate, with a prediction for it."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +110,7 @@ class Report:
         backend: Backend of the cluster, one of `network.BACKENDS`. With "gloo" it has no GPU,
             although encoding is counted for one.
         dear_s: Backend -> step of `strategy="dear"` over it, for backends that are compared.
+        need: Share of a step that is to be computing alone. None means that no rate is sought.
     """
 
     rows: Sequence[ranking.Ranked]
@@ -104,6 +119,7 @@ class Report:
     enough: float
     backend: str = "gloo"
     dear_s: Mapping[str, float] = field(default_factory=dict)
+    need: float | None = None
 
     @cached_property
     def best(self) -> ranking.Ranked:
@@ -116,25 +132,25 @@ class Report:
 
     @cached_property
     def _choices(self) -> list[ranking.Ranked]:
-        """Rows that may be advised: dear-train can run them, as good, encoding time known."""
-        can_run = [row for row in self.rows if row.overrides is not None]
-        return [row for row in can_run if _is_as_good(row) and not self._is_guessed(row)]
+        """Rows that may be advised: dear-train can run them, and they are as good."""
+        return [row for row in self.rows if row.overrides is not None and _is_as_good(row)]
 
-    def _is_guessed(self, row: ranking.Ranked) -> bool:
-        """Whether the row's encoding time was counted for a GPU that this cluster does not have."""
-        return self.backend == "gloo" and row.compressor not in ("none", self.workload.compressor)
+    def describe(self, source: str, seconds: str = "") -> str:
+        """Return a few lines on the model and the cluster.
 
-    def describe(self, source: str) -> str:
-        """Return a few lines on the model and the cluster; `source` names its origin."""
+        Args:
+            source: Origin of the cluster's figures.
+            seconds: Origin of the model's seconds. Empty means that the user gave or measured them.
+        """
         workload, times, network = self.workload, self.workload.times, self.network
         link = network.outer_link
         rate = f"{8 / link.beta_s / 1e9:.3g} Gb/s" if link.beta_s else "of any rate"
-        place = "within the node" if network.num_nodes == 1 else "between nodes"
+        place = "within the host" if network.num_nodes == 1 else "between hosts"
         codec = "" if workload.codecs.are_none else f"; ours with compressor={workload.compressor}"
         return _wrapped(
             f"{workload.name}: {workload.nbytes / 1e6:.1f} MB, forward {_ms(times.forward_s)} ms,"
-            f" backward {_ms(times.backward_s)} ms{codec}",
-            f"{network.world_size} ranks on {network.num_nodes} node(s); links {place}: {rate},"
+            f" backward {_ms(times.backward_s)} ms{seconds}{codec}",
+            f"{network.world_size} ranks on {network.num_nodes} host(s); links {place}: {rate},"
             f" {link.alpha_s * 1e6:.3g} us a message",
             f"Network: {source}",
             "SIMULATED: nothing here was measured on that cluster.",
@@ -148,29 +164,46 @@ class Report:
         Rows that are not as good as dense are below a rule. Strategies that dear-train cannot run
         are listed in a note.
         """
-        can_run = [row for row in self.rows if row.overrides is not None]
-        safe = [row for row in can_run if _is_as_good(row)]
+        safe, can_run = self._choices, [row for row in self.rows if row.overrides is not None]
         lossy = [row for row in can_run if not _is_as_good(row)]
-        titles = "strategy", "step ms", "waits ms", "x ddp", "scaling", "MB/step", ""
+        last = _NEEDS if self.need else "MB/step"
+        titles = "strategy", "step ms", "waits ms", "x ddp", "scaling", last, ""
         lines = format_table(titles, [self._cells(row) for row in (*safe, *lossy)]).splitlines()
         if safe and lossy:
             # 3 lines come before the rows: a rule, the titles and another rule.
             lines.insert(3 + len(safe), lines[0])
-        notes = [_QUALITY]
+        notes = [_QUALITY, *self._notes()]
         if others := [row for row in self.rows if row.overrides is None]:
             listed = ", ".join(f"{row.name} {_ms(row.step.step_s)} ms" for row in others)
             notes.append(f"Cannot be run with dear-train, for comparing: {listed}.")
         return "\n".join([*lines, _wrapped(*notes)])
 
+    def _notes(self) -> Iterator[str]:
+        encodes = any(row.compressor != "none" for row in self.rows)
+        if self.network.has_nccl_hosts and encodes:
+            yield (
+                "Encoded rows of dear are not summed on their way: a host's link carries"
+                f" {self.network.ranks_in_node} times the bytes of one rank. So encoding can cost"
+                " more than it saves. With hops=2 they are summed within the host first."
+            )
+        if self.need:
+            yield (
+                f"{_NEEDS}: rate of links at which {100 * self.need:g} % of a step is computing alone. no"
+                " rate: starts of messages or encoding alone take longer. -: a search changes the"
+                " plan with the rate."
+            )
+
     def _cells(self, row: ranking.Ranked) -> list[str]:
         step, ddp_s = row.step, self._step_of(ranking.BASELINE)
+        sent, rate = f"{step.program.sent_bytes / 1e6:.1f}", row.needed_bits_per_s
+        needs = MISSING if rate is None else "no rate" if rate == inf else f"{rate / 1e9:.3g}"
         return [
             row.name,
             _ms(step.step_s),
             _ms(sum(step.exposed_s.values())),
             MISSING if ddp_s is None else f"{ddp_s / step.step_s:.3f}",
-            f"{row.efficiency(ranking.alone_s(self.workload)):.1%}",
-            f"{step.program.sent_bytes / 1e6:.1f}",
+            f"{row.efficiency(self.workload):.1%}",
+            needs if self.need else sent,
             quality_of(row),
         ]
 
@@ -186,16 +219,14 @@ class Report:
             gain = best.step.step_s / min(row.step.step_s for row in self._choices) - 1
             said = [f"DDP will do: nothing that can be advised is more than {gain:.1%} faster."]
         else:
-            said = [f"Use {best.name} ({quality_of(best)})."]
+            is_counted = best.compressor not in ("none", self.workload.compressor)
+            condition = ", if encoding is as fast as counted: as on a GPU (device=...)"
+            said = [f"Use {best.name} ({quality_of(best)}){condition if is_counted else ''}."]
+            if is_counted and self.backend == "gloo":
+                said.append(f"CPUs encode more slowly: {_CALIBRATE}{best.compressor} measures it.")
             if ddp_s is not None:
                 said.append(f"A step under DDP takes {ddp_s / best.step.step_s:.2f} times as long.")
         said.append(self._sureness())
-        if any(map(self._is_guessed, self.rows)):
-            said.append(
-                "Encoding is counted for a GPU (device=...), and takes longer on this cluster's"
-                " CPUs: so no compressor is advised; dear-plan calibrate compressor=int8 measures"
-                " it."
-            )
         if self.dear_s:
             said.append(_backends_said(self.dear_s))
         asked = "gloo" if self.backend == "staged" else None
@@ -234,7 +265,8 @@ class Report:
             {
                 "strategy": row.name,
                 "step_s": row.step.step_s,
-                "efficiency": row.efficiency(ranking.alone_s(self.workload)),
+                "efficiency": row.efficiency(self.workload),
+                "needed_bits_per_s": row.needed_bits_per_s,
                 **{f"exposed_{kind}_s": row.step.exposed_s.get(kind, 0.0) for kind in kinds},
                 "sent_bytes": row.step.program.sent_bytes,
                 "quality": quality_of(row),
@@ -243,36 +275,38 @@ class Report:
         ]
         write_lines(path, figures)
 
-    def write_scaling(self, folder: Path, scaled: Sequence[tuple[int, ranking.Ranked]]) -> None:
-        """Write ``scaling.csv``, and ``scaling.png``: efficiency over the number of ranks.
+    def write_curves(self, path: Path, points: Sequence[Point], column: str, label: str) -> None:
+        """Write a CSV file, and a picture beside it: efficiency over ranks, or over the rate.
 
         Args:
-            folder: Folder for both files.
-            scaled: Numbers of ranks, each with a prediction for it.
+            path: Path of the CSV file.
+            points: Numbers of ranks or rates, each with a prediction for it.
+            column: Title of these numbers in the file.
+            label: What they are, in the picture.
         """
         from matplotlib import colormaps
 
         figures: list[Line] = []
-        curves: dict[str, dict[int, float]] = {}
-        for size, row in scaled:
-            figures.append({"strategy": row.name, "world_size": size, "step_s": row.step.step_s})
-            share = 100 * row.efficiency(ranking.alone_s(self.workload))
-            curves.setdefault(row.name, {})[size] = share
-        write_lines(folder / "scaling.csv", figures)
-        with picture(folder / "scaling.png", [14]) as (axis,):
-            axis.set_prop_cycle(color=colormaps["tab20"](range(20)))
+        curves: dict[str, dict[float, float]] = {}
+        for place, row in points:
+            figures.append({"strategy": row.name, column: place, "step_s": row.step.step_s})
+            curves.setdefault(row.name, {})[place] = 100 * row.efficiency(self.workload)
+        write_lines(path, figures)
+        with picture(path.with_suffix(".png"), [14]) as (axis,):
+            lines = ["-"] * 20 + [":"] * 20
+            axis.set_prop_cycle(color=[*colormaps["tab20"](range(20))] * 2, linestyle=lines)
             for name, shares in curves.items():
                 width = 2.5 if name.startswith("dear") else 1.0
                 axis.plot(shares.keys(), shares.values(), label=name, marker=".", linewidth=width)
             axis.set_xscale("log", base=2)
-            sizes = list(dict.fromkeys(size for size, _ in scaled))
-            axis.set_xticks(sizes, map(str, sizes))
-            axis.set_xlabel("ranks")
+            places = list(dict.fromkeys(place for place, _ in points))
+            axis.set_xticks(places, [f"{place:.4g}" for place in places])
+            axis.set_xlabel(label)
             axis.set_ylabel("scaling efficiency, % (one rank's step over this step)")
             axis.set_ylim(bottom=0)
             # `picture` inverts the y axis for bars listed from top to bottom; this undoes it.
             axis.invert_yaxis()
-            axis.set_title(f"{self.workload.name}: weak scaling, simulated")
+            axis.set_title(f"{self.workload.name}: weak scaling over {label}, simulated")
 
 
 def _backends_said(dear_s: Mapping[str, float]) -> str:
@@ -314,20 +348,35 @@ def plan(cfg: DictConfig, folder: Path) -> ranking.Ranked:
         ValueError: If the config names something unknown, or lacks a figure of the cluster.
     """
     workload, network = workload_of(cfg), network_for(cfg)
-    sizes = world_sizes_of(cfg)
-    num_cases = len(cases_of(cfg, workload, network.world_size))
-    with closing(Progress(num_cases * (1 + len(sizes)))) as progress:
-        every = _each(cfg, workload, network.world_size, progress)
+    cases = cases_of(cfg, workload, network)
+    own, sizes = network.world_size, world_sizes_of(cfg)
+    fixed = [case for case in cases if cfg.need and not case[0].searches]
+    middle = round(log2(8e-9 / (network.outer_link.beta_s or 8e-9)))
+    rates = [2.0 ** (middle + power) for power in range(-6, 7)] if cfg.need else []
+    with closing(Progress(len(cases) * len(sizes) + len(fixed) * len(rates))) as progress:
+        every = list(_each(cases, network, progress, cfg.need))
         rows = sorted(every, key=lambda row: row.step.step_s)
-        found = Report(rows, workload, network, cfg.enough, backend_of(cfg), _dear_s(cfg, workload))
+        ways = backend_of(cfg), _dear_s(cfg, workload)
+        found = Report(rows, workload, network, cfg.enough, *ways, cfg.need)
         source = str(cfg.cluster.get("source") or "its file names no source")
-        text = f"{found.describe(source)}\n{found.table()}\n{found.advice()}"
+        is_computed = cfg.compute_s is None and not cfg.profile.endswith(".json")
+        described = found.describe(source, _COMPUTED if is_computed else "")
+        text = f"{described}\n{found.table()}\n{found.advice()}"
         progress.close()
         print(text, flush=True)
         (folder / "table.txt").write_text(f"{text}\n")
         found.write_rows(folder / "plan.csv")
-        scaled = [(size, row) for size in sizes for row in _each(cfg, workload, size, progress)]
-    found.write_scaling(folder, scaled)
+        print("That is the answer. Curves follow, of more predictions.", flush=True)
+        scaled: list[Point] = []
+        for size in sizes:
+            net = network_for(cfg, size)
+            some = every if size == own else _each(cases_of(cfg, workload, net), net, progress)
+            scaled += ((size, row) for row in some)
+        nets = {rate: network.at_rate(1e9 * rate) for rate in rates}
+        rated = [(rate, row) for rate in nets for row in _each(fixed, nets[rate], progress)]
+    found.write_curves(folder / "scaling.csv", scaled, "world_size", "ranks")
+    if rated:
+        found.write_curves(folder / "rates.csv", rated, "gbit_per_s", "Gb/s")
     print(f"All figures, and how each scales: {folder}", flush=True)
     return found.best
 
@@ -343,10 +392,9 @@ def _dear_s(cfg: DictConfig, workload: Workload) -> dict[str, float]:
 
 
 def _each(
-    cfg: DictConfig, workload: Workload, world_size: int, progress: Progress
+    cases: Sequence[ranking.Pair], network: Network, progress: Progress, need: float | None = None
 ) -> Iterator[ranking.Ranked]:
-    network = network_for(cfg, world_size)
-    for strategy, one in cases_of(cfg, workload, world_size):
-        progress.begin(f"{strategy.name}, {world_size} ranks")
-        yield ranking.predicted(strategy, one, network)
+    for strategy, one in cases:
+        progress.begin(f"{strategy.name}, {network.world_size} ranks")
+        yield ranking.predicted(strategy, one, network, need)
         progress.step()
