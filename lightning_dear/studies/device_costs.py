@@ -92,7 +92,8 @@ def measured_device(codec: Codec, device: torch.device) -> Device:
         counted = sum(one.kernels for one in both), sum(one.nbytes for one in both)
         found.append((*counted, median(b - a for a, b in pairwise(seconds[1:]))))
     (kernels, few, few_s), (_, many, many_s) = found
-    rate = (many - few) / max(many_s - few_s, 1e-9)
+    # On a busy machine the smaller one may take as long.
+    rate = (many - few) / (many_s - few_s) if many_s > 2 * few_s else many / many_s
     return Device(max(few_s - few / rate, 0.0) / kernels, rate)
 
 
