@@ -10,8 +10,7 @@ from omegaconf import OmegaConf
 
 from lightning_dear.names import is_meant
 from lightning_dear.paths import conf_dir
-from lightning_dear.strategy import starting
-from lightning_dear.strategy.base import PipelineStrategy
+from lightning_dear.strategy import base, starting
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -38,7 +37,7 @@ def check_launch(trainer: Trainer) -> None:
     """
     strategy: Any = trainer.strategy
     environment = getattr(strategy, "cluster_environment", None)
-    if environment is not None and not isinstance(strategy, PipelineStrategy):
+    if environment is not None and not isinstance(strategy, base.PipelineStrategy):
         starting.check_start(environment, strategy.parallel_devices, strategy.num_nodes)
 
 

@@ -7,8 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_dear.compression import Compressor, Fp32, resolve_compressor
-from lightning_dear.compression.groups import groups_of
+from lightning_dear.compression import Compressor, Fp32, groups, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import BayesianFusion, FusionPlanner
 
@@ -55,7 +54,7 @@ class CompressionSchedule(Callback):
             if given is not None and not isinstance(given, Mapping):
                 raise TypeError(f"{name} must be a dict, such as {example}, got {given!r}.")
         resolved = {name: resolve_compressor(one) for name, one in (compressors or {}).items()}
-        self.groups = groups_of(resolved)
+        self.groups = groups.groups_of(resolved)
         self._dense_steps = dense_steps
         steps: tuple[Any, ...] = (dense_steps, *(densities or {}))
         if not all(isinstance(step, int) and step >= 0 for step in steps):

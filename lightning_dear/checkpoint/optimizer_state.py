@@ -130,9 +130,8 @@ def spread_state(stepper: SteppedPieces, collectives: Collectives) -> SpreadStat
         entries[like] = {key: _restored(value, like, *layout) for key, value in own.items()}
         for key, value in entries[like].items():
             if _is_stand_in(value):
-                here = [(piece.start, own[key]) for piece, own in parts[index] if key in own]
-                fits = [Chunk(*one) for one in here if one[1].dtype == value.dtype]
-                chunks.append((value, fits))
+                here = [Chunk(piece.start, own[key]) for piece, own in parts[index] if key in own]
+                chunks.append((value, [one for one in here if one.values.dtype == value.dtype]))
     return SpreadState(entries, chunks)
 
 

@@ -10,9 +10,7 @@ from itertools import chain, product
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch import Tensor, nn, optim
 
 from lightning_dear.bucket import Chunk
 from lightning_dear.checkpoint import residuals
@@ -39,19 +37,19 @@ class ResidualKeeper:
     """
 
     def __init__(
-        self, optimizer: Optimizer, collectives: Collectives, options: ExchangeOptions
+        self, optimizer: optim.Optimizer, collectives: Collectives, options: ExchangeOptions
     ) -> None:
         self._optimizer, self._collectives = optimizer, collectives
         self._rows = residuals.RowLayout(collectives.world, options.ranks_together(collectives))
         self._coded: Sequence[CompressedBucket] = ()
-        self._parameters: Sequence[Parameter] = ()
+        self._parameters: Sequence[nn.Parameter] = ()
         self._held: Residuals | None = None
         self._seed: int | None = None
         self._is_detached = False
         self._hook = optimizer.register_load_state_dict_pre_hook(self._on_loading)
 
     def attach(
-        self, coded: Sequence[CompressedBucket], parameters: Sequence[Parameter], seed: int
+        self, coded: Sequence[CompressedBucket], parameters: Sequence[nn.Parameter], seed: int
     ) -> None:
         """Puts the residuals that this object holds into the buckets of a new plan. Local.
 
@@ -250,7 +248,7 @@ class ResidualKeeper:
             coded[0].seed if coded else None,
         )
 
-    def _first(self, bucket: CompressedBucket) -> Parameter:
+    def _first(self, bucket: CompressedBucket) -> nn.Parameter:
         """Returns the first parameter in the bucket, under which its steering is saved."""
         return self._parameters[bucket.spec.slices[0].tensor]
 
@@ -288,7 +286,7 @@ class ResidualKeeper:
         state.chunks += tuple(chunks)
         return state
 
-    def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    def _on_loading(self, optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Pre-hook of `load_state_dict`: replaces all residuals by those in `state_dict`. Local.
 
         Residuals that `state_dict` lacks become 0, since the present ones belong to other weights.

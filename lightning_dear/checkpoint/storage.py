@@ -21,8 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Chunk, as_flat, storage_strides
-from lightning_dear.checkpoint import files
-from lightning_dear.checkpoint.optimizer_state import ShardedState
+from lightning_dear.checkpoint import files, optimizer_state
 
 MAX_CHUNK_NUMEL = 1 << 22
 """Most elements of a chunk in a file. Longer chunks are cut, because a whole chunk is in memory
@@ -109,13 +108,13 @@ class _Walk:
         self._parameters: set[tuple[Any, ...]] = set()
         self._seen: dict[tuple[Any, ...], Any] = {}
         for state in checkpoint.get("optimizer_states", ()):
-            if isinstance(state, ShardedState):
+            if isinstance(state, optimizer_state.ShardedState):
                 self._parameters |= {_place(parameter) for parameter in state.parameters}
 
     def taken_apart(self, value: Any, path: _Path) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(value, path)
-        if isinstance(value, ShardedState):
+        if isinstance(value, optimizer_state.ShardedState):
             self._chunks |= {id(stand_in): chunks for stand_in, chunks in value.chunks}
             value = dict(value)
         if type(value) in (dict, OrderedDict):

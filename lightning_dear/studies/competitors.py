@@ -20,11 +20,10 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
-from torch import Tensor, nn
+from torch import Tensor, futures, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -53,7 +52,7 @@ class Bf16DDPStrategy(DDPStrategy):
 def _as_bf16(
     group: Any,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> Future[Tensor]:
+) -> futures.Future[Tensor]:
     """PyTorch's hook under another name: DDP refuses the original name, except on NCCL and XCCL."""
     return bf16_compress_hook(group, bucket)
 

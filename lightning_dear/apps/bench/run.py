@@ -17,9 +17,8 @@ from lightning_dear.apps.program import Program
 from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.emulation.launch import HOST_VARIABLE
 from lightning_dear.strategy.launchers import job_arguments
-from lightning_dear.studies import block, comparison, summary
+from lightning_dear.studies import block, comparison, progress, summary
 from lightning_dear.studies.files import OTHER_FOLDER, Line, read_lines
-from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.report import Report
 
 MODULE = "lightning_dear.apps.bench"
@@ -66,7 +65,7 @@ def _run(cfg: DictConfig, points: Sequence[config.Setting], program: Program) ->
         for point in points:
             own = Comparison(point, rig, strategy.root_device, report, known)
             if rig.rank == 0 and not done:
-                report.progress = Progress(own.num_steps * len(points))
+                report.progress = progress.Progress(own.num_steps * len(points))
             done.append(own)
             own.run()
 

@@ -16,11 +16,9 @@ from typing_extensions import override
 
 from lightning_dear.planning.fusion import MIB, runs_of
 from lightning_dear.telemetry.device_work import charge_device_work
-from lightning_dear.workloads.data import SplitDataModule
+from lightning_dear.workloads import data, schedules, task
 from lightning_dear.workloads.replay.profile import LayerProfile, ModelProfile, load_profile
 from lightning_dear.workloads.replay.waiter import Waiter
-from lightning_dear.workloads.schedules import OptimizerFactory, SchedulerFactory
-from lightning_dear.workloads.task import Task
 
 _NUM_BEGINNINGS = 1 << 20
 _DEFAULT_OPTIMIZER = partial(torch.optim.SGD, lr=0.01)
@@ -180,7 +178,7 @@ class ReplayNet(nn.Module):
         return activation
 
 
-class ReplayModel(Task):
+class ReplayModel(task.Task):
     """Replays a profile under any strategy, on the CPU.
 
     Args:
@@ -216,8 +214,8 @@ class ReplayModel(Task):
         *,
         scale: float = 1.0,
         compute_s: float | None = None,
-        optimizer: OptimizerFactory | None = None,
-        scheduler: SchedulerFactory | None = None,
+        optimizer: schedules.OptimizerFactory | None = None,
+        scheduler: schedules.SchedulerFactory | None = None,
         shard_unit_mb: float = 25.0,
         gradient_seed: int | None = None,
         encoding_scale: float = 1.0,
@@ -289,7 +287,7 @@ class ReplayModel(Task):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class ReplayData(SplitDataModule):
+class ReplayData(data.SplitDataModule):
     """Batches of consecutive integers; in a step no two ranks get the same one.
 
     Args:
