@@ -59,8 +59,7 @@ def use_interface(name: str | None) -> None:
         raise ValueError(
             f"cluster.interface={name!r} is not on this machine. Set one of {', '.join(known)}."
         )
-    for variable in INTERFACE_VARIABLES:
-        os.environ[variable] = name
+    os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, name))
 
 
 def ignored_groups(overrides: list[str], strategy: Any) -> list[str]:

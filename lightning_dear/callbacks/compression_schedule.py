@@ -140,9 +140,8 @@ class CompressionSchedule(Callback):
             )
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        pipeline: Pipeline = strategy.pipeline_of()
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        pipeline: Pipeline = trainer.strategy.pipeline_of()
         codec = pipeline.options.compressor
         if codec is not None:
             pipeline.use_compressor(self.codec_at(codec, trainer.global_step))

@@ -229,8 +229,7 @@ def read_tensors(
     for name, start, file, offset, length in sorted(places):
         path = folder / file
         # The checkpoint may come from an untrusted source and name files outside its folder.
-        is_here = path.parent == folder and path.is_file()
-        if not is_here or path.stat().st_size < offset + length:
+        if path.parent != folder or not path.is_file() or path.stat().st_size < offset + length:
             raise files.CheckpointError(
                 f"{path} is missing or cut off, or checkpoint.pt is not of this checkpoint. Copy"
                 " the folder again, or use an earlier one: it is damaged, or was copied in part."
@@ -268,9 +267,8 @@ class _SavePlanner(dcp.default_planner.DefaultSavePlanner):
     def create_local_plan(self) -> dcp.planner.SavePlan:
         items = []
         for name, stored in self.state_dict.items():
-            if stored.is_rank_0s and not self.is_coordinator:
-                continue
-            for chunk in _cut(stored):
+            is_own = self.is_coordinator or not stored.is_rank_0s
+            for chunk in _cut(stored) if is_own else ():
                 self._values[name, chunk.start] = chunk.values
                 items.append(_write_item(name, stored.stand_in, chunk))
         self.plan = dcp.planner.SavePlan(items)

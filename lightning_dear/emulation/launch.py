@@ -123,8 +123,7 @@ class _Rank:
         if self.output is None or not self.process.returncode:
             return
         self.output.seek(max(0, self.output.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        text = self.output.read().decode(errors="replace")
-        for line in text.splitlines()[-_TAIL_LINES:]:
+        for line in self.output.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]:
             print(f"[rank {self.number}] {line}", file=sys.stderr, flush=True)
 
 

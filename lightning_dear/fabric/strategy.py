@@ -223,13 +223,12 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
         Empty if `module` is not being trained. Otherwise blocks, see `DearModule.end`.
         """
-        parts: list[OptimizerPipeline] = []
-        for one in self._trained:
-            if one.module is module:
-                parts += one.pipeline.parts
-                for part in one.pipeline.parts:
-                    part.prepare_state()
-                one.end()
+        ended = [one for one in self._trained if one.module is module]
+        parts = [part for one in ended for part in one.pipeline.parts]
+        for part in parts:
+            part.prepare_state()
+        for one in ended:
+            one.end()
         return parts
 
     def _remember(self, module: DearModule) -> DearModule:

@@ -113,9 +113,7 @@ def _text(value: Any) -> str:
 def composed(overrides: Sequence[str]) -> DictConfig:
     """Return the running job's config, composed again with further overrides."""
     job = HydraConfig.get()
-    config_name = job.job.config_name
-    assert config_name is not None
-    return compose(config_name, merged(job.overrides.task, overrides))
+    return compose(str(job.job.config_name), merged(job.overrides.task, overrides))
 
 
 def merged(first: Sequence[str], later: Sequence[str]) -> list[str]:

@@ -55,15 +55,13 @@ def _run(cfg: DictConfig, points: Sequence[config.Setting], program: Program) ->
     report = Report(program.folder, rows, comparison.text_of, comparison.draw)
 
     def compare(starter: Trainer) -> None:
-        strategy: Any = starter.strategy
         interface = block.interface_of(starter.num_nodes) if starter.num_nodes > 1 else ""
-        is_emulated, world_size = HOST_VARIABLE in os.environ, starter.world_size
-        on_machine = world_size if is_emulated else starter.num_devices
-        rig = block.Rig(starter.global_rank, world_size, interface, on_machine)
+        on_machine = starter.world_size if HOST_VARIABLE in os.environ else starter.num_devices
+        rig = block.Rig(starter.global_rank, starter.world_size, interface, on_machine)
         known = read_lines(program.folder / "blocks.csv", summary.WORDS) if rig.rank == 0 else []
         known = from_all_ranks(known)[0]
         for point in points:
-            own = Comparison(point, rig, strategy.root_device, report, known)
+            own = Comparison(point, rig, starter.strategy.root_device, report, known)
             if rig.rank == 0 and not done:
                 report.progress = progress.Progress(own.num_steps * len(points))
             done.append(own)
@@ -85,8 +83,7 @@ def run_groups(groups: Sequence[tuple[config.Setting, Sequence[config.Setting]]]
     folder = Path(hydra.runtime.output_dir)
     try:
         for number, (cluster, points) in enumerate(groups):
-            own_folder = str(folder / str(number))
-            part = {"points": list(points), "sweep": None, "hydra.run.dir": own_folder}
+            part = {"points": list(points), "sweep": None, "hydra.run.dir": f"{folder}/{number}"}
             own = config.overrides_of({**cluster, **part})
             labels = "; ".join(config.label_of(point) or "as configured" for point in points)
             print(f"Part {number + 1} of {len(groups)}: {labels}", flush=True)

@@ -123,8 +123,7 @@ class ReplayLayer(nn.Module):
             # The first use of a parameter is recorded from torch functions. `_Replay.apply` below
             # is not seen as one, so `detach` is called.
             parameter.detach()
-        apply: Any = _Replay.apply
-        output: Tensor = apply(activation, self, *parameters)
+        output: Tensor = _Replay.apply(activation, self, *parameters)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -159,10 +158,9 @@ class ReplayNet(nn.Module):
     def __init__(self, profile: ModelProfile, waiter: Waiter, gradients: Gradients) -> None:
         super().__init__()
         self.waiter, self.gradients = waiter, gradients
-        self.layers = nn.ModuleList(
-            ReplayLayer(number, layer, waiter, gradients)
-            for number, layer in enumerate(profile.layers)
-        )
+        numbered = enumerate(profile.layers)
+        layers = (ReplayLayer(number, layer, waiter, gradients) for number, layer in numbered)
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, number: int = 0) -> Tensor:
         """Return a scalar loss of zero. Blocks for the time of the forward.
@@ -172,9 +170,7 @@ class ReplayNet(nn.Module):
         """
         self.gradients.batch = number
         self.waiter.begin()
-        activation = torch.zeros(())
-        for layer in self.layers:
-            activation = layer(activation)
+        activation: Tensor = self.layers(torch.zeros(()))
         return activation
 
 
