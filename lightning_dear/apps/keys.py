@@ -235,8 +235,7 @@ def _resolved(cfg: DictConfig, name: str) -> Any:
 
     If an interpolation needs Hydra's job, which has not begun yet, the text of it is kept.
     """
-    value = cfg[name]
-    if not OmegaConf.is_config(value):
+    if not OmegaConf.is_config(value := cfg[name]):
         return value
     try:
         return OmegaConf.to_container(value, resolve=True)

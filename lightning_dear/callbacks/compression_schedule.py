@@ -142,6 +142,5 @@ class CompressionSchedule(Callback):
     @override
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         pipeline: Pipeline = trainer.strategy.pipeline_of()
-        codec = pipeline.options.compressor
-        if codec is not None:
+        if (codec := pipeline.options.compressor) is not None:
             pipeline.use_compressor(self.codec_at(codec, trainer.global_step))

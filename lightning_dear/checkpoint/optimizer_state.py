@@ -93,8 +93,7 @@ def check_class(optimizer: Optimizer, state_dict: Mapping[str, Any], of_what: st
             message names both.
     """
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
-    saved = state_dict.get(CLASS, kinds[0])
-    if saved not in kinds:
+    if (saved := state_dict.get(CLASS, kinds[0])) not in kinds:
         named = saved + of_what
         raise ValueError(
             f"This is the state of {named}, from which {kinds[0]} cannot go on. Train with {saved},"

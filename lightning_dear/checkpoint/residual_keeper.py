@@ -96,12 +96,11 @@ class ResidualKeeper:
 
         Residuals stay in this object, for `taken` and `add_to_sharded`.
         """
-        if self._is_detached:
-            return
-        self._is_detached = True
-        self._hook.remove()
-        for bucket in self._coded:
-            bucket.detach()
+        if not self._is_detached:
+            self._is_detached = True
+            self._hook.remove()
+            for bucket in self._coded:
+                bucket.detach()
 
     # --- into buckets ---------------------------------------------------------------------------
 
@@ -117,8 +116,7 @@ class ResidualKeeper:
         own, others = held.of(lambda one: one in planned), held.of(lambda one: one not in planned)
         self._held = None if others.is_of_nothing else others
         self._overwrite(own)
-        lost = self._unknown_names(own)
-        if lost and self._collectives.world.rank == 0:
+        if (lost := self._unknown_names(own)) and self._collectives.world.rank == 0:
             warnings.warn(
                 f"What a compressor had left to be sent ({', '.join(lost)}) is dropped. To have it"
                 " sent, resume with the compressor and gather of the run that saved.",
@@ -137,8 +135,7 @@ class ResidualKeeper:
         for bucket in self._coded:
             bucket.start_anew(own.seed)
             bucket.counts.update(own.counts)
-            steering = own.get(STEERING, self._first(bucket))
-            if steering is not None:
+            if (steering := own.get(STEERING, self._first(bucket))) is not None:
                 bucket.steer(steering)
             for index, factor in bucket.factors.items():
                 saved = own.get(FACTORS, self._parameters[index])
@@ -163,8 +160,7 @@ class ResidualKeeper:
         flat = torch.zeros(bucket.spec.padded_numel, dtype=torch.float32, device=device)
         for part in bucket.spec.slices:
             parameter = self._parameters[part.tensor]
-            source = own.get(kind, parameter)
-            if source is None:
+            if (source := own.get(kind, parameter)) is None:
                 continue
             values = flat[part.offset : part.offset + part.numel]
             values.copy_(source[part.start : part.stop])

@@ -343,8 +343,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         file. Other ranks get stand-ins without data. The state of an optimizer that was never set
         up with a model is returned as plain Fabric returns it.
         """
-        part = modules.part_of(connections.unwrapped(optimizer))
-        if part is None:
+        if (part := modules.part_of(connections.unwrapped(optimizer))) is None:
             return super().get_optimizer_state(optimizer)
         return part.optimizer_state_dict(on_rank_0=self._is_saving)
 
@@ -404,13 +403,11 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def pipeline_of(self, optimizer: Optimizer | None = None) -> Pipeline:
-        trained = self._trained
-        if not trained:
+        if not (trained := self._trained):
             raise RuntimeError("Nothing is being trained. Call fabric.setup(model, optimizer).")
         if optimizer is not None:
             own = connections.unwrapped(optimizer)
-            trained = [one for one in trained if one.trains(own)]
-            if not trained:
+            if not (trained := [one for one in trained if one.trains(own)]):
                 raise ValueError(
                     f"{type(own).__name__} was not set up, or has ended. Call fabric.setup with it."
                 )

@@ -263,11 +263,10 @@ def forget_mesh(strategy: Strategy) -> None:
     Otherwise the threads of these groups would add up over many fits. The trained module cannot
     communicate afterwards.
     """
-    if not isinstance(strategy, ModelParallelStrategy):
-        return
-    for group in strategy.device_mesh.get_all_groups():
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    if isinstance(strategy, ModelParallelStrategy):
+        for group in strategy.device_mesh.get_all_groups():
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
 
 
 class AllReduceMGWFBP(MGWFBPFusion):

@@ -302,8 +302,7 @@ def _interval(row: Line, name: str) -> str:
 
 def draw(path: Path, rows: Sequence[Line]) -> None:
     """Draw the paired differences with their intervals and the margin; nothing without pairs."""
-    rows = [row for row in rows if row["worse_mean"] is not None]
-    if not rows:
+    if not (rows := [row for row in rows if row["worse_mean"] is not None]):
         return
     first, limit = rows[0], 4 * rows[0]["margin"]
     with plot.picture(path, [len(rows)]) as (axis,):

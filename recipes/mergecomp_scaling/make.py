@@ -26,7 +26,7 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
     Raises:
         ValueError: If the config has an unknown name, or no value gives a published figure.
     """
-    published = fit.read_figures()
+    published = list(fit.read_figures())
     server = fit.Server.of(cfg, published)
     predicted = list(server.predicted(published))
     simulated = list(_simulated(cfg, server, published))

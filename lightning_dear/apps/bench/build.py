@@ -66,8 +66,7 @@ def round_of(cfg: DictConfig) -> int:
     Raises:
         ValueError: If the steps are found while it trains.
     """
-    steps = cfg.strategy.get("local_steps")
-    if steps == "auto":
+    if (steps := cfg.strategy.get("local_steps")) == "auto":
         raise ValueError(
             "dear-bench measures whole rounds, and strategy.local_steps=auto finds their length"
             " late. Train once with auto, and give dear-bench the number that it prints."
@@ -225,8 +224,7 @@ def scale_caps(cfg: DictConfig, world_size: int) -> None:
         cfg: Config of an entry.
         world_size: Number of ranks; a cap of null means a default that depends on it.
     """
-    scale = scale_of(cfg)
-    if scale == 1:
+    if (scale := scale_of(cfg)) == 1:
         return
     if OmegaConf.is_config(cfg.fusion) and cfg.fusion.get("bucket_cap_mb", 0) is None:
         cfg.fusion.bucket_cap_mb = fusion.default_cap_mb(world_size)

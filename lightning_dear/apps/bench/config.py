@@ -76,8 +76,7 @@ def named(cfg: DictConfig, spelt_out: Callable[[str], Mapping[str, Any]]) -> lis
 
 def _entry(cfg: DictConfig, one: Mapping[str, Any]) -> Entry:
     settings = {key: value for key, value in one.items() if key not in _OWN_KEYS}
-    grid = one.get("grid") or {}
-    if len(grid) > 1:
+    if len(grid := one.get("grid") or {}) > 1:
         raise ValueError(f"grid of {one['name']} has {', '.join(grid)}. Keep only one option.")
     return Entry(
         name=str(one["name"]),

@@ -38,8 +38,7 @@ def run_job(cfg: DictConfig, program: Program) -> None:
     points = config.points_of(cfg)
     if os.environ.keys().isdisjoint({"RANK", "LOCAL_RANK"}):
         check_points(points)
-    groups = config.by_cluster(points)
-    if len(groups) > 1:
+    if len(groups := config.by_cluster(points)) > 1:
         job.folder_with(cfg)
         run_groups(groups)
     elif not emulated.restart_on_cluster(cfg, MODULE):

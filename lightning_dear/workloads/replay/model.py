@@ -255,8 +255,7 @@ class ReplayModel(task.Task):
     @override
     def setup(self, stage: str) -> None:
         """Raise ValueError on a device other than the CPU, which would not wait with the host."""
-        device = self.trainer.strategy.root_device
-        if device.type != "cpu":
+        if (device := self.trainer.strategy.root_device).type != "cpu":
             raise ValueError(f"A replay runs on CPUs, not on {device.type}. Set accelerator='cpu'.")
 
     @override

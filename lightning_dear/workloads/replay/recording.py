@@ -183,7 +183,6 @@ def owned_parameters(model: nn.Module, order: list[str]) -> Owned:
 def _around(path: str, position: dict[str, int]) -> str | None:
     """Return the innermost module that ran and contains the parameter at `path`, or None."""
     while path:
-        path = path.rpartition(".")[0]
-        if path in position:
+        if (path := path.rpartition(".")[0]) in position:
             return path
     return None
