@@ -1,6 +1,7 @@
 """Measures the links of a cluster: exchanges among all ranks, and each pair of ranks alone."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from itertools import combinations, pairwise
 from statistics import median
@@ -31,6 +32,10 @@ _NUM_ROUND_TRIPS = 3
 _QUICK_BYTES, _TIMES_SENT = 1 << 22, 6
 """Most bytes of the message that finds the rate; how often `measure_collectives` exchanges the
 bytes of a model, all its trains together."""
+
+
+Rows = list[tuple[str, str]]
+"""Titles and values, in the order to print."""
 
 
 class Pair(NamedTuple):
@@ -114,3 +119,41 @@ def _round_trips(message: torch.Tensor, peer: int, *there_and_back: Any) -> list
             pass_on(message, peer)
         marks.append(clock.mark())
     return [end - begin for begin, end in pairwise(map(clock.seconds, marks))]
+
+
+# --- output ------------------------------------------------------------------------------------
+
+
+def link_rows(cost: LinkCost, pairs: Sequence[Pair], hosts: Sequence[int]) -> Rows:
+    """Return rows for the cost of exchanges among all ranks, and for the slowest pairs of ranks.
+
+    Args:
+        cost: Cost of exchanges in which all ranks take part at once.
+        pairs: Measured pairs: all, or only neighbours in the ring of ranks.
+        hosts: Host number of each rank, as in `World`.
+    """
+    within = [pair for pair in pairs if hosts[pair.low] == hosts[pair.high]]
+    kinds = {"within hosts": within, "between hosts": [one for one in pairs if one not in within]}
+    what = "pairs" if 2 * len(pairs) == len(hosts) * (len(hosts) - 1) else "neighbouring pairs"
+    return [
+        ("start of an exchange, all at once", f"{cost.alpha_s * 1e6:.0f} us"),
+        ("longest round trip", f"{max(pair.round_trip_s for pair in pairs) * 1e3:.1f} ms"),
+        ("rate of each rank, all at once", _rate_of(cost)),
+        ("the same in the backend's all-reduces", _rate_of(cost.all_reduce or cost)),
+        *((f"slowest pair {kind}", _slowest(some, what)) for kind, some in kinds.items() if some),
+    ]
+
+
+def _slowest(pairs: Sequence[Pair], what: str) -> str:
+    low, high, rate, _ = min(pairs, key=lambda pair: pair.rate)
+    median_rate = median(pair.rate for pair in pairs)
+    others = f"; median of {len(pairs)} {what}: {_rate(median_rate)}" if len(pairs) > 1 else ""
+    return f"ranks {low} and {high}: {_rate(rate)}{others}"
+
+
+def _rate_of(cost: LinkCost) -> str:
+    return _rate(1 / cost.beta_s) if cost.beta_s else "too fast to tell"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:.2f} MB/s"

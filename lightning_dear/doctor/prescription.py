@@ -10,7 +10,7 @@ import torch
 
 from lightning_dear import compression, planning
 from lightning_dear.compression import Codec
-from lightning_dear.doctor.links import Pair
+from lightning_dear.doctor.links import Pair, link_rows
 from lightning_dear.doctor.step_watch import StepTimes
 from lightning_dear.planning import LinkCost, ModelTimes, TensorSpec
 from lightning_dear.simulator import Link, Network, Workload, ranking, strategies
@@ -39,12 +39,12 @@ _MOST_PASTES = 4
 _LARGE_BUCKETS = planning.ThresholdFusion(bucket_cap_mb=100.0, first_bucket_cap_mb=100.0)
 
 _PASTES = {
-    "ddp": 'Trainer(strategy="ddp")',
-    "ddp, large buckets": "Trainer(strategy=DDPStrategy(bucket_cap_mb=100))",
-    "ddp_bf16": "Trainer(strategy=DDPStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook))",
-    "dear": 'Trainer(strategy="dear")',
+    "ddp": 'strategy="ddp"',
+    "ddp, large buckets": "strategy=DDPStrategy(bucket_cap_mb=100)",
+    "ddp_bf16": "strategy=DDPStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook)",
+    "dear": 'strategy="dear"',
 }
-_BF16_ON_GLOO = "Trainer(strategy=lightning_dear.studies.competitors.Bf16DDPStrategy())"
+_BF16_ON_GLOO = "strategy=lightning_dear.studies.competitors.Bf16DDPStrategy()"
 
 
 class Option(NamedTuple):
@@ -54,13 +54,15 @@ class Option(NamedTuple):
         name: What it is, such as "dear + int8".
         batch_s: Predicted seconds for a batch.
         loss: What training may lose, such as "nothing".
-        paste: The line that brings it.
+        paste: Argument of a Trainer that brings it.
+        overrides: Overrides of `dear-train` that bring it.
     """
 
     name: str
     batch_s: float
     loss: str
     paste: str
+    overrides: str
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,9 @@ class Case:
         devices: Name of each of `CODECS` -> speed with which ranks encode.
         rest_s: Seconds of a step for data, hooks and all else that no strategy changes.
         is_gloo: Whether the default process group uses gloo.
-        running: Name in `options` of what runs now. None means that it is not predicted.
-        batch_s: Measured seconds of a batch.
+        running: Name in `cases` of what runs now. None means that it is not predicted.
+        batch_s: Measured seconds of a batch. None means that nothing was trained, and that what
+            runs now is predicted.
     """
 
     tensors: Sequence[TensorSpec]
@@ -89,7 +92,7 @@ class Case:
     rest_s: float
     is_gloo: bool
     running: str | None
-    batch_s: float
+    batch_s: float | None = None
 
     @cached_property
     def workload(self) -> Workload:
@@ -116,6 +119,7 @@ class Case:
         large = replace(
             strategies.STRATEGIES["ddp"],
             build=strategies.planned(_LARGE_BUCKETS.plan, Schedule(is_ddp=True), all_reduces=True),
+            overrides="strategy=ddp strategy.bucket_cap_mb=100",
         )
         known, plain = strategies.STRATEGIES, self.workload
         encoded = {
@@ -135,38 +139,40 @@ class Case:
             **{f"dear + {name}": (known["dear"], one) for name, one in encoded.items()},
         }
 
-    def batch_s_of(self, name: str, num_batches: int) -> float:
-        """Return the predicted seconds of a batch, of which so many make a step."""
+    def predicted(self, name: str, num_batches: int | None = None) -> ranking.Ranked:
+        """Return the prediction for a batch, of which so many make a step; None means as now."""
         strategy, workload = self.cases[name]
-        strategy = strategies.accumulating(strategy, num_batches)
-        return ranking.predicted(strategy, workload, self.network).step.step_s
+        strategy = strategies.accumulating(strategy, num_batches or self.num_batches)
+        return ranking.predicted(strategy, workload, self.network)
 
     @cached_property
     def options(self) -> list[Option]:
         """All that may help, the fastest first; what runs now is among them."""
         found = []
-        for name in self.cases:
-            codec = name.partition(" + ")[2] or ("bf16" if name == "ddp_bf16" else "")
-            loss = f"nothing seen in our studies ({codec})" if codec else "nothing"
-            seconds = self.batch_s_of(name, self.num_batches)
-            found.append(Option(name, seconds, loss, self._paste(name, codec)))
+        for name, (strategy, workload) in self.cases.items():
+            codec = workload.compressor
+            loss = "nothing" if codec == "none" else f"nothing seen in our studies ({codec})"
+            paste = _PASTES.get(name, f'strategy=DearStrategy(compressor="{codec}")')
+            paste = _BF16_ON_GLOO if name == "ddp_bf16" and self.is_gloo else paste
+            seconds = self.predicted(name).step.step_s
+            found.append(Option(name, seconds, loss, paste, strategy.overrides_for(workload) or ""))
         for times in (2, 4, 8) if self.running is not None else ():
             count = times * self.num_batches
             name, loss = f"{_ACCUMULATED}={count}", f"a batch {times} times as large"
-            seconds = self.batch_s_of(self.running or "", count)
-            found.append(Option(name, seconds, loss, f"Trainer({name}, ...)"))
+            seconds = self.predicted(self.running or "", count).step.step_s
+            found.append(Option(name, seconds, loss, name, f"trainer.{name}"))
         return sorted(found, key=lambda option: option.batch_s)
 
-    def _paste(self, name: str, codec: str) -> str:
-        if name == "ddp_bf16" and self.is_gloo:
-            return _BF16_ON_GLOO
-        return _PASTES.get(name, f'Trainer(strategy=DearStrategy(compressor="{codec}"))')
+    @property
+    def now_s(self) -> float:
+        """Seconds of a batch as it runs now."""
+        return self.batch_s or self.predicted(self.running or "ddp").step.step_s
 
     @property
     def error(self) -> float:
         """Share by which predictions may err: the usual one, or more if that of now errs more."""
-        now = next((one for one in self.options if one.name == self.running), None)
-        return max(KNOWN_ERROR, abs(now.batch_s / self.batch_s - 1) if now else 0.0)
+        now_s = self.predicted(self.running).step.step_s if self.running else self.now_s
+        return max(KNOWN_ERROR, abs(now_s / self.now_s - 1))
 
     def needed(self, name: str) -> float | None:
         """Return the bits a second of each rank for `NEED` of computing alone.
@@ -177,6 +183,55 @@ class Case:
         strategy = strategies.accumulating(strategy, self.num_batches)
         rate = ranking.needed_rate(strategy, workload, self.network, NEED)
         return rate if rate < math.inf else None
+
+    @cached_property
+    def all_needed(self) -> dict[str, float | None]:
+        """Name -> `needed`, for some. Empty if links are too fast for their rate to be told."""
+        names = ("ddp", "ddp_bf16", "dear", "dear + int8") if self.cost.beta_s else ()
+        return {name: self.needed(name) for name in names}
+
+    def verdict(self, share: float, *, for_dear_train: bool = False) -> str:
+        """Return a table of what would help, lines to paste, and how fast a network would do.
+
+        Args:
+            share: Share of a step in which ranks wait for messages.
+            for_dear_train: Whether the lines are overrides of `dear-train`.
+        """
+        said = f"Communication is {share:.0%} of a step"
+        if share < NEGLIGIBLE_SHARE:
+            return f"{said}: nothing here will help."
+        titles = "what", "ms a batch", "x now", "training may lose"
+        rows = [
+            [
+                f"{one.name}{' (now)' * (one.name == self.running)}",
+                f"{one.batch_s * 1e3:.1f}",
+                f"{self.now_s / one.batch_s:.2f}",
+                one.loss,
+            ]
+            for one in self.options
+        ]
+        others = [one for one in self.options if one.name != self.running]
+        helps = [one for one in others if one.batch_s * (1 + self.error) < self.now_s]
+        # A larger batch is a last resort, since training may need another learning rate.
+        helps.sort(key=lambda one: one.name.startswith(_ACCUMULATED))
+        pastes = [
+            f"  dear-train {one.overrides}" if for_dear_train else f"  Trainer({one.paste}, ...)"
+            for one in helps[:_MOST_PASTES]
+        ]
+        if not helps:
+            pastes = ["Nothing here will help: no row is shorter by more than predictions err."]
+        rates = ", ".join(
+            f"{name} {'no rate is enough' if bits is None else f'{bits / 1e9:.3g} Gb/s'}"
+            for name, bits in self.all_needed.items()
+        )
+        how = "predicted" if self.batch_s is None else "measured"
+        lines = [
+            f"{said}. Predicted, {self.error:.0%} off on the average (now, {how}:"
+            f" {self.now_s * 1e3:.1f} ms a batch; computing alone: {self.alone_s * 1e3:.1f}):",
+            *(format_table(titles, rows), *pastes),
+            *([f"A network for {NEED:.0%} of computing alone, a rank: {rates}."] if rates else []),
+        ]
+        return "\n".join(lines)
 
 
 def measured_devices(device: torch.device) -> dict[str, Device]:
@@ -240,19 +295,9 @@ class Findings:
                 "batch_s": self.case.batch_s,
                 "alone_s": self.case.alone_s,
                 "options": [one._asdict() for one in self.case.options],
-                "needed_bits_per_s": self.needed,
+                "needed_bits_per_s": self.case.all_needed,
             }
         return found
-
-    @cached_property
-    def needed(self) -> dict[str, float | None]:
-        """Name -> bits a second of each rank for `NEED` of computing alone. None means no rate.
-
-        Empty if the links are too fast for their rate to be told.
-        """
-        assert self.case is not None
-        names = ("ddp", "ddp_bf16", "dear", "dear + int8") if self.case.cost.beta_s else ()
-        return {name: self.case.needed(name) for name in names}
 
     @property
     def text(self) -> str:
@@ -270,61 +315,9 @@ class Findings:
             return (
                 f"{lines[0]}\nLinks were not measured, since this has not been run with NCCL yet."
             )
-        lines += self._of_links(self.case)
-        if self.share < NEGLIGIBLE_SHARE:
-            return "\n".join([*lines, f"{self._communication}: nothing here will help."])
-        return "\n".join([*lines, f"{self._communication}. {self._verdict(self.case)}"])
-
-    @property
-    def _communication(self) -> str:
-        return f"Communication is {self.share:.0%} of a step"
-
-    def _of_links(self, case: Case) -> list[str]:
-        """Return lines on links."""
-        beta_s = case.cost.beta_s
-        rate = f"{8e-9 / beta_s:.3g} Gb/s a rank" if beta_s else "too fast to tell"
-        lines = [f"Links, all ranks at once: {rate}, {case.cost.alpha_s * 1e6:.0f} us to start."]
-        for kind, is_within in (("within hosts", True), ("between hosts", False)):
-            of = [p for p in self.pairs if (self.hosts[p.low] == self.hosts[p.high]) == is_within]
-            if of:
-                slow = min(of, key=lambda pair: pair.rate)
-                trip_s = max(pair.round_trip_s for pair in of)
-                lines.append(
-                    f"Slowest pair {kind}: ranks {slow.low} and {slow.high},"
-                    f" {8e-9 * slow.rate:.3g} Gb/s; longest round trip {_milli(trip_s)}."
-                )
-        return lines
-
-    def _verdict(self, case: Case) -> str:
-        """Return the table of options, lines to paste, and how fast a network would do."""
-        titles = "what", "ms a batch", "x now", "training may lose"
-        rows = [
-            [
-                f"{one.name}{' (now)' * (one.name == case.running)}",
-                f"{one.batch_s * 1e3:.1f}",
-                f"{case.batch_s / one.batch_s:.2f}",
-                one.loss,
-            ]
-            for one in case.options
-        ]
-        others = [one for one in case.options if one.name != case.running]
-        helps = [one for one in others if one.batch_s * (1 + case.error) < case.batch_s]
-        # A larger batch is a last resort, since training may need another learning rate.
-        helps.sort(key=lambda one: one.name.startswith(_ACCUMULATED))
-        pastes = [f"  {one.name}: {one.paste}" for one in helps[:_MOST_PASTES]]
-        if not helps:
-            pastes = ["Nothing here will help: no row is shorter by more than predictions err."]
-        rates = ", ".join(
-            f"{name} {'no rate is enough' if bits is None else f'{bits / 1e9:.3g} Gb/s'}"
-            for name, bits in self.needed.items()
-        )
-        return (
-            f"Predicted, {case.error:.0%} off on the average (now, measured:"
-            f" {case.batch_s * 1e3:.1f} ms a batch; computing alone: {case.alone_s * 1e3:.1f}):\n"
-            f"{format_table(titles, rows)}\n"
-            + "\n".join(pastes)
-            + (f"\nA network for {NEED:.0%} of computing alone, a rank: {rates}." if rates else "")
-        )
+        links = link_rows(self.case.cost, self.pairs, self.hosts)
+        lines += [f"{title}: {value}" for title, value in links]
+        return "\n".join([*lines, self.case.verdict(self.share)])
 
 
 def _milli(seconds: float) -> str:

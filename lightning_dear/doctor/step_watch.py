@@ -35,7 +35,7 @@ class StepTimes(NamedTuple):
         times: Forward and backward of one batch without communication, and the optimizer's step.
         step_s: From one optimizer step to the next.
         exposed_s: For which the rank waited for messages, and for ranks that compute longer.
-        error_s: By how much `exposed_s` may be wrong, see `median_and_error`.
+        error_s: By how much `exposed_s` or `computing_s` may be wrong, see `median_and_error`.
         num_batches: Batches of a step, of which the last one communicates.
     """
 
@@ -229,7 +229,9 @@ def middle_of(steps: Sequence[StepTimes]) -> StepTimes | None:
     """Return the medians of several steps. None means that there are none."""
     if not steps:
         return None
-    exposed_s, error_s = median_and_error([one.exposed_s for one in steps])
+    exposed_s, exposed_error_s = median_and_error([one.exposed_s for one in steps])
+    _, computing_error_s = median_and_error([one.computing_s for one in steps])
+    error_s = max(exposed_error_s, computing_error_s)
     times = combined_times([one.times for one in steps], median)
     step_s = median(one.step_s for one in steps)
     return StepTimes(times, step_s, exposed_s, error_s, steps[0].num_batches)

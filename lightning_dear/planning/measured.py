@@ -5,7 +5,7 @@ depends linearly on a size is alpha + beta x size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from lightning_dear.planning.plan import BucketPlan, BucketSpec
@@ -38,6 +38,22 @@ class ModelTimes:
     late_step_s: float = 0.0
     allows_all_reduce: bool = True
     allows_cuts: bool = True
+
+    def scaled(self, factor: float) -> "ModelTimes":
+        """Returns the times of a rank that takes `factor` times as long for everything."""
+
+        def each(times_s: Mapping[int, float]) -> dict[int, float]:
+            return {index: factor * seconds for index, seconds in times_s.items()}
+
+        return replace(
+            self,
+            forward_s=factor * self.forward_s,
+            backward_s=factor * self.backward_s,
+            first_use_s=each(self.first_use_s),
+            ready_s=each(self.ready_s),
+            step_s=factor * self.step_s,
+            late_step_s=factor * self.late_step_s,
+        )
 
     def ready_of(self, bucket: BucketSpec) -> float:
         """Returns the seconds from the beginning of backward to the last gradient of `bucket`.

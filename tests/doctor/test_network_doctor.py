@@ -78,7 +78,7 @@ def test_training_is_the_same_and_rank_0_tells_what_it_saw(
     assert [(one["low"], one["high"]) for one in found["pairs"]] == [(0, 1)]
     assert {one["name"] for one in found["options"]} >= {"ddp", "ddp_bf16", "dear", "dear + int8"}
     assert "NetworkDoctor: a step takes" in said
-    assert "Slowest pair within hosts: ranks 0 and 1" in said
+    assert "slowest pair within hosts: ranks 0 and 1" in said
 
 
 @distributed((2,))

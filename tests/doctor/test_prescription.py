@@ -41,10 +41,9 @@ def test_a_slow_network_is_told_and_a_line_to_paste_for_each_help() -> None:
     said = findings(case()).text
     assert "computing 250.0 ms, waiting for messages 2700.0 ms" in said
     assert "Communication is 90% of a step. Predicted, 6% off on the average" in said
-    assert 'dear + int8: Trainer(strategy=DearStrategy(compressor="int8"))' in said
-    assert (
-        "Slowest pair between hosts: ranks 0 and 1, 0.096 Gb/s; longest round trip 2.0 ms" in said
-    )
+    assert '  Trainer(strategy=DearStrategy(compressor="int8"), ...)' in said
+    assert "slowest pair between hosts: ranks 0 and 1: 12.00 MB/s" in said
+    assert "longest round trip: 2.0 ms" in said
     assert "ddp (now)" in said
     assert max(map(len, said.splitlines()[-14:-1])) <= 100
 
@@ -95,7 +94,7 @@ def test_the_rate_that_is_needed_is_the_one_at_which_it_is_reached(rate: float) 
         assert bits is not None
         for share, is_enough in ((0.98, False), (1.02, True)):
             cost = LinkCost(1e-3, 8 / (share * bits), LinkCost(1e-3, 8 / (share * bits)))
-            reached = 0.25 / replace(one, cost=cost).batch_s_of(name, 1)
+            reached = 0.25 / replace(one, cost=cost).predicted(name).step.step_s
             assert (reached >= 0.9) == is_enough
 
 
@@ -106,8 +105,8 @@ def test_no_rate_is_enough_where_messages_take_too_long_to_start() -> None:
 
 
 def test_predictions_err_at_least_as_much_as_that_of_now() -> None:
-    assert case(batch_s=case().batch_s_of("ddp", 1)).error == 0.06
-    assert case(batch_s=2 * case().batch_s_of("ddp", 1)).error == pytest.approx(0.5)
+    assert case(batch_s=case().predicted("ddp").step.step_s).error == 0.06
+    assert case(batch_s=2 * case().predicted("ddp").step.step_s).error == pytest.approx(0.5)
     assert case(running=None).error == 0.06
 
 
@@ -127,6 +126,6 @@ def test_encoding_is_measured_and_draws_no_random_number() -> None:
 
 def test_links_too_fast_to_tell_are_said_so() -> None:
     fast = findings(case(cost=LinkCost(1e-3, 0.0)))
-    assert "all ranks at once: too fast to tell, 1000 us to start" in fast.text
-    assert fast.needed == {}
+    assert "rate of each rank, all at once: too fast to tell" in fast.text
+    assert case(cost=LinkCost(1e-3, 0.0)).all_needed == {}
     assert "A network for" not in fast.text

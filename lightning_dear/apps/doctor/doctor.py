@@ -15,7 +15,6 @@ from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from math import gcd
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from hydra.utils import instantiate
@@ -30,7 +29,8 @@ from lightning_dear.callbacks.batch_split import quickest
 from lightning_dear.collectives.factory import new_collectives, on_host
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.collectives.world import World
-from lightning_dear.doctor.links import Pair, measure_links
+from lightning_dear.doctor.links import Pair, Rows, link_rows, measure_links
+from lightning_dear.doctor.prescription import NEGLIGIBLE_SHARE, Case, measured_devices
 from lightning_dear.local_steps import LocalSteps, hiding
 from lightning_dear.planning import LinkCost
 from lightning_dear.telemetry.statistics import latest_rank
@@ -38,9 +38,6 @@ from lightning_dear.tuning.host_path import measure_host_path
 
 COMPUTE_TIMEOUT_S = 600.0
 """Seconds that ranks wait for each other while models are built and timed."""
-
-NEGLIGIBLE_SHARE = 0.1
-"""Share of a step. If communication takes less of it, the doctor recommends strategy=ddp."""
 
 _MANY_STEPS = 2.0
 """Times as many steps as others local steps may need. They are proposed where a step with int8
@@ -50,9 +47,6 @@ _MB = 1e6
 
 _PARTS = 8
 """Number of parts of a rank's batch. The proposed split moves whole parts."""
-
-Rows = list[tuple[str, str]]
-"""Titles and values, in the order to print."""
 
 
 class Findings(NamedTuple):
@@ -97,7 +91,8 @@ def examine(strategy: Any, cfg: DictConfig) -> Findings:
     if not isinstance(strategy, ParallelStrategy) or strategy.world_size == 1:
         compute = measure_compute(cfg, strategy.root_device)
         table = [*version_rows([facts_of()]), *compute_rows(compute)]
-        return Findings([], table, verdict(1, compute, None, _accumulated(cfg)))
+        said = "One rank sends nothing: strategy=single would do as well."
+        return Findings([], table, said)
     strategy._timeout = timedelta(seconds=cfg.doctor_timeout_s)  # type: ignore[attr-defined]
     strategy.set_world_ranks()  # type: ignore[attr-defined]
     environment = strategy.cluster_environment
@@ -130,14 +125,14 @@ def _examine_all(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictCon
         instantiate(cfg.data, _convert_="all").prepare_data()
     meeting.exchange("data", None, COMPUTE_TIMEOUT_S)
     own = measure_compute(cfg, strategy.root_device)
-    told = meeting.exchange("forward and backward", own, COMPUTE_TIMEOUT_S)
-    computes = [Compute(*one) for one in told]
-    slowest = max(computes, key=lambda one: one.total_s)
+    total_s = own.times.times.forward_s + own.times.times.backward_s
+    told = (total_s, own.times.error_s)
+    computing = meeting.exchange("forward and backward", told, COMPUTE_TIMEOUT_S)
     _say(meeting, "links")
     hops = cfg.strategy.get("hops") if OmegaConf.is_config(cfg.strategy) else None
     timeout, node = timedelta(seconds=meeting.timeout_s), (strategy.node_rank, strategy.local_rank)
     collectives = new_collectives(strategy.root_device, timeout, hops=hops, node=node)
-    cost, own_pairs = measure_links(collectives, strategy.root_device, slowest.gradient_bytes)
+    cost, own_pairs = measure_links(collectives, strategy.root_device, own.gradient_bytes)
     everyones = meeting.exchange("pairs", own_pairs, max(COMPUTE_TIMEOUT_S, meeting.timeout_s))
     pairs = [Pair(*one) for some in everyones for one in some]
     backend = str(strategy.process_group_backend)  # type: ignore[attr-defined]
@@ -145,11 +140,24 @@ def _examine_all(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictCon
     table += link_rows(cost, pairs, collectives.world.hosts)
     # What exchanges at once cost does not tell how long one of them is on its way.
     far = replace(cost, alpha_s=cost.alpha_s + max(pair.round_trip_s for pair in pairs) / 2)
-    said = verdict(meeting.world_size, slowest, far, _accumulated(cfg))
+    devices = measured_devices(strategy.root_device)
+    case = Case(
+        own.tensors,
+        own.times.times.scaled(max(computing)[0] / total_s),
+        _accumulated(cfg),
+        cost,
+        meeting.world_size,
+        devices,
+        rest_s=0.0,
+        is_gloo=collectives.wait_blocks_host,
+        running="ddp",
+    )
+    said = verdict(case, far, own.num_modules)
     if strategy.root_device.type != "cpu":
-        rows, both = _host_path(collectives, slowest, cost, backend)
+        rows, both = _host_path(collectives, own, cost, backend)
         table, said = [*table, *rows], f"{said}\n{both}"
-    return Findings([], [*table, *compute_rows(slowest), late_row(computes)], said)
+    late = late_row([(seconds, error) for seconds, error in computing])
+    return Findings([], [*table, *compute_rows(own), late], said)
 
 
 def _host_path(
@@ -245,124 +253,83 @@ def layout_row(world: World, hops: int) -> tuple[str, str]:
     return "layout", f"{world.description}{how}"
 
 
-def link_rows(cost: LinkCost, pairs: Sequence[Pair], hosts: Sequence[int]) -> Rows:
-    """Return rows for the cost of exchanges among all ranks, and for the slowest pairs of ranks.
-
-    Args:
-        cost: Cost of exchanges in which all ranks take part at once.
-        pairs: Measured pairs: all, or only neighbours in the ring of ranks.
-        hosts: Host number of each rank, as in `World`.
-    """
-    within = [pair for pair in pairs if hosts[pair.low] == hosts[pair.high]]
-    kinds = {"within hosts": within, "between hosts": [one for one in pairs if one not in within]}
-    what = "pairs" if 2 * len(pairs) == len(hosts) * (len(hosts) - 1) else "neighbouring pairs"
-    return [
-        ("start of an exchange, all at once", f"{cost.alpha_s * 1e6:.0f} us"),
-        ("longest round trip", _milli(max(pair.round_trip_s for pair in pairs))),
-        ("rate of each rank, all at once", _rate_of(cost)),
-        ("the same in the backend's all-reduces", _rate_of(cost.all_reduce or cost)),
-        *((f"slowest pair {kind}", _slowest(some, what)) for kind, some in kinds.items() if some),
-    ]
-
-
-def _slowest(pairs: Sequence[Pair], what: str) -> str:
-    low, high, rate, _ = min(pairs, key=lambda pair: pair.rate)
-    median_rate = median(pair.rate for pair in pairs)
-    others = f"; median of {len(pairs)} {what}: {_rate(median_rate)}" if len(pairs) > 1 else ""
-    return f"ranks {low} and {high}: {_rate(rate)}{others}"
-
-
 def compute_rows(compute: Compute) -> Rows:
-    """Return rows for the gradients and the slowest rank's forward and backward."""
+    """Return rows for the gradients and this rank's forward and backward."""
+    times = compute.times.times
     return [
         ("gradients", f"{compute.gradient_bytes / _MB:.2f} MB"),
-        (f"forward (median of {compute.num_steps})", _milli(compute.forward_s)),
-        (f"backward (median of {compute.num_steps})", _milli(compute.backward_s)),
+        ("forward (median)", _milli(times.forward_s)),
+        ("backward (median)", _milli(times.backward_s)),
     ]
 
 
-def late_row(computes: Sequence[Compute]) -> tuple[str, str]:
+def late_row(computing: Sequence[tuple[float, float]]) -> tuple[str, str]:
     """Return a row with the rank that computes longest, for which the others would wait.
 
     It proposes a `split` of samples, and what that gains if time grows with samples as measured
     at one batch size. `split="auto"` measures two sizes.
 
     Args:
-        computes: Forward and backward of each rank, two ranks or more.
+        computing: Seconds of forward and backward of each rank, two ranks or more, and by how much
+            these may be wrong.
     """
     # As in training, a rank would wait in the time in which it does not compute.
-    longest_s = max(one.total_s for one in computes)
-    told = [(longest_s - one.total_s, one.error_s, longest_s) for one in computes]
-    rank, late_s = latest_rank(told)
+    longest_s, _ = max(computing)
+    rank, late_s = latest_rank([(longest_s - one, error, longest_s) for one, error in computing])
     if rank is None:
         return "late rank", "none"
-    shares, needed = quickest([(0.0, one.total_s) for one in computes], [_PARTS] * len(computes))
+    shares, needed = quickest([(0.0, one) for one, _ in computing], [_PARTS] * len(computing))
     shares = [share // gcd(*shares) for share in shares]
     gain = _PARTS * longest_s / needed
     said = f"rank {rank}, by {_milli(late_s)} a batch; split={shares}: {gain:.1f} times faster"
     return "late rank", said
 
 
-def verdict(world_size: int, compute: Compute, cost: LinkCost | None, num_batches: int = 1) -> str:
-    """Return whether plain DDP would be as good, with the figures, and whether local steps help.
+def verdict(case: Case, far: LinkCost, modules: int) -> str:
+    """Return what would help, and whether local steps would.
 
     Args:
-        world_size: Number of ranks.
-        compute: Forward and backward of the slowest rank.
-        cost: Cost of exchanges; DDP's all-reduces are assumed to cost the same. None means one
-            rank.
-        num_batches: Batches for each optimizer step, of which only the last communicates.
+        case: The job under DDP, of which nothing was trained.
+        far: Cost of exchanges that are waited for one by one.
+        modules: Number of modules that own trainable parameters.
     """
-    if cost is None:
-        return "One rank sends nothing: strategy=single would do as well."
-    sent_s = 2 * cost.reduce_scatter_s(compute.gradient_bytes, world_size)
-    computed_s = compute.total_s * num_batches
-    share = sent_s / (sent_s + computed_s)
-    both = f"{_milli(sent_s)} beside {_milli(computed_s)} of forward and backward"
-    figures = f"Communication is {share:.0%} of a step ({both})"
+    share = 1 - case.alone_s / case.now_s
+    said = case.verdict(share, for_dear_train=True)
     if share < NEGLIGIBLE_SHARE:
-        return f"{figures}: strategy=ddp would do as well."
-    hidden_s = compute.backward_s, compute.total_s
-    ddp, dear = (_milli(max(0.0, sent_s - one_s)) for one_s in hidden_s)
-    said = (
-        f"{figures}. At best strategy=ddp, which hides it behind backward, leaves {ddp} of it, and"
-        f" strategy=dear, behind backward and the next forward, {dear}: time both."
+        return f"{said} strategy=ddp would do as well."
+    return (
+        f"Nothing was trained: the step is predicted.\n{said}{local_steps_said(case, far, modules)}"
     )
-    if sent_s > compute.total_s:
-        said += " Larger batches or accumulate_grad_batches save more than either."
-    return said + local_steps_said(world_size, compute, cost, computed_s)
 
 
-def local_steps_said(world_size: int, compute: Compute, cost: LinkCost, computed_s: float) -> str:
+def local_steps_said(case: Case, far: LinkCost, modules: int) -> str:
     """Return lines that propose local steps with int8, and options to paste.
 
     Empty if steps with int8 do not mostly wait, since local steps cost samples.
 
     Args:
-        world_size: Number of ranks.
-        compute: Forward and backward of the slowest rank.
-        cost: Cost of exchanges.
-        computed_s: Seconds of a step without communication.
+        case: The job.
+        far: Cost of exchanges that are waited for one by one.
+        modules: Number of modules that own trainable parameters.
     """
-
-    def sent_s(parts: int) -> float:
-        # int8 sends a byte for each element.
-        return 2 * parts * cost.reduce_scatter_s(compute.numel / parts, world_size)
-
-    step_s = computed_s + max(sent_s(1) - compute.total_s, 0.0)
-    if step_s <= _MANY_STEPS * computed_s:
+    computed_s = case.num_batches * case.alone_s
+    batch_s = case.predicted("dear + int8").step.step_s
+    if batch_s <= _MANY_STEPS * case.alone_s:
         return ""
-    round_s = sent_s(LocalSteps().schedule(compute.num_modules).fragments)
-    waited_s = round_s - compute.total_s
-    found = hiding([(computed_s + waited_s, waited_s)], compute.num_modules)
-    assert found is not None
+    parts, numel = LocalSteps().schedule(modules).fragments, sum(t.numel for t in case.tensors)
+    # int8 sends a byte for each element.
+    round_s = 2 * parts * far.reduce_scatter_s(numel / parts, case.world_size)
+    waited_s = round_s - case.times.forward_s - case.times.backward_s
+    found = hiding([(computed_s + waited_s, waited_s)], modules)
+    if found is None:
+        return ""
     names = "every", "fragments", "delay"
     arguments = ", ".join(f"{name}={getattr(found, name)}" for name in names)
     local_s = max(computed_s, round_s / found.every)
     return (
-        f"\nWith compressor=int8 a step would still take {_milli(step_s)}, and with local steps"
-        f" about {_milli(local_s)}. They cost samples: about 1.5 to 2 times the steps for a small"
-        " model; see docs/local_steps.md.\n"
+        f"\nWith compressor=int8 a batch would still take {_milli(batch_s)}, and with local steps"
+        f" about {_milli(local_s / case.num_batches)}. They cost samples: about 1.5 to 2 times the"
+        " steps for a small model; see docs/local_steps.md.\n"
         "strategy=dear compressor=int8 'strategy.local_steps="
         f"{{_target_: lightning_dear.local_steps.LocalSteps, {arguments.replace('=', ': ')}}}'\n"
         f'In a script: DearStrategy(compressor="int8", local_steps=LocalSteps({arguments}))'
@@ -371,11 +338,3 @@ def local_steps_said(world_size: int, compute: Compute, cost: LinkCost, computed
 
 def _milli(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
-
-
-def _rate_of(cost: LinkCost) -> str:
-    return _rate(1 / cost.beta_s) if cost.beta_s else "too fast to tell"
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / _MB:.2f} MB/s"
