@@ -188,9 +188,9 @@ class Report:
             )
         if self.need:
             yield (
-                f"{_NEEDS}: rate of links at which {100 * self.need:g} % of a step is computing alone. no"
-                " rate: starts of messages or encoding alone take longer. -: a search changes the"
-                " plan with the rate."
+                f"{_NEEDS}: rate of links at which {100 * self.need:g} % of a step is computing"
+                " alone. no rate: starts of messages or encoding alone take longer. -: a search"
+                " changes the plan with the rate."
             )
 
     def _cells(self, row: ranking.Ranked) -> list[str]:
