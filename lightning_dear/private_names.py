@@ -117,6 +117,8 @@ STORAGE_USE_COUNT = PrivateName("torch._C", "_storage_Use_Count")
 VERSION = PrivateName("torch:Tensor", "_version")
 # Called, to launch several NCCL collectives as one kernel. Versions without it launch several.
 COALESCING = PrivateName("torch.distributed", "_coalescing_manager")
+# Called, to note when a backward has ended with all that DDP waits for.
+QUEUE_CALLBACK = PrivateName("torch.autograd:Variable", "_execution_engine")
 # Called after a timeout, for torch's record of the last collectives.
 FLIGHT_RECORD = PrivateName("torch._C._distributed_c10d", "_dump_fr_trace")
 # Called, to report failures to other ranks, and to find the backend of a device.
@@ -132,6 +134,8 @@ LOADER_ITERATOR = PrivateName("torch.utils.data:DataLoader", "_iterator")
 # The broadcast would wait behind the all-gathers that are under way.
 _EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop"
 STOP_QUESTION = PrivateName(f"{_EPOCH_LOOP}:_TrainingEpochLoop", "_broadcast_sigterm_tensor")
+# Read, to tell which hook of DDP runs.
+DDP_HOOK = PrivateName("lightning.pytorch.strategies:DDPStrategy", "_ddp_comm_hook")
 # Replaced: the handler of SIGTERM, so that all ranks stop after the same step.
 _CONNECTOR = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
 STOP_HANDLER = PrivateName(_CONNECTOR, "_sigterm_notifier_fn")

@@ -105,7 +105,7 @@ def _register_after(loader: Loader) -> None:
 # --- the mirror -----------------------------------------------------------------------------------
 
 
-MIRRORED = ("callbacks", "fabric", "strategy")
+MIRRORED = ("callbacks", "doctor", "fabric", "strategy")
 """Folders of this package that are mirrored: those whose classes depend on Lightning's classes,
 directly or through each other."""
 

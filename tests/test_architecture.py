@@ -80,7 +80,10 @@ ROOMS = {
     # What other strategies are made of, and what that costs.
     "studies": Room(_STUDIES, distributed=True, lightning=True),
     # Messages between two ranks, which training never sends but a measurement of a link does.
-    "apps": Room(("studies", *_STUDIES), distributed=("doctor/",), lightning=True, hydra=True),
+    "doctor": Room(("studies", *_STUDIES), distributed=True, lightning=True),
+    "apps": Room(
+        ("doctor", "studies", *_STUDIES), distributed=("doctor/",), lightning=True, hydra=True
+    ),
     # The package's root.
     "__init__": Room(("registration", "strategy", "versions"), torch=False),
     "pytorch_lightning": Room(("callbacks", "strategy", "versions"), torch=False, lightning=True),
@@ -105,7 +108,7 @@ THEIRS = {
     "_timeout",
 }
 
-DO_NOT_TRAIN = ("apps", "studies", "simulator", "workloads", "emulation")
+DO_NOT_TRAIN = ("apps", "doctor", "studies", "simulator", "workloads", "emulation")
 
 # Where torch.distributed.checkpoint, and nothing else of torch.distributed, writes and reads.
 CHECKPOINTS = "checkpoint/storage.py"

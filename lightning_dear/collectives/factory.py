@@ -15,7 +15,8 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,26 @@ def new_collectives(
     atexit.register(abort_after_failure)
     _connect(collectives, device, sends_rows=any(sends for sends, *_ in infos))
     return collectives
+
+
+@contextmanager
+def temporary_collectives(
+    device: torch.device, timeout: timedelta, *, node: tuple[int, int]
+) -> Iterator[Collectives]:
+    """Makes collectives on process groups that no fit uses, and destroys the groups at the end.
+
+    Collective. Blocks. The arguments are those of `new_collectives`.
+    """
+    kept = dict(reusable_groups)
+    reusable_groups.clear()
+    try:
+        yield new_collectives(device, timeout, node=node)
+    finally:
+        made = [one for _, groups in reusable_groups.values() for one in groups]
+        reusable_groups.clear()
+        reusable_groups.update(kept)
+        for group in made:
+            dist.destroy_process_group(group)
 
 
 def _streams_of(device: torch.device) -> Streams:

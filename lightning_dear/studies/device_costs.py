@@ -7,6 +7,8 @@ values, so their kernels and bytes are constants in this file.
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from typing_extensions import override
 from lightning_dear import compression
 from lightning_dear.compression import Codec, Compressor, SparseAllReduce
 from lightning_dear.planning.measured import NO_CODEC, CodecCost, CodecCosts, Linear
+from lightning_dear.telemetry.clock import clock_of
 
 _META = torch.device("meta")
 _PASSES = {"topk": 5, "sort": 16}
@@ -37,6 +40,9 @@ _SUM_BYTES = 12.0
 
 _NUDGES = 10
 """Assumed number of corrections of `Gaussiank`'s threshold: half of the most that it makes."""
+
+_NUM_REPEATS = 5
+"""How often a measured codec encodes and decodes, after a warm-up."""
 
 _GATHERED = CodecCost(gather_bytes=Linear(), way="all_gather")
 """Cost of no work, if every rank gets every rank's message: nothing is left for the second half."""
@@ -64,6 +70,30 @@ class Device:
     def work(self, kernels: float, bytes_per_element: float) -> Linear:
         """Return the seconds of `kernels` kernels as a linear function of the elements."""
         return Linear(kernels * self.kernel_s, bytes_per_element / self.bytes_per_s)
+
+
+def measured_device(codec: Codec, device: torch.device) -> Device:
+    """Return the speed with which a device, such as this CPU, encodes and decodes. Local. Blocks.
+
+    Two sizes are measured, for some milliseconds. No random number of the training is drawn.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    found = []
+    for numel in (_FEW, 1 << 22):
+        rows = torch.randn(1, numel, device=device, generator=generator)
+        wire = torch.empty(1, codec.wire_bytes(numel), dtype=torch.uint8, device=device)
+        clock, marks = clock_of(device), []
+        for _ in range(1 + _NUM_REPEATS):
+            marks.append(clock.mark())
+            codec.encode(rows, wire, generator)
+            codec.decode(wire, rows, generator)
+        seconds = [clock.seconds(one) for one in (*marks, clock.mark())]
+        both = _counted(codec, numel, torch.Generator())
+        counted = sum(one.kernels for one in both), sum(one.nbytes for one in both)
+        found.append((*counted, median(b - a for a, b in pairwise(seconds[1:]))))
+    (kernels, few, few_s), (_, many, many_s) = found
+    rate = (many - few) / max(many_s - few_s, 1e-9)
+    return Device(max(few_s - few / rate, 0.0) / kernels, rate)
 
 
 def halves_costs(compressor: str | Compressor, device: Device, world_size: int) -> CodecCosts:

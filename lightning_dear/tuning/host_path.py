@@ -100,12 +100,17 @@ def measure_host_path(collectives: Collectives, streams: Streams, nbytes: int) -
     own_s = [max(down_s, _median_s(up)), _median_s(lambda: other.add_(memory))]
     copied_s, added_s = slowest(collectives, own_s)
     with uncounted(collectives):
-        network_s = _network_s(collectives, memory)
-    return HostPath(network_s, copied_s / memory.nbytes, added_s / memory.nbytes)
+        sent_s = network_s(collectives, memory)
+    return HostPath(sent_s, copied_s / memory.nbytes, added_s / memory.nbytes)
 
 
-def _network_s(collectives: Collectives, memory: torch.Tensor) -> float:
-    """Returns the seconds for each byte that a rank sends. Collective. Blocks."""
+def network_s(collectives: Collectives, memory: torch.Tensor) -> float:
+    """Returns the seconds for each byte that a rank sends. Collective. Blocks for some 0.2 s.
+
+    Args:
+        collectives: Collectives over gloo.
+        memory: The largest message; mutated.
+    """
 
     def message_s(numel: int) -> tuple[float, float]:
         message = memory[: min(aligned(numel, ALIGNMENT * size), memory.numel())]

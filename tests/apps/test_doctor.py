@@ -19,7 +19,7 @@ from hydra.utils import instantiate
 from lightning_dear import DearStrategy
 from lightning_dear.apps.doctor import doctor
 from lightning_dear.apps.doctor.doctor import late_row, layout_row, link_rows, verdict
-from lightning_dear.apps.doctor.measuring import Compute, Pair, pairs_to_measure
+from lightning_dear.apps.doctor.measuring import Compute
 from lightning_dear.apps.doctor.reachability import (
     Door,
     MeetingPoint,
@@ -30,6 +30,7 @@ from lightning_dear.apps.doctor.reachability import (
 )
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.world import World
+from lightning_dear.doctor.links import Pair, pairs_to_measure
 from lightning_dear.emulation import EmulatedCluster
 from lightning_dear.local_steps import LocalSteps
 from lightning_dear.paths import conf_dir

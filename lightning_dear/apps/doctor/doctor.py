@@ -23,13 +23,14 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dear.apps.doctor.measuring import Compute, Pair, measure_compute, measure_links
+from lightning_dear.apps.doctor.measuring import Compute, measure_compute
 from lightning_dear.apps.doctor.reachability import Door, MeetingPoint, knock_from, named, open_door
 from lightning_dear.apps.train import report
 from lightning_dear.callbacks.batch_split import quickest
 from lightning_dear.collectives.factory import new_collectives, on_host
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.collectives.world import World
+from lightning_dear.doctor.links import Pair, measure_links
 from lightning_dear.local_steps import LocalSteps, hiding
 from lightning_dear.planning import LinkCost
 from lightning_dear.telemetry.statistics import latest_rank

@@ -1,0 +1,254 @@
+"""`NetworkDoctor`: a callback that says why a step takes so long, and what would help."""
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dear import private_names
+from lightning_dear.collectives.factory import temporary_collectives
+from lightning_dear.collectives.store import from_all_ranks
+from lightning_dear.doctor.links import Pair, measure_links
+from lightning_dear.doctor.prescription import Case, Findings, measured_devices
+from lightning_dear.doctor.step_watch import DearWatch, StepTimes, StepWatch
+from lightning_dear.planning import LinkCost
+from lightning_dear.planning.measured import combined_times
+from lightning_dear.strategy import DearStrategy
+from lightning_dear.studies.device_costs import Device
+
+_FIRST_STEP = 5
+"""Step with which watching begins: earlier ones allocate memory, and make plans."""
+
+_TIMEOUT = timedelta(seconds=10)
+_BUDGET_S = 3.0
+"""Seconds in which links are measured, of a pause of up to 5 seconds."""
+
+T = TypeVar("T")
+
+
+class _Stopped(Exception):
+    """A rank could not measure."""
+
+
+class Links(NamedTuple):
+    """What was measured in the pause; the same on all ranks."""
+
+    cost: LinkCost
+    pairs: Sequence[Pair]
+    hosts: Sequence[int]
+    devices: dict[str, Device]
+
+
+class NetworkDoctor(Callback):
+    """Watches some steps under DDP or `strategy="dear"`, and says on rank 0 what would help.
+
+    It prints one screen, writes `network_doctor.json`, and gives the figures to the trainer's
+    loggers. In one pause of up to 5 seconds it measures the links. Weights, random numbers, the
+    order of data and checkpoints are the same as without it. Under other strategies, with one rank,
+    and where a step has several optimizers, it says so in a sentence, and training goes on.
+
+    The environment variable LIGHTNING_DEAR_DOCTOR=1 adds it to each Trainer, without any code.
+
+    Args:
+        step: Step after which it measures. The ten or so before it are watched.
+        dirpath: Folder of the file. None means the trainer's `default_root_dir`.
+
+    Raises:
+        ValueError: If `step` is too small.
+    """
+
+    def __init__(self, step: int = 20, dirpath: str | None = None) -> None:
+        if step < _FIRST_STEP + 3:
+            raise ValueError(
+                f"step={step} of NetworkDoctor is too early. Set {_FIRST_STEP + 3} or more."
+            )
+        self.step, self.dirpath = step, dirpath
+        self._num_seen = 0
+        self._watch: StepWatch | DearWatch | None = None
+        self._failure: Exception | None = None
+        self._has_ended = False
+
+    # These two hooks alone: others would make `strategy="dear"` wait, or gather once more.
+
+    @override
+    def on_before_zero_grad(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        if self._has_ended:
+            return
+        self._num_seen += 1
+        doctors = [one for one in trainer.callbacks if isinstance(one, NetworkDoctor)]  # type: ignore[attr-defined]
+        if doctors[0] is not self:
+            # The environment variable has added another one.
+            self._end()
+        elif self._num_seen == 1 and (problem := _problem(trainer)):
+            self._end(f"NetworkDoctor measures nothing: {problem}")
+        elif self._num_seen > self.step:
+            self._examine(trainer)
+        elif self._num_seen >= _FIRST_STEP and self._failure is None:
+            try:
+                self._watch = self._watch or _watch(trainer, pl_module)
+                self._watch.step_begins()
+            except Exception as error:
+                # Other ranks learn it where all ranks meet.
+                self._failure = error
+
+    @override
+    def on_before_backward(self, *_: Any) -> None:
+        if self._watch is not None:
+            self._watch.backward_begins()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and not self._has_ended:
+            self._end(
+                f"NetworkDoctor measured nothing: it saw {self._num_seen} steps. It needs"
+                f" {self.step + 1}, and automatic optimization."
+            )
+
+    def _end(self, sentence: str = "") -> None:
+        self._has_ended, self._watch = True, None
+        if sentence:
+            rank_zero_warn(sentence)
+
+    # --- the pause --------------------------------------------------------------------------------
+
+    def _examine(self, trainer: Trainer) -> None:
+        """Ends the watch, measures, and tells. Collective. Blocks."""
+        try:
+            told = _agreed("the times of steps", self._times)
+            watch = self._watch
+            assert watch is not None
+            links = self._links(trainer, watch)
+            if trainer.is_global_zero:
+                self._tell(trainer, _findings(trainer, watch, told, links))
+        except Exception as problem:
+            # After `_agreed` nothing is collective, so that one rank alone may come here.
+            rank_zero_warn(f"NetworkDoctor stops: {problem}. Training goes on.")
+        self._end()
+
+    def _times(self) -> StepTimes:
+        if self._failure is not None:
+            raise self._failure
+        times = None if self._watch is None else self._watch.end()
+        if times is None:
+            raise RuntimeError("no whole step was seen")
+        return times
+
+    def _links(self, trainer: Trainer, watch: StepWatch | DearWatch) -> Links | None:
+        """Returns what was measured. None with NCCL, where nothing is measured. Collective."""
+        device = trainer.strategy.root_device
+        if not _is_gloo():
+            return None
+        nbytes = sum(one.nbytes for one in watch.trained)
+        node = trainer.node_rank, trainer.local_rank
+
+        def measure() -> tuple[LinkCost, list[Pair], Sequence[int]]:
+            with temporary_collectives(device, _TIMEOUT, node=node) as made:
+                group = {"group": made.object_group, "budget_s": _BUDGET_S}
+                return *measure_links(made, device, nbytes, **group), made.world.hosts
+
+        links = _agreed("the links", measure)
+        speeds = _agreed("encoding", lambda: measured_devices(device))
+        devices = {name: min((one[name] for one in speeds), key=_rate) for name in speeds[0]}
+        return Links(links[0][0], [pair for one in links for pair in one[1]], links[0][2], devices)
+
+    def _tell(self, trainer: Trainer, findings: Findings) -> None:
+        folder = Path(self.dirpath or trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "network_doctor.json"
+        path.write_text(json.dumps(findings.figures, indent=1))
+        for logger in trainer.loggers:
+            numbers = {f"doctor/{name}": one for name, one in findings.numbers.items()}
+            logger.log_metrics(numbers, step=trainer.global_step)
+        print(f"{findings.text}\nAll figures: {path}", flush=True)
+
+
+def _rate(device: Device) -> float:
+    return device.bytes_per_s
+
+
+def _is_gloo() -> bool:
+    return all(one.rpartition(":")[2] == "gloo" for one in dist.get_backend_config().split(","))
+
+
+def _agreed(what: str, measure: Callable[[], T]) -> list[T]:
+    """Returns what every rank has measured, in rank order. Collective. Blocks.
+
+    Raises:
+        _Stopped: If a rank failed, on all ranks.
+    """
+    own: Any = None
+    try:
+        own, problem = measure(), None
+    except Exception as error:
+        problem = f"rank {dist.get_rank()} could not measure {what} ({error!r})"
+    told = from_all_ranks((own, problem))
+    problems = [one for _, one in told if one is not None]
+    if problems:
+        raise _Stopped(problems[0])
+    return [one for one, _ in told]
+
+
+def _problem(trainer: Trainer) -> str | None:
+    """Returns why this training is not examined. None means that it is."""
+    strategy: Any = trainer.strategy
+    if not isinstance(strategy, DDPStrategy):
+        return f"{type(strategy).__name__} is neither DDP nor strategy='dear'."
+    if trainer.world_size == 1:
+        return "one rank sends nothing."
+    if len(trainer.optimizers) != 1:
+        return "the model has several optimizers."
+    if isinstance(strategy, DearStrategy) and strategy.pipeline_of().collectives.world.size == 1:
+        return "with local_steps ranks meet once a round."
+    return None
+
+
+def _watch(trainer: Trainer, module: LightningModule) -> StepWatch | DearWatch:
+    strategy: Any = trainer.strategy
+    if isinstance(strategy, DearStrategy):
+        return DearWatch(trainer, strategy)
+    return StepWatch(module, trainer.optimizers[0])
+
+
+def _findings(
+    trainer: Trainer, watch: StepWatch | DearWatch, told: Sequence[StepTimes], links: Links | None
+) -> Findings:
+    """Returns what to print. Local, on rank 0."""
+    if links is None:
+        return Findings(told, None, (), ())
+    times = combined_times([one.times for one in told], max)
+    batch_s = max(one.step_s for one in told) / told[0].num_batches
+    case = Case(
+        watch.tensors(times),
+        times,
+        told[0].num_batches,
+        links.cost,
+        trainer.world_size,
+        links.devices,
+        is_gloo=_is_gloo(),
+        running=_running(trainer.strategy),
+        batch_s=batch_s,
+    )
+    return Findings(told, case, links.pairs, links.hosts)
+
+
+def _running(strategy: Any) -> str | None:
+    """Returns the name in `Case.cases` of what runs now. None means that it has none."""
+    if isinstance(strategy, DearStrategy):
+        codec = strategy.pipeline_of().options.compressor
+        return "dear" if codec is None else f"dear + {codec.name}"
+    # By name, since there is no such class for `pytorch_lightning`.
+    if type(strategy).__name__ == "Bf16DDPStrategy":
+        return "ddp_bf16"
+    # On CPUs Lightning ignores the hook.
+    hook = strategy.root_device.type != "cpu" and private_names.DDP_HOOK.of(strategy)
+    return "ddp_bf16" if "bf16" in getattr(hook, "__name__", "") else None if hook else "ddp"

@@ -1,0 +1,268 @@
+"""Times some steps of a training on this rank, without a change of what it computes."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import Callback
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dear import private_names
+from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.planning import TensorSpec
+from lightning_dear.planning.measured import ModelTimes, combined_times
+from lightning_dear.strategy import DearStrategy
+from lightning_dear.telemetry.clock import clock_of
+from lightning_dear.telemetry.statistics import median_and_error
+
+_NUM_TIMED = 3
+"""Steps under `strategy="dear"` that the engine's timer measures."""
+
+_USE, _BACKWARD, _READY, _ENDED, _STEPPED = "use", "backward", "ready", "ended", "stepped"
+"""What is marked: a module's forward begins, a backward begins, a gradient is there, a backward has
+ended with all its all-reduces, the optimizer has stepped."""
+
+
+class StepTimes(NamedTuple):
+    """Seconds of an optimizer's step on one rank: medians over several.
+
+    Attributes:
+        times: Forward and backward of one batch without communication, and the optimizer's step.
+        step_s: From one optimizer step to the next.
+        exposed_s: For which the rank waited for messages, and for ranks that compute longer.
+        error_s: By how much `exposed_s` may be wrong, see `median_and_error`.
+        num_batches: Batches of a step, of which the last one communicates.
+    """
+
+    times: ModelTimes
+    step_s: float
+    exposed_s: float
+    error_s: float
+    num_batches: int
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds of forward, backward and step, over all batches of a step."""
+        times = self.times
+        return self.num_batches * (times.forward_s + times.backward_s) + times.step_s
+
+
+class StepWatch:
+    """Marks what happens in steps, from its creation until `end`.
+
+    The module's parameters, gradients and results are not changed. Marks do not block.
+
+    Args:
+        module: The module inside DDP.
+        optimizer: Its optimizer.
+    """
+
+    def __init__(self, module: Module, optimizer: Optimizer) -> None:
+        self._names = {one: name for name, one in module.named_parameters() if one.requires_grad}
+        self.trained = list(self._names)
+        self._clock = clock_of(self.trained[0].device)
+        # (what, number of the module or parameter, mark), as they happen.
+        self._marks: list[tuple[str, int, Any]] = []
+        self._stack = ExitStack()
+        # Parameter -> number of the first module that owns it.
+        self._owners: dict[Parameter, int] = {}
+        for number, part in enumerate(module.modules()):
+            for parameter in part.parameters(recurse=False):
+                self._owners.setdefault(parameter, number)
+            note = partial(self._mark, _USE, number)
+            handle = part.register_forward_pre_hook(lambda *_, note=note: note())
+            self._stack.callback(handle.remove)
+        for number, parameter in enumerate(self.trained):
+            note = partial(self._gradient, number)
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self._stack.callback(register(lambda _, note=note: note()).remove)
+        stepped = optimizer.register_step_post_hook(lambda *_: self._mark(_STEPPED))
+        self._stack.callback(stepped.remove)
+
+    def tensors(self, times: ModelTimes) -> list[TensorSpec]:
+        """Returns the trained parameters as planners get them, in the order of these times."""
+        uses, ready = _places(times.first_use_s), _places(times.ready_s)
+        return [
+            TensorSpec(i, self._names[one], one.numel(), one.element_size(), f"{one.dtype}", *order)
+            for i, one in enumerate(self.trained)
+            if (order := (uses.get(i), ready.get(i)))
+        ]
+
+    def step_begins(self) -> None:
+        """Does nothing: the optimizer's hook marks steps."""
+
+    def backward_begins(self) -> None:
+        """To be called right before a backward."""
+        self._mark(_BACKWARD)
+
+    def _mark(self, what: str, number: int = 0) -> None:
+        self._marks.append((what, number, self._clock.mark()))
+
+    def _gradient(self, number: int) -> None:
+        if self._marks[-1][0] != _READY:
+            # A callback runs when backward has ended. DDP waits for its all-reduces in one that is
+            # queued after this one. So this one queues the one that marks the end.
+            queue = private_names.QUEUE_CALLBACK.of(torch.autograd.Variable)
+            queue.queue_callback(lambda: queue.queue_callback(partial(self._mark, _ENDED)))
+        self._mark(_READY, number)
+
+    def end(self) -> StepTimes | None:
+        """Removes all hooks, and returns the times. None means that no whole step was seen.
+
+        Blocks until the device has reached the last mark.
+        """
+        self._stack.close()
+        marks = [(what, number, self._clock.seconds(mark)) for what, number, mark in self._marks]
+        ends = [place for place, (what, *_) in enumerate(marks) if what == _STEPPED]
+        steps = [self._step(marks[a : b + 1]) for a, b in zip(ends, ends[1:], strict=False)]
+        return middle_of([one for one in steps if one is not None])
+
+    def _step(self, marks: Sequence[tuple[str, int, float]]) -> StepTimes | None:
+        """Returns the times of one step, whose marks these are, from the step before."""
+        cuts = [0, *(place for place, (what, *_) in enumerate(marks) if what == _ENDED)]
+        batches = [marks[begin : end + 1] for begin, end in zip(cuts, cuts[1:], strict=False)]
+        known = [_Batch.of(batch) for batch in batches]
+        found = [one for one in known if one is not None]
+        if not found or len(found) < len(known):
+            return None
+        begin_s, end_s, last = marks[0][2], marks[-1][2], found[-1]
+        uses = {index: last.uses.get(self._owners[p], 0.0) for index, p in enumerate(self.trained)}
+        times = ModelTimes(
+            forward_s=sum(one.forward_s for one in found) / len(found),
+            backward_s=sum(one.backward_s for one in found) / len(found),
+            first_use_s=uses,
+            ready_s=last.ready,
+            step_s=end_s - batches[-1][-1][2],
+        )
+        exposed_s = sum(one.exposed_s for one in found)
+        return StepTimes(times, end_s - begin_s, exposed_s, 0.0, len(found))
+
+
+class _BeforeForward(Callback):
+    """Lets the engine measure each step, and keeps the times.
+
+    Attributes:
+        found: Times of steps.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self.found: list[ModelTimes] = []
+
+    @override
+    def on_train_batch_start(self, *_: Any) -> None:
+        timer = self._pipeline.parts[0].timer
+        if timer.times is not None:
+            self.found.append(timer.times)
+        if not timer.is_on:
+            self._pipeline.measure_next_step()
+
+
+class DearWatch:
+    """Times some steps under `strategy="dear"` with the engine's own timer and statistics.
+
+    In the first steps all parameters are waited for before forward, as planners do. Of the others
+    only the lengths and waits count.
+
+    Args:
+        trainer: The trainer. Its list of callbacks is replaced for the first steps.
+        strategy: Its strategy.
+    """
+
+    def __init__(self, trainer: Any, strategy: DearStrategy) -> None:
+        self._trainer, self._strategy = trainer, strategy
+        self._pipeline = strategy.pipeline_of()
+        self._timing = _BeforeForward(self._pipeline)
+        trainer.callbacks = [*trainer.callbacks, self._timing]
+        self._clock = clock_of(self._pipeline.parts[0].parameters[0].device)
+        # Mark at the end of a step's forward, and what the step before it waited for.
+        self._steps: list[tuple[Any, Any]] = []
+
+    @property
+    def trained(self) -> list[Parameter]:
+        """Trained parameters in the order of their indices."""
+        return list(self._pipeline.parts[0].parameters)
+
+    def tensors(self, times: ModelTimes) -> list[TensorSpec]:
+        """Returns the trained parameters as planners got them."""
+        return list(self._pipeline.parts[0].tensors)
+
+    def step_begins(self) -> None:
+        """To be called once a step, after its first forward."""
+        if len(self._timing.found) < _NUM_TIMED:
+            return
+        if not self._steps:
+            others = [one for one in self._trainer.callbacks if one is not self._timing]
+            self._trainer.callbacks = others
+        self._steps.append((self._clock.mark(), self._strategy.statistics))
+
+    def backward_begins(self) -> None:
+        """Does nothing: the engine's timer knows."""
+
+    def end(self) -> StepTimes | None:
+        """Returns the times. None means that too few steps were seen. Blocks as `StepWatch.end`."""
+        if not self._steps:
+            return None
+        times = combined_times(self._timing.found, median)
+        moments = [self._clock.seconds(mark) for mark, _ in self._steps]
+        # The first of the steps was still watched by the engine's timer.
+        waits = [one.exposed_s for _, one in self._steps[2:] if one]
+        lengths = [end - begin for begin, end in zip(moments[1:], moments[2:], strict=False)]
+        steps = [
+            StepTimes(times, one_s, wait_s, 0.0, self._trainer.accumulate_grad_batches)
+            for one_s, wait_s in zip(lengths, waits, strict=False)
+        ]
+        return middle_of(steps)
+
+
+def _places(times_s: Mapping[int, float]) -> dict[int, int]:
+    """Return the place of each index in the order of times."""
+    return {index: place for place, index in enumerate(sorted(times_s, key=times_s.__getitem__))}
+
+
+def middle_of(steps: Sequence[StepTimes]) -> StepTimes | None:
+    """Return the medians of several steps. None means that there are none."""
+    if not steps:
+        return None
+    exposed_s, error_s = median_and_error([one.exposed_s for one in steps])
+    times = combined_times([one.times for one in steps], median)
+    step_s = median(one.step_s for one in steps)
+    return StepTimes(times, step_s, exposed_s, error_s, steps[0].num_batches)
+
+
+class _Batch(NamedTuple):
+    """Seconds of one batch's forward and backward."""
+
+    forward_s: float
+    backward_s: float
+    exposed_s: float
+    uses: dict[int, float]
+    ready: dict[int, float]
+
+    @classmethod
+    def of(cls, marks: Sequence[tuple[str, int, float]]) -> "_Batch | None":
+        """Returns the seconds of a batch, whose marks begin with the end of the one before.
+
+        None means that its forward called no module, or its backward made no gradient.
+        """
+        at_s: dict[str, list[tuple[int, float]]] = {}
+        for what, number, moment_s in marks[1:]:
+            at_s.setdefault(what, []).append((number, moment_s))
+        if not {_USE, _BACKWARD, _READY} <= at_s.keys():
+            return None
+        ((_, backward_s),) = at_s[_BACKWARD]
+        uses_s = [(number, one_s) for number, one_s in at_s[_USE] if one_s <= backward_s]
+        begin_s, ready_s = uses_s[0][1], at_s[_READY][-1][1]
+        return cls(
+            backward_s - begin_s,
+            ready_s - backward_s,
+            marks[-1][2] - ready_s,
+            # Of several forwards of a module the first one counts.
+            {number: one_s - begin_s for number, one_s in reversed(uses_s)},
+            {number: one_s - backward_s for number, one_s in at_s[_READY]},
+        )

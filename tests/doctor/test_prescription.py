@@ -1,0 +1,130 @@
+"""What is predicted from times and links, and how it is said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dear.doctor.links import Pair
+from lightning_dear.doctor.prescription import Case, Findings, measured_devices
+from lightning_dear.doctor.step_watch import StepTimes
+from lightning_dear.planning import LinkCost, ModelTimes, TensorSpec
+from lightning_dear.studies.device_costs import Device
+
+FAST = Device(1e-5, 5e10)
+TENSORS = [TensorSpec(i, f"{i}.weight", 1 << 20, 4, "fp32", i, 7 - i) for i in range(8)]
+TIMES = ModelTimes(
+    0.08, 0.16, {i: 0.01 * i for i in range(8)}, {7 - i: 0.02 * (i + 1) for i in range(8)}, 0.01
+)
+
+
+def case(rate: float = 12.5e6, **others: object) -> Case:
+    """33.6 MB on two ranks, with `rate` bytes a second."""
+    cost = LinkCost(1e-3, 1 / rate, LinkCost(1e-3, 1 / rate))
+    made = Case(
+        TENSORS, TIMES, 1, cost, 2, dict.fromkeys(("bf16", "int8"), FAST), True, "ddp", 2.85
+    )
+    return replace(made, **others)  # type: ignore[arg-type]
+
+
+def findings(of: Case | None, *exposed_s: float) -> Findings:
+    told = [StepTimes(TIMES, 3.0, one, 0.0, 1) for one in exposed_s or (2.7, 2.7)]
+    return Findings(told, of, [Pair(0, 1, 12e6, 0.002)], (0, 1))
+
+
+def test_a_slow_network_is_told_and_a_line_to_paste_for_each_help() -> None:
+    said = findings(case()).text
+    assert "computing 250.0 ms, waiting for messages 2700.0 ms" in said
+    assert "Communication is 90% of a step. Predicted, 6% off on the average" in said
+    assert 'dear + int8: Trainer(strategy=DearStrategy(compressor="int8"))' in said
+    assert (
+        "Slowest pair between hosts: ranks 0 and 1, 0.096 Gb/s; longest round trip 2.0 ms" in said
+    )
+    assert "ddp (now)" in said
+    assert max(map(len, said.splitlines()[-14:-1])) <= 100
+
+
+def test_where_messages_are_hidden_nothing_helps() -> None:
+    said = findings(case(), 0.1, 0.1).text
+    assert said.endswith("Communication is 3% of a step: nothing here will help.")
+
+
+def test_without_links_only_the_step_is_told() -> None:
+    said = findings(None).text
+    assert "Links were not measured, since this has not been run with NCCL yet." in said
+
+
+def test_waiting_for_a_late_rank_is_no_communication() -> None:
+    found = findings(case(), 2.7, 0.7)
+    assert found.numbers["messages_s"] == 0.7
+    assert found.numbers["late_rank_s"] == pytest.approx(2.0)
+    assert "(rank 1 is late)" in found.text
+
+
+def test_predictions_by_hand() -> None:
+    """33.6 MB at 12.5 MB/s: DDP's all-reduces take 2.68 s, and begin when gradients come."""
+    options = {one.name: one.batch_s for one in case().options}
+    assert options["ddp"] == pytest.approx(0.09 + 0.02 + 2.68, rel=0.03)
+    assert options["ddp_bf16"] == pytest.approx(0.09 + 0.02 + 1.34, rel=0.05)
+    assert options["dear + int8"] < options["ddp_bf16"] < options["dear"]
+    accumulated = ((4 - 1) * 0.24 + options["ddp"]) / 4
+    assert options["accumulate_grad_batches=4"] == pytest.approx(accumulated)
+    assert case().alone_s == pytest.approx(0.25)
+
+
+def test_on_gloo_the_hook_is_ours_and_on_nccl_lightnings() -> None:
+    pastes = [
+        next(one.paste for one in case(is_gloo=gloo).options if one.name == "ddp_bf16")
+        for gloo in (True, False)
+    ]
+    assert "Bf16DDPStrategy()" in pastes[0]
+    assert "ddp_comm_hook=default_hooks.bf16_compress_hook" in pastes[1]
+
+
+@given(st.floats(1e6, 1e10))
+def test_the_rate_that_is_needed_is_the_one_at_which_it_is_reached(rate: float) -> None:
+    one = case(rate)
+    for name in ("ddp", "dear"):
+        factor = one.factor_for(name)
+        assert factor is not None
+        for share, is_enough in ((0.98, False), (1.02, True)):
+            reached = 0.25 / one.step_s(name, share * factor)
+            assert (reached >= 0.9) == is_enough
+
+
+def test_no_rate_is_enough_where_messages_take_too_long_to_start() -> None:
+    slow = LinkCost(1.0, 1e-8, LinkCost(1.0, 1e-8))
+    assert case(cost=slow).factor_for("dear") is None
+    assert "dear no rate is enough" in findings(case(cost=slow)).text
+
+
+def test_predictions_err_at_least_as_much_as_that_of_now() -> None:
+    assert case(batch_s=case().step_s("ddp")).error == 0.06
+    assert case(batch_s=2 * case().step_s("ddp")).error == pytest.approx(0.5)
+    assert case(running=None).error == 0.06
+
+
+def test_all_figures_are_json() -> None:
+    figures = json.loads(json.dumps(findings(case()).figures))
+    assert figures["needed_bits_per_s"].keys() == {"ddp", "ddp_bf16", "dear", "dear + int8"}
+    assert figures["share"] == pytest.approx(0.9)
+
+
+def test_encoding_is_measured_and_draws_no_random_number() -> None:
+    before = torch.get_rng_state()
+    devices = measured_devices(torch.device("cpu"))
+    assert devices.keys() == {"bf16", "int8"}
+    assert all(1e8 < one.bytes_per_s < 1e13 and one.kernel_s < 1e-2 for one in devices.values())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_links_too_fast_to_tell_are_said_so() -> None:
+    fast = findings(case(cost=LinkCost(1e-3, 0.0)))
+    assert "all ranks at once: too fast to tell, 1000 us to start" in fast.text
+    assert fast.needed == {}
+    assert "A network for" not in fast.text
