@@ -49,7 +49,7 @@ def planned(folder: Path, *overrides: str):
 
 
 def test_it_says_what_to_use_and_leaves_the_figures(tmp_path, capsys) -> None:
-    best = planned(tmp_path, *FEW, "cluster.num_nodes=4", "compressors=[]")
+    best = planned(tmp_path, *FEW, "cluster.num_hosts=4", "compressors=[]")
     said = capsys.readouterr().out
     assert best.name == "ddp_bf16"
     for words in (
@@ -77,7 +77,7 @@ def test_it_says_what_to_use_and_leaves_the_figures(tmp_path, capsys) -> None:
 
 
 def test_ddp_with_its_hook_can_be_asked_for_by_its_name(tmp_path, capsys) -> None:
-    few = ("world_sizes=[4]", "cluster.num_nodes=4", "compressors=[]")
+    few = ("world_sizes=[4]", "cluster.num_hosts=4", "compressors=[]")
     planned(tmp_path, "strategies=[ddp]", *few)
     (row,) = [one for one in table_of(capsys.readouterr().out) if one.startswith("ddp_bf16 ")]
     assert planned(tmp_path, "strategies=[ddp_bf16]", *few).name == "ddp_bf16"
@@ -92,7 +92,7 @@ def steps_of(folder: Path, column: str = "step_s") -> dict[str, float]:
     return {row["strategy"]: float(row[column] or "nan") for row in rows}
 
 
-HOSTS = ("strategies=[ddp,dear,dear_mergecomp]", "world_sizes=[16]", "cluster.num_nodes=4")
+HOSTS = ("strategies=[ddp,dear,dear_mergecomp]", "world_sizes=[16]", "cluster.num_hosts=4")
 
 
 def test_dear_in_two_hops_is_beside_nccls_collectives(tmp_path, capsys) -> None:
@@ -112,8 +112,8 @@ def test_dear_in_two_hops_is_beside_nccls_collectives(tmp_path, capsys) -> None:
         f"dear_mergecomp, hops=2{codec}" for codec in ("", " + bf16", " + int8")
     }
     # One rank a host, one host, and gloo have no such rows: hops=2 does nothing, or is the default.
-    for one in ("cluster.devices=1", "cluster.num_nodes=1", "backend=gloo"):
-        planned(tmp_path, *HOSTS[:1], "world_sizes=[4]", "cluster.num_nodes=4", one)
+    for one in ("cluster.ranks_per_host=1", "cluster.num_hosts=1", "backend=gloo"):
+        planned(tmp_path, *HOSTS[:1], "world_sizes=[4]", "cluster.num_hosts=4", one)
         assert not [name for name in steps_of(tmp_path) if "hops=2" in name]
         assert "are not summed on their way" not in capsys.readouterr().out
 
@@ -201,7 +201,7 @@ def test_scripts_build_what_is_advised() -> None:
     [("null", [1, 2, 4, 8, 16, 32, 64, 128]), ("[8]", [8, 16]), ("[16,1]", [1, 16])],
 )
 def test_curves_are_around_the_clusters_own_number(tmp_path, asked, sizes) -> None:
-    options = ("strategies=[single]", "compressors=[]", "cluster.num_nodes=4", "enough=0")
+    options = ("strategies=[single]", "compressors=[]", "cluster.num_hosts=4", "enough=0")
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = compose("plan", [*options, f"world_sizes={asked}"])
     assert world_sizes_of(cfg) == sizes
@@ -265,7 +265,7 @@ def test_local_steps_are_shown_below_the_line_and_never_advised(tmp_path, capsys
 
 
 def test_where_all_is_lossy_local_steps_are_not_advised_either(tmp_path) -> None:
-    few = ("strategies=[dear]", "world_sizes=[2]", "cluster=aries", "cluster.num_nodes=2")
+    few = ("strategies=[dear]", "world_sizes=[2]", "cluster=aries", "cluster.num_hosts=2")
     tensors, times = chain([8, 8], [1.0, 1.0], [1.0, 1.0])
     costs = CodecCosts(CodecCost(encode=Linear(9.0), reduce_bytes=Linear(0, 1)))
     saved = tmp_path / "model.json"
@@ -274,7 +274,7 @@ def test_where_all_is_lossy_local_steps_are_not_advised_either(tmp_path) -> None
 
 
 def test_bf16_and_int8_are_tried_unless_the_model_was_measured_with_one(tmp_path, capsys) -> None:
-    planned(tmp_path, "strategies=[ddp,dear]", "world_sizes=[4]", "cluster.num_nodes=4")
+    planned(tmp_path, "strategies=[ddp,dear]", "world_sizes=[4]", "cluster.num_hosts=4")
     said = capsys.readouterr().out
     assert all(f"\ndear + {name} " in said for name in ("bf16", "int8"))
     tensors, times = chain([8, 8], [1.0, 1.0], [1.0, 1.0])
@@ -290,12 +290,12 @@ def test_bf16_and_int8_are_tried_unless_the_model_was_measured_with_one(tmp_path
 
 
 def test_what_is_as_near_as_predictions_err_is_called_no_difference(tmp_path, capsys) -> None:
-    options = ("compressors=[]", "world_sizes=[4]", "cluster.num_nodes=4")
+    options = ("compressors=[]", "world_sizes=[4]", "cluster.num_hosts=4")
     planned(tmp_path, "strategies=[ddp,dear_none]", *options)
     said = " ".join(capsys.readouterr().out.split())
     where = "4 to 6 % off on the average with gloo on CPUs, and not known with GPUs"
     assert f"{where}: every other row differs from ddp_bf16 by more" in said
-    planned(tmp_path, "strategies=[dear,dear_threshold]", *options, "cluster.devices=1")
+    planned(tmp_path, "strategies=[dear,dear_threshold]", *options, "cluster.ranks_per_host=1")
     said = " ".join(capsys.readouterr().out.split())
     assert "dear_threshold: no real difference from dear" in said
 
@@ -344,7 +344,7 @@ def test_gloos_all_reduce_is_a_ring_on_hosts_of_several_ranks(
         assert (steps_s["ddp"], steps_s["dear"]) == pytest.approx(measured_s, rel=0.06)
 
 
-ONE_GBIT = ("cluster=ethernet_1g", "cluster.num_nodes=4", "world_sizes=[4]", "local_steps=null")
+ONE_GBIT = ("cluster=ethernet_1g", "cluster.num_hosts=4", "world_sizes=[4]", "local_steps=null")
 
 
 def test_gpus_may_exchange_through_the_host(tmp_path, capsys) -> None:
@@ -431,7 +431,7 @@ def test_it_says_when_ddp_will_do(tmp_path, capsys) -> None:
 
 
 def test_the_users_own_seconds_and_numbers_count(tmp_path, capsys) -> None:
-    options = ("compute_s=3.0", "cluster.num_nodes=2", "cluster.devices=2", "step_s=0.5")
+    options = ("compute_s=3.0", "cluster.num_hosts=2", "cluster.ranks_per_host=2", "step_s=0.5")
     planned(tmp_path, *FEW, *options)
     said = capsys.readouterr().out
     assert "forward 1000.0 ms, backward 2000.0 ms" in said
@@ -479,7 +479,7 @@ def test_what_a_host_was_measured_to_take_counts(tmp_path) -> None:
         ("cluster=gpu_host", "is no number. Set it to"),
         ("cluster.beta_s_per_byte=null", "Set cluster.beta_s_per_byte"),
         ("cluster=emulated cluster.rate_mbit=0", "cluster.rate_mbit=0 is not valid"),
-        ("cluster=single_process", "has one rank, which sends nothing. Set cluster.num_nodes"),
+        ("cluster=single_process", "has one rank, which sends nothing. Set cluster.num_hosts"),
         ("world_sizes=[4,5,7]", "says nothing of them. Leave [5, 7] out of world_sizes."),
     ],
 )
