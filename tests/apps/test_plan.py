@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from lightning.pytorch.strategies import DDPStrategy
+from omegaconf import OmegaConf, open_dict
 
 import lightning_dear
 from lightning_dear import DearStrategy
@@ -164,6 +165,26 @@ def test_no_rate_is_enough_where_starts_of_messages_or_encoding_take_longer(
     needed = steps_of(tmp_path, "needed_bits_per_s")
     assert needed["dear + int8"] == float("inf")
     assert needed["dear"] < 1e11
+    planned(tmp_path, *few, "backend=staged", "staged.bus_bytes_per_s=5.0e+8")
+    assert steps_of(tmp_path, "needed_bits_per_s")["dear + int8"] == float("inf")
+
+
+def test_recorded_clusters_are_planned_for_as_before(tmp_path, capsys) -> None:
+    """Two hosts of four ranks, calibrated: each rank is a node there, but two hosts are told."""
+    recorded = conf_dir().parent / "recipes/speed/hosts/2x4-125/int8"
+    few = ("strategies=[ddp,dear,fsdp2]", "world_sizes=[8]", "local_steps=null", "need=0.9")
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        cfg = compose("plan", [*few, f"profile={recorded / 'model.json'}"])
+    with open_dict(cfg):
+        cfg.cluster = OmegaConf.load(recorded / "cluster" / "measured.yaml")
+    assert plan(cfg, tmp_path).name == "dear + int8"
+    said = " ".join(capsys.readouterr().out.split())
+    assert "8 ranks on 2 host(s); links between hosts: 0.216 Gb/s" in said
+    assert "if encoding" not in said
+    steps_s, needed = steps_of(tmp_path), steps_of(tmp_path, "needed_bits_per_s")
+    assert steps_s["dear + int8"] == pytest.approx(1.3144, rel=1e-3)
+    assert steps_s["ddp"] == pytest.approx(1.7158, rel=1e-3)
+    assert needed["dear + int8"] < 0.216e9 < needed["ddp"] < needed["fsdp2"]
 
 
 def test_scripts_build_what_is_advised() -> None:
