@@ -1,7 +1,7 @@
 """Predicts, from one training's times and links, what would shorten its step, and by how much."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,6 +24,9 @@ KNOWN_ERROR = 0.06
 
 NEGLIGIBLE_SHARE = 0.1
 """Share of a step. If communication takes less of it, nothing of ours is proposed."""
+
+NEED = 0.9
+"""Share of computing alone for which the network's rate is named."""
 
 CODECS = ("bf16", "int8")
 """Compressors that are predicted. In recipes/compression trainings ended with them as without."""
@@ -71,6 +74,7 @@ class Case:
         cost: Cost of exchanges among all ranks.
         world_size: Number of ranks.
         devices: Name of each of `CODECS` -> speed with which ranks encode.
+        rest_s: Seconds of a step for data, hooks and all else that no strategy changes.
         is_gloo: Whether the default process group uses gloo.
         running: Name in `options` of what runs now. None means that it is not predicted.
         batch_s: Measured seconds of a batch.
@@ -82,6 +86,7 @@ class Case:
     cost: LinkCost
     world_size: int
     devices: dict[str, Device]
+    rest_s: float
     is_gloo: bool
     running: str | None
     batch_s: float
@@ -89,34 +94,21 @@ class Case:
     @cached_property
     def workload(self) -> Workload:
         """The model as the simulator needs it."""
-        return Workload("your model", self.tensors, self.times)
+        return Workload("your model", self.tensors, self.times, fixed_step_s=self.rest_s)
 
     @cached_property
     def network(self) -> Network:
         """The network: each rank counts as a node, since measured costs include shared links."""
-        return self.network_of(1.0)
-
-    def network_of(self, factor: float) -> Network:
-        """Return the network with `factor` times the rate, and messages that start as now."""
-
-        def link(cost: LinkCost) -> Link:
-            return Link(cost.alpha_s, cost.beta_s / factor)
-
-        all_reduce = link(self.cost.all_reduce or self.cost)
-        ours, is_nccl = link(self.cost), not self.is_gloo
-        return Network(
-            ours, self.world_size, 1, None, "pairwise", all_reduce, has_reduce_scatter=is_nccl
+        ours, theirs = (
+            Link(one.alpha_s, one.beta_s) for one in (self.cost, self.cost.all_reduce or self.cost)
         )
+        shape: Any = self.world_size, 1, None, "pairwise", theirs
+        return Network(ours, *shape, has_reduce_scatter=not self.is_gloo)
 
     @property
     def alone_s(self) -> float:
         """Seconds of a batch on one rank alone."""
-        return self._batch_s(ranking.alone_s(self.workload), self.num_batches)
-
-    def _batch_s(self, step_s: float, num_batches: int) -> float:
-        """Return the seconds of a batch, if only the last of a step's batches communicates."""
-        times = self.times
-        return ((num_batches - 1) * (times.forward_s + times.backward_s) + step_s) / num_batches
+        return ranking.alone_s(self.workload, self.num_batches)
 
     @cached_property
     def cases(self) -> dict[str, ranking.Pair]:
@@ -143,9 +135,11 @@ class Case:
             **{f"dear + {name}": (known["dear"], one) for name, one in encoded.items()},
         }
 
-    def step_s(self, name: str, factor: float = 1.0) -> float:
-        """Return the predicted seconds of a step of one batch, at `factor` times the rate."""
-        return ranking.predicted(*self.cases[name], self.network_of(factor)).step.step_s
+    def batch_s_of(self, name: str, num_batches: int) -> float:
+        """Return the predicted seconds of a batch, of which so many make a step."""
+        strategy, workload = self.cases[name]
+        strategy = strategies.accumulating(strategy, num_batches)
+        return ranking.predicted(strategy, workload, self.network).step.step_s
 
     @cached_property
     def options(self) -> list[Option]:
@@ -154,16 +148,13 @@ class Case:
         for name in self.cases:
             codec = name.partition(" + ")[2] or ("bf16" if name == "ddp_bf16" else "")
             loss = f"nothing seen in our studies ({codec})" if codec else "nothing"
-            seconds = self._batch_s(self.step_s(name), self.num_batches)
+            seconds = self.batch_s_of(name, self.num_batches)
             found.append(Option(name, seconds, loss, self._paste(name, codec)))
-        if self.running is not None:
-            step_s = self.step_s(self.running)
-            for times in (2, 4, 8):
-                count = times * self.num_batches
-                name = f"{_ACCUMULATED}={count}"
-                loss = f"a batch {times} times as large"
-                paste = f"Trainer({name}, ...)"
-                found.append(Option(name, self._batch_s(step_s, count), loss, paste))
+        for times in (2, 4, 8) if self.running is not None else ():
+            count = times * self.num_batches
+            name, loss = f"{_ACCUMULATED}={count}", f"a batch {times} times as large"
+            seconds = self.batch_s_of(self.running or "", count)
+            found.append(Option(name, seconds, loss, f"Trainer({name}, ...)"))
         return sorted(found, key=lambda option: option.batch_s)
 
     def _paste(self, name: str, codec: str) -> str:
@@ -177,25 +168,15 @@ class Case:
         now = next((one for one in self.options if one.name == self.running), None)
         return max(KNOWN_ERROR, abs(now.batch_s / self.batch_s - 1) if now else 0.0)
 
-    def factor_for(self, name: str, share: float = 0.9) -> float | None:
-        """Return by how much the network must be faster for `share` of computing alone.
+    def needed(self, name: str) -> float | None:
+        """Return the bits a second of each rank for `NEED` of computing alone.
 
-        Below 1 means that a slower one is enough. None means that no rate is enough, since messages
-        take too long to start, or encoding does.
+        None means that no rate is enough: messages take too long to start, or encoding does.
         """
-        least_s = ranking.alone_s(self.workload) / share
-        return bisected(lambda factor: self.step_s(name, factor) <= least_s)
-
-
-def bisected(is_enough: Callable[[float], bool], most: float = 1e4) -> float | None:
-    """Return the least factor, from 1/`most` to `most`, that is enough, within 1 %; or None."""
-    low, high = math.log(1 / most), math.log(most)
-    if not is_enough(most):
-        return None
-    while high - low > 0.01:
-        middle = (low + high) / 2
-        low, high = (low, middle) if is_enough(math.exp(middle)) else (middle, high)
-    return math.exp(high)
+        strategy, workload = self.cases[name]
+        strategy = strategies.accumulating(strategy, self.num_batches)
+        rate = ranking.needed_rate(strategy, workload, self.network, NEED)
+        return rate if rate < math.inf else None
 
 
 def measured_devices(device: torch.device) -> dict[str, Device]:
@@ -265,17 +246,13 @@ class Findings:
 
     @cached_property
     def needed(self) -> dict[str, float | None]:
-        """Name -> bits a second of each rank for 90 % of computing alone. None means no rate.
+        """Name -> bits a second of each rank for `NEED` of computing alone. None means no rate.
 
         Empty if the links are too fast for their rate to be told.
         """
         assert self.case is not None
         names = ("ddp", "ddp_bf16", "dear", "dear + int8") if self.case.cost.beta_s else ()
-        factors = {name: self.case.factor_for(name) for name in names}
-        return {
-            name: None if factor is None else 8 * factor / self.case.cost.beta_s
-            for name, factor in factors.items()
-        }
+        return {name: self.case.needed(name) for name in names}
 
     @property
     def text(self) -> str:
@@ -330,7 +307,8 @@ class Findings:
             ]
             for one in case.options
         ]
-        helps = [one for one in case.options if one.batch_s * (1 + case.error) < case.batch_s]
+        others = [one for one in case.options if one.name != case.running]
+        helps = [one for one in others if one.batch_s * (1 + case.error) < case.batch_s]
         # A larger batch is a last resort, since training may need another learning rate.
         helps.sort(key=lambda one: one.name.startswith(_ACCUMULATED))
         pastes = [f"  {one.name}: {one.paste}" for one in helps[:_MOST_PASTES]]
@@ -345,7 +323,7 @@ class Findings:
             f" {case.batch_s * 1e3:.1f} ms a batch; computing alone: {case.alone_s * 1e3:.1f}):\n"
             f"{format_table(titles, rows)}\n"
             + "\n".join(pastes)
-            + (f"\nA network for 90 % of computing alone, a rank: {rates}." if rates else "")
+            + (f"\nA network for {NEED:.0%} of computing alone, a rank: {rates}." if rates else "")
         )
 
 

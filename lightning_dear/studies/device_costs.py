@@ -92,7 +92,8 @@ def measured_device(codec: Codec, device: torch.device) -> Device:
         counted = sum(one.kernels for one in both), sum(one.nbytes for one in both)
         found.append((*counted, median(b - a for a, b in pairwise(seconds[1:]))))
     (kernels, few, few_s), (_, many, many_s) = found
-    rate = (many - few) / max(many_s - few_s, 1e-9)
+    # On a busy machine the smaller one may take as long.
+    rate = (many - few) / (many_s - few_s) if many_s > 2 * few_s else many / many_s
     return Device(max(few_s - few / rate, 0.0) / kernels, rate)
 
 
@@ -105,8 +106,7 @@ def halves_costs(compressor: str | Compressor, device: Device, world_size: int) 
         ValueError: If the compressor is unknown, does not encode both halves, or its cost depends
             on the shapes of tensors (PowerSGD).
     """
-    made = _resolved(compressor)
-    if made is None:
+    if (made := _resolved(compressor)) is None:
         return NO_CODEC
     if isinstance(made, SparseAllReduce):
         return CodecCosts(_sparse(made, device, world_size), may_plan=False)
@@ -135,8 +135,7 @@ def whole_costs(compressor: str | Compressor, device: Device, world_size: int) -
     Raises:
         ValueError: In the same cases as `halves_costs`.
     """
-    made = _resolved(compressor)
-    if made is None:
+    if (made := _resolved(compressor)) is None:
         return NO_CODEC
     if isinstance(made, SparseAllReduce):
         return CodecCosts(_at_once(_sparse(made, device, world_size), world_size), may_plan=False)

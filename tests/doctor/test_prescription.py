@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dear.doctor.links import Pair
@@ -27,7 +27,7 @@ def case(rate: float = 12.5e6, **others: object) -> Case:
     """33.6 MB on two ranks, with `rate` bytes a second."""
     cost = LinkCost(1e-3, 1 / rate, LinkCost(1e-3, 1 / rate))
     made = Case(
-        TENSORS, TIMES, 1, cost, 2, dict.fromkeys(("bf16", "int8"), FAST), True, "ddp", 2.85
+        TENSORS, TIMES, 1, cost, 2, dict.fromkeys(("bf16", "int8"), FAST), 0.0, True, "ddp", 2.85
     )
     return replace(made, **others)  # type: ignore[arg-type]
 
@@ -86,26 +86,28 @@ def test_on_gloo_the_hook_is_ours_and_on_nccl_lightnings() -> None:
     assert "ddp_comm_hook=default_hooks.bf16_compress_hook" in pastes[1]
 
 
+@settings(max_examples=10, deadline=None)
 @given(st.floats(1e6, 1e10))
 def test_the_rate_that_is_needed_is_the_one_at_which_it_is_reached(rate: float) -> None:
     one = case(rate)
     for name in ("ddp", "dear"):
-        factor = one.factor_for(name)
-        assert factor is not None
+        bits = one.needed(name)
+        assert bits is not None
         for share, is_enough in ((0.98, False), (1.02, True)):
-            reached = 0.25 / one.step_s(name, share * factor)
+            cost = LinkCost(1e-3, 8 / (share * bits), LinkCost(1e-3, 8 / (share * bits)))
+            reached = 0.25 / replace(one, cost=cost).batch_s_of(name, 1)
             assert (reached >= 0.9) == is_enough
 
 
 def test_no_rate_is_enough_where_messages_take_too_long_to_start() -> None:
     slow = LinkCost(1.0, 1e-8, LinkCost(1.0, 1e-8))
-    assert case(cost=slow).factor_for("dear") is None
+    assert case(cost=slow).needed("dear") is None
     assert "dear no rate is enough" in findings(case(cost=slow)).text
 
 
 def test_predictions_err_at_least_as_much_as_that_of_now() -> None:
-    assert case(batch_s=case().step_s("ddp")).error == 0.06
-    assert case(batch_s=2 * case().step_s("ddp")).error == pytest.approx(0.5)
+    assert case(batch_s=case().batch_s_of("ddp", 1)).error == 0.06
+    assert case(batch_s=2 * case().batch_s_of("ddp", 1)).error == pytest.approx(0.5)
     assert case(running=None).error == 0.06
 
 
