@@ -24,8 +24,8 @@ def check_single_process(trainer: Trainer, strategy: Any) -> None:
     if strategy == "auto" and (trainer.num_devices, trainer.num_nodes) != (1, 1):
         raise ValueError(
             f"strategy=single runs one process, but there are {trainer.num_devices} device(s) on"
-            f" {trainer.num_nodes} node(s). Set cluster.devices and cluster.num_nodes to 1, or"
-            " choose strategy=dear or ddp."
+            f" {trainer.num_nodes} node(s). Set cluster.ranks_per_host and cluster.num_hosts to 1,"
+            " or choose strategy=dear or ddp."
         )
 
 

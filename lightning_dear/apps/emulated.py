@@ -38,7 +38,7 @@ def restart_on_cluster(cfg: DictConfig, module: str) -> bool:
         EmulationUnavailable: This machine cannot emulate hosts; the message says why.
         ValueError: An option of the cluster is out of range.
     """
-    if "num_hosts" not in cfg.cluster or HOST_VARIABLE in os.environ:
+    if "congestion_control" not in cfg.cluster or HOST_VARIABLE in os.environ:
         return False
     if cfg.get("optimized_metric"):
         raise ValueError(

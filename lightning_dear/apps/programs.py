@@ -56,7 +56,7 @@ def plan() -> None:
     """Predicts a step of a model on a cluster for each strategy; starts no process.
 
       dear-plan profile=bert_base cluster=ethernet_10g   a known model on a known cluster
-      dear-plan cluster.num_nodes=8 compute_s=0.25       8 nodes; seconds of forward and backward
+      dear-plan cluster.num_hosts=8 compute_s=0.25       8 hosts; seconds of forward and backward
       dear-plan compressors=[int8] strategies=[ddp,dear] some rows of the table alone
       dear-plan need=0.9                                 which rate makes 90 % of a step computing
       dear-plan world_sizes=[8,64]                       curves for 8 and 64 ranks; null: eight

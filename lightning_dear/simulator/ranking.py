@@ -70,12 +70,10 @@ def predicted(
             run the pair and no search finds its plan. None means that it is not sought.
     """
     used = workload.compressor if strategy.encodes(workload) else "none"
-    step, overrides = (
-        simulate(strategy.program(workload, network)),
-        strategy.overrides_for(workload),
-    )
-    is_sought = need is not None and overrides is not None and not strategy.searches
-    rate = needed_rate(strategy, workload, network, need) if need and is_sought else None
+    step, rate = simulate(strategy.program(workload, network)), None
+    overrides = strategy.overrides_for(workload)
+    if need and overrides is not None and not strategy.searches:
+        rate = needed_rate(strategy, workload, network, need)
     return Ranked(strategy, step, used, overrides, rate)
 
 
@@ -111,7 +109,7 @@ def alone_s(workload: Workload, batches: int = 1) -> float:
 def needed_rate(strategy: Strategy, workload: Workload, network: Network, share: float) -> float:
     """Return the rate of links at which computing alone is a given share of a step.
 
-    The rate is that of `Network.outer_link`; see `Network.at_rate`. Takes 20 simulations.
+    The rate is that of `Network.outer_link`; see `Network.at_rate`. Runs 17 simulations.
 
     Args:
         strategy: The strategy. Its plan must not depend on a search: such plans change from rate to

@@ -97,7 +97,7 @@ def test_the_line_it_prints_plans_with_that(calibrated, tmp_path: Path) -> None:
 def test_one_rank_has_no_network(tmp_path: Path) -> None:
     result = run(tmp_path, "calibrate", *QUICK, "cluster=single_process", program=PROGRAM)
     assert result.returncode != 0
-    assert "One rank has no network to measure. Set cluster.devices=2" in result.stderr
+    assert "One rank has no network to measure. Set cluster.ranks_per_host=2" in result.stderr
 
 
 @pytest.mark.slow
@@ -193,7 +193,7 @@ def test_what_a_sharded_tensor_takes_grows_where_ranks_share_cores(
     ("changes", "words"),
     [
         ({"algorithm": "ring"}, "A measured cluster ignores algorithm=ring"),
-        ({"cluster": {"measured": {"num_nodes": 1}}}, "ranks on one node"),
+        ({"cluster": {"measured": {"num_nodes": 1}}}, "ranks on one host"),
     ],
 )
 def test_what_was_not_measured_is_not_planned_for(changes: dict, words: str) -> None:
@@ -210,7 +210,7 @@ def test_one_node_says_nothing_of_more_ranks_than_it_had() -> None:
     cluster = cluster_of(alone, 8, COSTS, NUM_TENSORS)
     cfg = OmegaConf.create({"cluster": cluster, "algorithm": None, "world_sizes": None})
     assert network_of(cfg.cluster, world_size=4).world_size == 4
-    with pytest.raises(ValueError, match="ranks on one node"):
+    with pytest.raises(ValueError, match="ranks on one host"):
         network_of(cfg.cluster, world_size=16)
     assert world_sizes_of(cfg) == [1, 2, 4, 8]
     with pytest.raises(ValueError, match=r"Leave \[16\] out of world_sizes"):

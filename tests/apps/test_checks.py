@@ -12,7 +12,7 @@ def test_single_refuses_several_processes():
     checks.check_single_process(Mock(num_devices=1, num_nodes=1), "auto")
     checks.check_single_process(Mock(num_devices=4, num_nodes=2), object())
     for num_devices, num_nodes in ((2, 1), (1, 2)):
-        with pytest.raises(ValueError, match=r"Set cluster\.devices"):
+        with pytest.raises(ValueError, match=r"Set cluster\.ranks_per_host"):
             checks.check_single_process(Mock(num_devices=num_devices, num_nodes=num_nodes), "auto")
 
 

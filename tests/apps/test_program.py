@@ -15,6 +15,7 @@ import pytest
 
 from lightning_dear.apps import programs
 from lightning_dear.paths import conf_dir
+from lightning_dear.workloads.replay.profile import PROFILES
 
 ROOT = conf_dir().parent
 NAMES = ("train", "bench", "converge", "plan")
@@ -155,3 +156,10 @@ def test_a_sweep_ends_with_a_table_and_without_a_terminal_each_epoch_has_a_line(
     assert tested == 0, output
     assert "test accuracy" in output
     assert "Epoch" not in output
+
+
+def test_help_of_dear_plan_names_all_profiles() -> None:
+    text = " ".join(str(programs.plan.__doc__).split())
+    assert all(f" {name}, " in text for name in PROFILES)
+    assert "need=0.9" in text
+    assert "world_sizes=[" in text

@@ -141,7 +141,8 @@ def test_a_cluster_is_launch_and_network(option):
         # The rest is another one's.
         assert set(cluster) <= {"defaults", "num_hosts", "ranks_per_host", "rate_mbit"}
         return
-    hosts = ["num_hosts", "ranks_per_host", "rate_mbit", "mtu"]
+    counts = ["num_hosts", "ranks_per_host"]
+    hosts = [*counts, "rate_mbit", "mtu"]
     hosts += ["congestion_control", "socket_buffer_bytes", "delay_ms", "loss"]
     is_planned = "source" in cluster
     is_of_one_collective = "algorithm" in cluster
@@ -150,6 +151,7 @@ def test_a_cluster_is_launch_and_network(option):
     assert list(cluster) == [
         *(hosts if option == "emulated" else []),
         *(["source"] if is_planned else []),
+        *(counts if option != "emulated" else []),
         "num_nodes",
         "devices",
         "accelerator",
@@ -159,6 +161,8 @@ def test_a_cluster_is_launch_and_network(option):
         "beta_s_per_byte",
         *(["within"] if has_link_within else []),
     ]
+    # Hosts and ranks have these names in all programs. Lightning's follow.
+    assert (cluster.num_nodes, cluster.devices) == (cluster.num_hosts, cluster.ranks_per_host)
     if "within" in cluster:
         assert list(cluster.within) == ["alpha_s", "beta_s_per_byte"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dear.simulator import Link, Network
+from lightning_dear.simulator import Curve, Link, Network
 from lightning_dear.simulator.network import ALGORITHMS
 
 FAST, SLOW = Link(1.0, 1.0), Link(10.0, 5.0)
@@ -90,6 +91,39 @@ def test_no_half_beats_the_nodes_link(network: Network, nbytes: float) -> None:
     flat = {"ring", "tree", "nccl"}
     share = 1 if network.algorithm in flat else network.ranks_in_node
     assert network.half_s(nbytes) >= share * least * (1 - 1e-9)
+
+
+def test_another_rate_leaves_starts_of_messages_and_other_links() -> None:
+    """Of measured collectives the bytes change by the same factor, whatever was measured."""
+    curve = Curve((10.0, 20.0), (1.0, 3.0), least_s=0.5)
+    costs = {"all_reduce": Link(3.0, 2.0), "all_gather": curve}
+    network = Network(SLOW, 8, ranks_per_node=4, within=FAST, **costs)
+    half = network.at_rate(8 / (2 * SLOW.beta_s))
+    assert (half.between, half.within) == (Link(SLOW.alpha_s, 2 * SLOW.beta_s), FAST)
+    assert half.all_reduce == Link(3.0, 4.0)
+    assert half.all_gather == replace(curve, seconds=(1.0, 5.0))
+    assert half.reduce_scatter is None
+    endless = network.at_rate(math.inf)
+    assert endless.between == Link(SLOW.alpha_s, 0.0)
+    assert endless.all_reduce == Link(3.0, 0.0)
+    assert endless.all_gather == replace(curve, seconds=(1.0, 1.0))
+    # One host has no other link, and a link of which nothing else is known goes along.
+    alone = Network(SLOW, 4, ranks_per_node=4, within=FAST).at_rate(4.0)
+    assert (alone.between, alone.within) == (SLOW, Link(FAST.alpha_s, 2.0))
+    same = Network(SLOW, 8, ranks_per_node=4, within=SLOW).at_rate(4.0)
+    assert same.within == same.between == Link(SLOW.alpha_s, 2.0)
+    assert Network(Link(1.0, 0.0), 2, all_reduce=FAST).at_rate(4.0).all_reduce == FAST
+
+
+def test_nccls_all_reduces_do_not_change_where_ours_take_two_hops() -> None:
+    for nbytes in (0.8, 8000.0):
+        all_reduce_s = eight_ranks("two_hops").all_reduce_s(nbytes)
+        assert all_reduce_s == eight_ranks("nccl").all_reduce_s(nbytes)
+    gloo = replace(eight_ranks("two_hops"), has_reduce_scatter=False)
+    assert gloo.all_reduce_s(0.8) == eight_ranks("ring").all_reduce_s(0.8)
+    assert [gloo.has_nccl_hosts, eight_ranks("ring").has_nccl_hosts] == [False, True]
+    assert not Network(SLOW, 8).has_nccl_hosts
+    assert not Network(SLOW, 8, ranks_per_node=8).has_nccl_hosts
 
 
 def test_a_measured_all_reduce_counts() -> None:

@@ -121,7 +121,9 @@ def calibrate(cfg: DictConfig) -> None:
     strategy = instantiate(cfg.strategy, fusion=planner, _convert_="all")
     trainer = train.build_trainer(cfg, strategy, [probe])
     if trainer.world_size == 1:
-        raise ValueError("One rank has no network to measure. Set cluster.devices=2 or more.")
+        raise ValueError(
+            "One rank has no network to measure. Set cluster.ranks_per_host=2 or more."
+        )
     launcher: Any = strategy.launcher
 
     def interrupted(number: int) -> None:
@@ -171,8 +173,10 @@ def cluster_of(cfg: DictConfig, world_size: int, costs: Costs, num_tensors: int)
     source = f"measured by dear-plan calibrate among {world_size} ranks on {num_nodes} nodes"
     return {
         "source": ": ".join(filter(None, (source, emulated_rig()))),
-        "num_nodes": num_nodes,
-        "devices": world_size // num_nodes,
+        "num_hosts": num_nodes,
+        "ranks_per_host": world_size // num_nodes,
+        "num_nodes": "${.num_hosts}",
+        "devices": "${.ranks_per_host}",
         "accelerator": str(cfg.cluster.accelerator),
         "interface": cfg.cluster.interface,
         **_link(costs.links),

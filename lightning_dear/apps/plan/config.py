@@ -159,24 +159,24 @@ def network_of(
     inside, num_nodes = ranks_per_node(cluster), int(cluster.num_nodes)
     if inside * num_nodes < 2:
         raise ValueError(
-            "The cluster has one rank, which sends nothing. Set cluster.num_nodes and"
-            " cluster.devices so that it has two or more."
+            "The cluster has one rank, which sends nothing. Set cluster.num_hosts and"
+            " cluster.ranks_per_host so that it has two or more."
         )
     world_size = inside * num_nodes if world_size is None else world_size
     if cluster.get("only_world_size", world_size) != world_size:
         raise ValueError(
             f"The cluster's file says nothing of {world_size} ranks, but of"
-            f" {cluster.only_world_size} alone. Set cluster.num_nodes and cluster.devices so that"
-            " there are as many, or choose another cluster."
+            f" {cluster.only_world_size} alone. Set cluster.num_hosts and cluster.ranks_per_host so"
+            " that there are as many, or choose another cluster."
         )
     if (measured := cluster.get("measured")) is not None:
         if algorithm is not None:
             raise ValueError(f"A measured cluster ignores algorithm={algorithm}. Leave it out.")
         if measured.num_nodes == 1 and (num_nodes > 1 or world_size > measured.world_size):
             raise ValueError(
-                f"This cluster was measured with {measured.world_size} ranks on one node. Leave out"
-                " cluster.num_nodes and cluster.devices, or run dear-plan calibrate on"
-                f" {num_nodes} nodes with {world_size} ranks."
+                f"This cluster was measured with {measured.world_size} ranks on one host. Leave out"
+                " cluster.num_hosts and cluster.ranks_per_host, or run dear-plan calibrate on"
+                f" {num_nodes} hosts with {world_size} ranks."
             )
         return measured_network(cluster, world_size)
     alpha_s = float(cluster.alpha_s) + float(cluster.get("delay_ms", 0.0)) / 1e3
@@ -259,11 +259,11 @@ def ranks_per_node(cluster: DictConfig) -> int:
     """Return the number of ranks of a node.
 
     Raises:
-        ValueError: If ``cluster.devices`` is no number, such as "auto".
+        ValueError: If ``cluster.ranks_per_host`` is no number, such as "auto".
     """
     if not isinstance(cluster.devices, int):
         raise ValueError(
-            f"cluster.devices={cluster.devices!r} is no number. Set it to the ranks of one node."
+            f"cluster.ranks_per_host={cluster.devices!r} is no number. Set it to those of one host."
         )
     return cluster.devices
 
@@ -334,7 +334,7 @@ def world_sizes_of(cfg: DictConfig) -> list[int]:
     known = {size for size in filling if 1 <= size <= most and only in (None, size)}
     if cfg.world_sizes and asked != known:
         raise ValueError(
-            f"{sorted(asked - known)} ranks do not fill nodes of {inside}, or the cluster's file"
+            f"{sorted(asked - known)} ranks do not fill hosts of {inside}, or the cluster's file"
             f" says nothing of them. Leave {sorted(asked - known)} out of world_sizes."
         )
     return sorted({*known, own})

@@ -135,22 +135,23 @@ class Report:
         """Rows that may be advised: dear-train can run them, and they are as good."""
         return [row for row in self.rows if row.overrides is not None and _is_as_good(row)]
 
-    def describe(self, source: str, seconds: str = "") -> str:
+    def describe(self, num_hosts: int, source: str, seconds: str = "") -> str:
         """Return a few lines on the model and the cluster.
 
         Args:
+            num_hosts: Number of hosts. In a measured network each rank counts as a node.
             source: Origin of the cluster's figures.
             seconds: Origin of the model's seconds. Empty means that the user gave or measured them.
         """
         workload, times, network = self.workload, self.workload.times, self.network
         link = network.outer_link
         rate = f"{8 / link.beta_s / 1e9:.3g} Gb/s" if link.beta_s else "of any rate"
-        place = "within the host" if network.num_nodes == 1 else "between hosts"
+        place = "within the host" if num_hosts == 1 else "between hosts"
         codec = "" if workload.codecs.are_none else f"; ours with compressor={workload.compressor}"
         return _wrapped(
             f"{workload.name}: {workload.nbytes / 1e6:.1f} MB, forward {_ms(times.forward_s)} ms,"
             f" backward {_ms(times.backward_s)} ms{seconds}{codec}",
-            f"{network.world_size} ranks on {network.num_nodes} host(s); links {place}: {rate},"
+            f"{network.world_size} ranks on {num_hosts} host(s); links {place}: {rate},"
             f" {link.alpha_s * 1e6:.3g} us a message",
             f"Network: {source}",
             "SIMULATED: nothing here was measured on that cluster.",
@@ -188,9 +189,9 @@ class Report:
             )
         if self.need:
             yield (
-                f"{_NEEDS}: rate of links at which {100 * self.need:g} % of a step is computing alone. no"
-                " rate: starts of messages or encoding alone take longer. -: a search changes the"
-                " plan with the rate."
+                f"{_NEEDS}: rate of links at which {100 * self.need:g} % of a step is computing"
+                " alone. no rate: starts of messages, encoding, or copies through the host take"
+                " longer. -: a search changes the plan with the rate."
             )
 
     def _cells(self, row: ranking.Ranked) -> list[str]:
@@ -358,9 +359,10 @@ def plan(cfg: DictConfig, folder: Path) -> ranking.Ranked:
         rows = sorted(every, key=lambda row: row.step.step_s)
         ways = backend_of(cfg), _dear_s(cfg, workload)
         found = Report(rows, workload, network, cfg.enough, *ways, cfg.need)
+        hosts = int(cfg.cluster.num_nodes)
         source = str(cfg.cluster.get("source") or "its file names no source")
         is_computed = cfg.compute_s is None and not cfg.profile.endswith(".json")
-        described = found.describe(source, _COMPUTED if is_computed else "")
+        described = found.describe(hosts, source, _COMPUTED if is_computed else "")
         text = f"{described}\n{found.table()}\n{found.advice()}"
         progress.close()
         print(text, flush=True)

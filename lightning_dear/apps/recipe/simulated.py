@@ -104,12 +104,13 @@ def _asked_size(world_size: int | None) -> int | None:
     """
     asked = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     names = {word.lstrip("+~").partition("=")[0] for word in asked}
-    if not names & {"cluster.num_nodes", "cluster.devices"}:
+    counts = ("num_nodes", "devices", "num_hosts", "ranks_per_host")
+    if not names & {f"cluster.{one}" for one in counts}:
         return world_size
     if "world_size" in names:
         raise ValueError(
-            "world_size and cluster.num_nodes or cluster.devices are both given. Leave one of them"
-            " out. Each sets the number of ranks."
+            "world_size and cluster.num_hosts or cluster.ranks_per_host are both given. Leave one"
+            " of them out. Each sets the number of ranks."
         )
     return None
 
