@@ -105,8 +105,8 @@ class Case:
         ours, theirs = (
             Link(one.alpha_s, one.beta_s) for one in (self.cost, self.cost.all_reduce or self.cost)
         )
-        shape: Any = self.world_size, 1, None, "pairwise", theirs
-        return Network(ours, *shape, has_reduce_scatter=not self.is_gloo)
+        one_hop = Network(ours, self.world_size, algorithm="pairwise", all_reduce=theirs)
+        return replace(one_hop, has_reduce_scatter=not self.is_gloo)
 
     @property
     def alone_s(self) -> float:

@@ -11,6 +11,7 @@ from tests.mutations.codecs import CODECS
 from tests.mutations.coded import CODED
 from tests.mutations.comparing import COMPARING
 from tests.mutations.devices import DEVICES
+from tests.mutations.doctor import DOCTORS
 from tests.mutations.gathering import GATHERING
 from tests.mutations.hooks import HOOKS
 from tests.mutations.kept import KEPT
@@ -145,6 +146,7 @@ MUTATIONS = [
     *SPEED,
     *SPLITS,
     *DEVICES,
+    *DOCTORS,
     *GATHERING,
     *ALL_REDUCED,
     *BATCH_WEIGHTS,
