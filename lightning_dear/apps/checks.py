@@ -10,8 +10,7 @@ from omegaconf import OmegaConf
 
 from lightning_dear.names import is_meant
 from lightning_dear.paths import conf_dir
-from lightning_dear.strategy import starting
-from lightning_dear.strategy.base import PipelineStrategy
+from lightning_dear.strategy import base, starting
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -38,7 +37,7 @@ def check_launch(trainer: Trainer) -> None:
     """
     strategy: Any = trainer.strategy
     environment = getattr(strategy, "cluster_environment", None)
-    if environment is not None and not isinstance(strategy, PipelineStrategy):
+    if environment is not None and not isinstance(strategy, base.PipelineStrategy):
         starting.check_start(environment, strategy.parallel_devices, strategy.num_nodes)
 
 
@@ -60,8 +59,7 @@ def use_interface(name: str | None) -> None:
         raise ValueError(
             f"cluster.interface={name!r} is not on this machine. Set one of {', '.join(known)}."
         )
-    for variable in INTERFACE_VARIABLES:
-        os.environ[variable] = name
+    os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, name))
 
 
 def ignored_groups(overrides: list[str], strategy: Any) -> list[str]:

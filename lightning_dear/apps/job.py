@@ -16,8 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dear.studies.files import write_text
-from lightning_dear.studies.interrupts import INTERRUPTS
+from lightning_dear.studies import files, interrupts
 
 
 @contextmanager
@@ -43,7 +42,7 @@ def isolated_job() -> Iterator[None]:
 def folder_with(cfg: DictConfig) -> Path:
     """Write the resolved config into the job's folder, and return that folder."""
     folder = Path(HydraConfig.get().runtime.output_dir)
-    write_text(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True).rstrip())
+    files.write_text(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True).rstrip())
     return folder
 
 
@@ -62,7 +61,7 @@ def run_child(command: Sequence[str], **options: Any) -> int:
         if process is not None:
             process.send_signal(number)
 
-    with INTERRUPTS.call(hand_on, ends=False):
+    with interrupts.INTERRUPTS.call(hand_on, ends=False):
         process = subprocess.Popen(command, start_new_session=True, **options)
         return process.wait()
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf, errors
 from typing_extensions import override
 
 from lightning_dear.names import check_name
@@ -236,7 +235,7 @@ def _check_values(cfg: DictConfig, keys: type[Any], known: Mapping[str, Any]) ->
         own: Any = OmegaConf.merge(OmegaConf.structured(keys), given)
         wrong = [name for name, key in known.items() if not key["holds"](own[name])]
         wrong += sorted(OmegaConf.missing_keys(own))
-    except OmegaConfBaseException as error:
+    except errors.OmegaConfBaseException as error:
         wrong = [str(error.full_key)]
     if wrong:
         # `path` is, for example, step_s, device.kernel_s or world_sizes[0].
@@ -252,12 +251,11 @@ def _resolved(cfg: DictConfig, name: str) -> Any:
 
     If an interpolation needs Hydra's job, which has not begun yet, the text of it is kept.
     """
-    value = cfg[name]
-    if not OmegaConf.is_config(value):
+    if not OmegaConf.is_config(value := cfg[name]):
         return value
     try:
         return OmegaConf.to_container(value, resolve=True)
-    except InterpolationResolutionError:
+    except errors.InterpolationResolutionError:
         return OmegaConf.create(OmegaConf.to_yaml(value).replace("${", "$ {"))
 
 
@@ -275,5 +273,5 @@ class Check(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         try:
             check(self._program, config, config.hydra)
-        except (ValueError, OmegaConfBaseException) as error:
+        except (ValueError, errors.OmegaConfBaseException) as error:
             raise SystemExit(f"{self._program}: {error}") from None

@@ -7,8 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_dear.compression import Compressor, Fp32, resolve_compressor
-from lightning_dear.compression.groups import groups_of
+from lightning_dear.compression import Compressor, Fp32, groups, resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import BayesianFusion, FusionPlanner
 
@@ -55,7 +54,7 @@ class CompressionSchedule(Callback):
             if given is not None and not isinstance(given, Mapping):
                 raise TypeError(f"{name} must be a dict, such as {example}, got {given!r}.")
         resolved = {name: resolve_compressor(one) for name, one in (compressors or {}).items()}
-        self.groups = groups_of(resolved)
+        self.groups = groups.groups_of(resolved)
         self._dense_steps = dense_steps
         steps: tuple[Any, ...] = (dense_steps, *(densities or {}))
         if not all(isinstance(step, int) and step >= 0 for step in steps):
@@ -141,9 +140,7 @@ class CompressionSchedule(Callback):
             )
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        pipeline: Pipeline = strategy.pipeline_of()
-        codec = pipeline.options.compressor
-        if codec is not None:
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        pipeline: Pipeline = trainer.strategy.pipeline_of()
+        if (codec := pipeline.options.compressor) is not None:
             pipeline.use_compressor(self.codec_at(codec, trainer.global_step))

@@ -55,10 +55,9 @@ class FusionTuner(Callback):
         return self._tuning is not None and self._tuning.is_searching
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         self._tuning = None
-        strategy: Any = trainer.strategy
-        pipeline: Pipeline = strategy.pipeline_of()
+        pipeline: Pipeline = trainer.strategy.pipeline_of()
         if len(pipeline.parts) > 1:
             raise ValueError(
                 f"{self._option} plans for one optimizer, and there are {len(pipeline.parts)}."

@@ -3,7 +3,6 @@
 Exposed communication is the time in which computation waited for communication.
 """
 
-import math
 import time
 from statistics import median
 from typing import Any
@@ -152,7 +151,7 @@ class DearMonitor(Callback):
         own_s = waits_s[self._num_compared :] or waits_s
         self._num_compared = max(self._num_compared, len(waits_s))
         # If each epoch has one step, no step is timed, and no rank is named.
-        steps_s = self._steps.get("step_s", [math.inf])
+        steps_s = self._steps.get("step_s", [float("inf")])
         # With local steps, the time between two exchanges counts.
         step_s = median(steps_s[-len(own_s) :]) * max(1.0, len(steps_s) / len(waits_s))
         rank, late_s = latest_rank(from_all_ranks((*median_and_error(own_s), step_s)))

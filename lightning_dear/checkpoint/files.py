@@ -206,8 +206,7 @@ def read(path: str | Path, load: Callable[[], Any], *, check_digests: bool) -> d
         if check_digests and Path(path).is_file():
             with Path(path).open("rb") as file:
                 check_records(file, path)
-        content = load()
-        if not isinstance(content, dict):
+        if not isinstance(content := load(), dict):
             raise TypeError(f"it holds a {type(content).__name__}")
     except (CheckpointError, FileNotFoundError, PermissionError, MemoryError):
         raise

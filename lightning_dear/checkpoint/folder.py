@@ -128,8 +128,7 @@ def _wanted(
     Mutates `skeleton`, which gets no names of other tensors.
     """
     own = skeleton.get(files.CHECKPOINT_KEY, {})
-    local = own.get(files.LOCAL_KEY)
-    if local is None:
+    if (local := own.get(files.LOCAL_KEY)) is None:
         return stand_ins
     prefix = f"{files.CHECKPOINT_KEY}.{files.LOCAL_KEY}."
     if reader is None or len(local["ranks"]) != reader[1]:
@@ -184,8 +183,7 @@ def convert(folder: str | Path, file: str | Path, *, weights_only: bool | None =
         FileExistsError: If `file` exists.
         Exception: All that `load` and `files.write` raise.
     """
-    target = _local(file)
-    if target.exists():
+    if (target := _local(file)).exists():
         raise FileExistsError(f"{target} exists already. Remove it or name another file.")
     files.write(load(folder, weights_only=weights_only), target)
 
@@ -208,8 +206,7 @@ def _publish(folder: Path, target: Path) -> None:
 
 
 def _existing(path: str | Path) -> Path:
-    folder = _local(path)
-    if not is_folder(folder):
+    if not is_folder(folder := _local(path)):
         raise FileNotFoundError(f"{folder} is not a folder. Name an existing checkpoint folder.")
     if folder.is_dir():
         return folder

@@ -93,8 +93,7 @@ def check_class(optimizer: Optimizer, state_dict: Mapping[str, Any], of_what: st
             message names both.
     """
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
-    saved = state_dict.get(CLASS, kinds[0])
-    if saved not in kinds:
+    if (saved := state_dict.get(CLASS, kinds[0])) not in kinds:
         named = saved + of_what
         raise ValueError(
             f"This is the state of {named}, from which {kinds[0]} cannot go on. Train with {saved},"
@@ -130,9 +129,8 @@ def spread_state(stepper: SteppedPieces, collectives: Collectives) -> SpreadStat
         entries[like] = {key: _restored(value, like, *layout) for key, value in own.items()}
         for key, value in entries[like].items():
             if _is_stand_in(value):
-                here = [(piece.start, own[key]) for piece, own in parts[index] if key in own]
-                fits = [Chunk(*one) for one in here if one[1].dtype == value.dtype]
-                chunks.append((value, fits))
+                here = [Chunk(piece.start, own[key]) for piece, own in parts[index] if key in own]
+                chunks.append((value, [one for one in here if one.values.dtype == value.dtype]))
     return SpreadState(entries, chunks)
 
 

@@ -10,9 +10,7 @@ from itertools import chain, product
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch import Tensor, nn, optim
 
 from lightning_dear.bucket import Chunk
 from lightning_dear.checkpoint import residuals
@@ -39,19 +37,19 @@ class ResidualKeeper:
     """
 
     def __init__(
-        self, optimizer: Optimizer, collectives: Collectives, options: ExchangeOptions
+        self, optimizer: optim.Optimizer, collectives: Collectives, options: ExchangeOptions
     ) -> None:
         self._optimizer, self._collectives = optimizer, collectives
         self._rows = residuals.RowLayout(collectives.world, options.ranks_together(collectives))
         self._coded: Sequence[CompressedBucket] = ()
-        self._parameters: Sequence[Parameter] = ()
+        self._parameters: Sequence[nn.Parameter] = ()
         self._held: Residuals | None = None
         self._seed: int | None = None
         self._is_detached = False
         self._hook = optimizer.register_load_state_dict_pre_hook(self._on_loading)
 
     def attach(
-        self, coded: Sequence[CompressedBucket], parameters: Sequence[Parameter], seed: int
+        self, coded: Sequence[CompressedBucket], parameters: Sequence[nn.Parameter], seed: int
     ) -> None:
         """Puts the residuals that this object holds into the buckets of a new plan. Local.
 
@@ -98,12 +96,11 @@ class ResidualKeeper:
 
         Residuals stay in this object, for `taken` and `add_to_sharded`.
         """
-        if self._is_detached:
-            return
-        self._is_detached = True
-        self._hook.remove()
-        for bucket in self._coded:
-            bucket.detach()
+        if not self._is_detached:
+            self._is_detached = True
+            self._hook.remove()
+            for bucket in self._coded:
+                bucket.detach()
 
     # --- into buckets ---------------------------------------------------------------------------
 
@@ -119,8 +116,7 @@ class ResidualKeeper:
         own, others = held.of(lambda one: one in planned), held.of(lambda one: one not in planned)
         self._held = None if others.is_of_nothing else others
         self._overwrite(own)
-        lost = self._unknown_names(own)
-        if lost and self._collectives.world.rank == 0:
+        if (lost := self._unknown_names(own)) and self._collectives.world.rank == 0:
             warnings.warn(
                 f"What a compressor had left to be sent ({', '.join(lost)}) is dropped. To have it"
                 " sent, resume with the compressor and gather of the run that saved.",
@@ -139,8 +135,7 @@ class ResidualKeeper:
         for bucket in self._coded:
             bucket.start_anew(own.seed)
             bucket.counts.update(own.counts)
-            steering = own.get(STEERING, self._first(bucket))
-            if steering is not None:
+            if (steering := own.get(STEERING, self._first(bucket))) is not None:
                 bucket.steer(steering)
             for index, factor in bucket.factors.items():
                 saved = own.get(FACTORS, self._parameters[index])
@@ -165,8 +160,7 @@ class ResidualKeeper:
         flat = torch.zeros(bucket.spec.padded_numel, dtype=torch.float32, device=device)
         for part in bucket.spec.slices:
             parameter = self._parameters[part.tensor]
-            source = own.get(kind, parameter)
-            if source is None:
+            if (source := own.get(kind, parameter)) is None:
                 continue
             values = flat[part.offset : part.offset + part.numel]
             values.copy_(source[part.start : part.stop])
@@ -250,7 +244,7 @@ class ResidualKeeper:
             coded[0].seed if coded else None,
         )
 
-    def _first(self, bucket: CompressedBucket) -> Parameter:
+    def _first(self, bucket: CompressedBucket) -> nn.Parameter:
         """Returns the first parameter in the bucket, under which its steering is saved."""
         return self._parameters[bucket.spec.slices[0].tensor]
 
@@ -288,7 +282,7 @@ class ResidualKeeper:
         state.chunks += tuple(chunks)
         return state
 
-    def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    def _on_loading(self, optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Pre-hook of `load_state_dict`: replaces all residuals by those in `state_dict`. Local.
 
         Residuals that `state_dict` lacks become 0, since the present ones belong to other weights.

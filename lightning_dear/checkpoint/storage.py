@@ -21,8 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dear.bucket import Chunk, as_flat, storage_strides
-from lightning_dear.checkpoint import files
-from lightning_dear.checkpoint.optimizer_state import ShardedState
+from lightning_dear.checkpoint import files, optimizer_state
 
 MAX_CHUNK_NUMEL = 1 << 22
 """Most elements of a chunk in a file. Longer chunks are cut, because a whole chunk is in memory
@@ -109,13 +108,13 @@ class _Walk:
         self._parameters: set[tuple[Any, ...]] = set()
         self._seen: dict[tuple[Any, ...], Any] = {}
         for state in checkpoint.get("optimizer_states", ()):
-            if isinstance(state, ShardedState):
+            if isinstance(state, optimizer_state.ShardedState):
                 self._parameters |= {_place(parameter) for parameter in state.parameters}
 
     def taken_apart(self, value: Any, path: _Path) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(value, path)
-        if isinstance(value, ShardedState):
+        if isinstance(value, optimizer_state.ShardedState):
             self._chunks |= {id(stand_in): chunks for stand_in, chunks in value.chunks}
             value = dict(value)
         if type(value) in (dict, OrderedDict):
@@ -230,8 +229,7 @@ def read_tensors(
     for name, start, file, offset, length in sorted(places):
         path = folder / file
         # The checkpoint may come from an untrusted source and name files outside its folder.
-        is_here = path.parent == folder and path.is_file()
-        if not is_here or path.stat().st_size < offset + length:
+        if path.parent != folder or not path.is_file() or path.stat().st_size < offset + length:
             raise files.CheckpointError(
                 f"{path} is missing or cut off, or checkpoint.pt is not of this checkpoint. Copy"
                 " the folder again, or use an earlier one: it is damaged, or was copied in part."
@@ -269,9 +267,8 @@ class _SavePlanner(dcp.default_planner.DefaultSavePlanner):
     def create_local_plan(self) -> dcp.planner.SavePlan:
         items = []
         for name, stored in self.state_dict.items():
-            if stored.is_rank_0s and not self.is_coordinator:
-                continue
-            for chunk in _cut(stored):
+            is_own = self.is_coordinator or not stored.is_rank_0s
+            for chunk in _cut(stored) if is_own else ():
                 self._values[name, chunk.start] = chunk.values
                 items.append(_write_item(name, stored.stand_in, chunk))
         self.plan = dcp.planner.SavePlan(items)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.planning import LinkCost
+from lightning_dear.planning.measured import sent_bytes
 from lightning_dear.telemetry.clock import clock_of
 from lightning_dear.tuning.host_path import network_s
 from lightning_dear.tuning.link_cost import measure_collectives
@@ -28,8 +29,8 @@ _PAIR_S = 0.1
 _NUM_ROUND_TRIPS = 3
 
 _QUICK_BYTES, _TIMES_SENT = 1 << 22, 6
-"""Most bytes of the message that finds the rate; how often `measure_collectives` sends the bytes of
-a model, all its trains together."""
+"""Most bytes of the message that finds the rate; how often `measure_collectives` exchanges the
+bytes of a model, all its trains together."""
 
 
 class Pair(NamedTuple):
@@ -75,8 +76,10 @@ def measure_links(
     model_bytes, pair_s = max(gradient_bytes, _LEAST_BYTES), _PAIR_S
     if budget_s < math.inf:
         byte_s = network_s(collectives, torch.zeros(_QUICK_BYTES // 4, device=place))
-        model_bytes = min(model_bytes, int(budget_s / 2 / (_TIMES_SENT * byte_s)))
-        pair_s = min(pair_s, budget_s / 2 / (2 * (1 + _NUM_ROUND_TRIPS) * len(pairs)))
+        for_all_s, for_pairs_s = 0.8 * budget_s, 0.2 * budget_s
+        sent_s = byte_s * sent_bytes(_TIMES_SENT, collectives.world.size)
+        model_bytes = min(model_bytes, int(for_all_s / sent_s))
+        pair_s = min(pair_s, for_pairs_s / (2 * (1 + _NUM_ROUND_TRIPS) * len(pairs)))
     cost = measure_collectives(collectives, device, model_bytes)
     least, most = _PAIR_BYTES
     nbytes = min(max(int(pair_s / cost.beta_s), least), most) if cost.beta_s else most

@@ -28,7 +28,7 @@ _FIRST_STEP = 5
 """Step with which watching begins: earlier ones allocate memory, and make plans."""
 
 _TIMEOUT = timedelta(seconds=10)
-_BUDGET_S = 3.0
+_BUDGET_S = 3.5
 """Seconds in which links are measured, of a pause of up to 5 seconds."""
 
 T = TypeVar("T")
@@ -227,6 +227,7 @@ def _findings(
         return Findings(told, None, (), ())
     times = combined_times([one.times for one in told], max)
     batch_s = max(one.step_s for one in told) / told[0].num_batches
+    rest_s = Findings(told, None, (), ()).numbers["rest_s"]
     case = Case(
         watch.tensors(times),
         times,
@@ -234,6 +235,7 @@ def _findings(
         links.cost,
         trainer.world_size,
         links.devices,
+        rest_s=rest_s,
         is_gloo=_is_gloo(),
         running=_running(trainer.strategy),
         batch_s=batch_s,

@@ -74,6 +74,7 @@ class Case:
         cost: Cost of exchanges among all ranks.
         world_size: Number of ranks.
         devices: Name of each of `CODECS` -> speed with which ranks encode.
+        rest_s: Seconds of a step for data, hooks and all else that no strategy changes.
         is_gloo: Whether the default process group uses gloo.
         running: Name in `options` of what runs now. None means that it is not predicted.
         batch_s: Measured seconds of a batch.
@@ -85,6 +86,7 @@ class Case:
     cost: LinkCost
     world_size: int
     devices: dict[str, Device]
+    rest_s: float
     is_gloo: bool
     running: str | None
     batch_s: float
@@ -92,7 +94,7 @@ class Case:
     @cached_property
     def workload(self) -> Workload:
         """The model as the simulator needs it."""
-        return Workload("your model", self.tensors, self.times)
+        return Workload("your model", self.tensors, self.times, fixed_step_s=self.rest_s)
 
     @cached_property
     def network(self) -> Network:
@@ -305,7 +307,8 @@ class Findings:
             ]
             for one in case.options
         ]
-        helps = [one for one in case.options if one.batch_s * (1 + case.error) < case.batch_s]
+        others = [one for one in case.options if one.name != case.running]
+        helps = [one for one in others if one.batch_s * (1 + case.error) < case.batch_s]
         # A larger batch is a last resort, since training may need another learning rate.
         helps.sort(key=lambda one: one.name.startswith(_ACCUMULATED))
         pastes = [f"  {one.name}: {one.paste}" for one in helps[:_MOST_PASTES]]

@@ -285,13 +285,12 @@ class EmulatedCluster:
             ) from None
 
     def _limit_socket_buffers(self, host: EmulatedHost) -> None:
-        if self.socket_buffer_bytes is None:
-            return
-        # The kernel uses half of a receive buffer for the window and the rest for bookkeeping.
-        for name, usual, times in (("tcp_wmem", 16 << 10, 1), ("tcp_rmem", 128 << 10, 2)):
-            most = times * int(self.socket_buffer_bytes)
-            limits = f"{_LEAST_BUFFER} {min(usual, most)} {most}"
-            run(host.command(["sh", "-c", f"echo {limits} > /proc/sys/net/ipv4/{name}"]))
+        if self.socket_buffer_bytes is not None:
+            # The kernel uses half of a receive buffer for the window and the rest for bookkeeping.
+            for name, usual, times in (("tcp_wmem", 16 << 10, 1), ("tcp_rmem", 128 << 10, 2)):
+                most = times * int(self.socket_buffer_bytes)
+                limits = f"{_LEAST_BUFFER} {min(usual, most)} {most}"
+                run(host.command(["sh", "-c", f"echo {limits} > /proc/sys/net/ipv4/{name}"]))
 
 
 def remove_stale_namespaces() -> list[str]:

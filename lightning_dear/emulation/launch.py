@@ -120,12 +120,10 @@ class _Rank:
 
     def print_tail(self) -> None:
         """Print the last lines of this rank's output, if it failed and has an output file."""
-        if self.output is None or not self.process.returncode:
-            return
-        self.output.seek(max(0, self.output.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        text = self.output.read().decode(errors="replace")
-        for line in text.splitlines()[-_TAIL_LINES:]:
-            print(f"[rank {self.number}] {line}", file=sys.stderr, flush=True)
+        if self.output is not None and self.process.returncode:
+            self.output.seek(max(0, self.output.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            for line in self.output.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]:
+                print(f"[rank {self.number}] {line}", file=sys.stderr, flush=True)
 
 
 def _variables(hosts: Sequence[EmulatedHost], rank: int, ranks_per_host: int) -> dict[str, str]:
@@ -157,8 +155,7 @@ def _watch(ranks: Sequence[_Rank]) -> int:
     while is_running and time.monotonic() < end_s:
         time.sleep(_POLL_S)
         is_running = _is_running(ranks)
-        failed = [rank for rank in ranks if rank.process.returncode]
-        if failed and not code:
+        if (failed := [rank for rank in ranks if rank.process.returncode]) and not code:
             code, end_s = failed[0].ending(), time.monotonic() + _GRACE_S
     return code
 

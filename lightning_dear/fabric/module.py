@@ -17,10 +17,9 @@ from typing_extensions import override
 from lightning_dear import private_names
 from lightning_dear.callbacks.fusion_tuner import option_of
 from lightning_dear.collectives.work import under_way
+from lightning_dear.engine import step_state, training
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
-from lightning_dear.engine.step_state import StepState
-from lightning_dear.engine.training import REFUSALS
 from lightning_dear.local_steps import OuterHalf
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
 from lightning_dear.strategy.base import meanwhile
@@ -193,7 +192,7 @@ def _end_deleted(pipeline: Pipeline, outer: OuterHalf) -> None:
     It runs at another time on each rank. So it launches nothing, and waits only for gathers, which
     all ranks have launched. Gradients that were launched and not waited for are dropped.
     """
-    if any(part.progress.state is StepState.SENDING for part in pipeline.parts):
+    if any(part.progress.state is step_state.StepState.SENDING for part in pipeline.parts):
         warnings.warn(
             "A model that fabric.setup returned was deleted between backward and step, so its"
             " gradients are dropped. Before you delete it, call optimizer.step() or"
@@ -288,7 +287,7 @@ def _claim(part: OptimizerPipeline) -> None:
     """
     optimizer, kind = part.optimizer, type(part.optimizer)
     setattr(optimizer, _PART, part)
-    for hook in optimizer.__dict__.pop(REFUSALS, ()):
+    for hook in optimizer.__dict__.pop(training.REFUSALS, ()):
         hook.remove()
     if not issubclass(kind, _ZeroGradReachesInner):
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
@@ -316,7 +315,7 @@ def _disown(part: OptimizerPipeline) -> None:
     optimizer, kind = part.optimizer, type(part.optimizer)
     if issubclass(kind, _ZeroGradReachesInner):
         optimizer.__class__ = kind.__mro__[2]
-    optimizer.__dict__[REFUSALS] = [optimizer.register_step_pre_hook(_refuse_step)]
+    optimizer.__dict__[training.REFUSALS] = [optimizer.register_step_pre_hook(_refuse_step)]
 
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> NoReturn:

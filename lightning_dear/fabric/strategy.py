@@ -223,13 +223,12 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
         Empty if `module` is not being trained. Otherwise blocks, see `DearModule.end`.
         """
-        parts: list[OptimizerPipeline] = []
-        for one in self._trained:
-            if one.module is module:
-                parts += one.pipeline.parts
-                for part in one.pipeline.parts:
-                    part.prepare_state()
-                one.end()
+        ended = [one for one in self._trained if one.module is module]
+        parts = [part for one in ended for part in one.pipeline.parts]
+        for part in parts:
+            part.prepare_state()
+        for one in ended:
+            one.end()
         return parts
 
     def _remember(self, module: DearModule) -> DearModule:
@@ -344,8 +343,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         file. Other ranks get stand-ins without data. The state of an optimizer that was never set
         up with a model is returned as plain Fabric returns it.
         """
-        part = modules.part_of(connections.unwrapped(optimizer))
-        if part is None:
+        if (part := modules.part_of(connections.unwrapped(optimizer))) is None:
             return super().get_optimizer_state(optimizer)
         return part.optimizer_state_dict(on_rank_0=self._is_saving)
 
@@ -405,13 +403,11 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def pipeline_of(self, optimizer: Optimizer | None = None) -> Pipeline:
-        trained = self._trained
-        if not trained:
+        if not (trained := self._trained):
             raise RuntimeError("Nothing is being trained. Call fabric.setup(model, optimizer).")
         if optimizer is not None:
             own = connections.unwrapped(optimizer)
-            trained = [one for one in trained if one.trains(own)]
-            if not trained:
+            if not (trained := [one for one in trained if one.trains(own)]):
                 raise ValueError(
                     f"{type(own).__name__} was not set up, or has ended. Call fabric.setup with it."
                 )

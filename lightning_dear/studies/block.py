@@ -17,14 +17,11 @@ from itertools import cycle
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch import LightningModule, Trainer, profilers, strategies
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_dear.studies import competitors, machine
-from lightning_dear.studies.files import Line
+from lightning_dear.studies import competitors, files, machine
 
 Floats = NDArray[np.float64]
 
@@ -104,7 +101,7 @@ class RankBlock:
 
     rank: int
     steps: Floats
-    load: Line
+    load: files.Line
     period: int = 1
 
 
@@ -125,7 +122,7 @@ class Rig:
     ranks_on_machine: int = 1
 
 
-class StepProbe(Profiler):
+class StepProbe(profilers.Profiler):
     """Times batches, forwards and backwards, for `Trainer(profiler=)`.
 
     Also reads the machine's counters before and after the timed steps, and the strategy's
@@ -156,7 +153,7 @@ class StepProbe(Profiler):
         self._phase_began_s = 0.0
         self._counts: list[machine.Counters] = []
         self._num_buckets = math.nan
-        self.strategy: Strategy | None = None
+        self.strategy: strategies.Strategy | None = None
         self.batches_per_step = 1
         self.begins_s: list[float] = []
         self.forward_s: list[float] = []

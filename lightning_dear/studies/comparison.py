@@ -125,8 +125,7 @@ def verdicts(rows: Sequence[Line]) -> Iterator[str]:
             continue
         best, first = min(judged, key=itemgetter("ratio")), judged[0]
         label = f"{first['point']}: " if first["point"] else ""
-        void = best["is_void"] or first["is_void"]
-        but = " Not valid: the machine was busy." if void else ""
+        but = " Not valid: the machine was busy." if best["is_void"] or first["is_void"] else ""
         if best["ratio_max"] >= 1:
             yield f"{label}No entry is clearly faster than {first['entry']}.{but}"
         else:
@@ -182,5 +181,4 @@ def _draw_point(axis: Any, rows: Sequence[Line]) -> None:
         if rows[0][name] is not None:
             axis.axvline(rows[0][name] * 1e3, color="black", linestyle=style, label=label)
     axis.set_yticks(range(len(rows)), [row["entry"] + " (void)" * row["is_void"] for row in rows])
-    axis.set_xlabel("step time, ms")
-    axis.set_title(describe(rows[0]))
+    axis.set(xlabel="step time, ms", title=describe(rows[0]))

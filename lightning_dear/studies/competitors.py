@@ -20,13 +20,11 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
-from torch import Tensor, nn
+from torch import Tensor, futures, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear.local_steps import LocalSteps, num_modules, schedule
@@ -53,7 +51,7 @@ class Bf16DDPStrategy(DDPStrategy):
 def _as_bf16(
     group: Any,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> Future[Tensor]:
+) -> futures.Future[Tensor]:
     """PyTorch's hook under another name: DDP refuses the original name, except on NCCL and XCCL."""
     return bf16_compress_hook(group, bucket)
 
@@ -78,7 +76,7 @@ class ZeroDDPStrategy(DDPStrategy):
         self.optimizers = [rebuilt[id(optimizer)] for optimizer in self.optimizers]
 
 
-def _sharded(optimizer: Optimizer) -> Optimizer:
+def _sharded(optimizer: optim.Optimizer) -> optim.Optimizer:
     if isinstance(optimizer, LightningOptimizer):
         optimizer = optimizer.optimizer
     groups = [dict(group) for group in optimizer.param_groups]
@@ -175,7 +173,7 @@ class TorchftStrategy(DDPStrategy):
         waits = {"exposed_reduce_scatter_s": seconds, "exposed_all_gather_s": 0.0}
         self.statistics = SimpleNamespace(**waits)
 
-    def _start(self, optimizer: Optimizer) -> None:
+    def _start(self, optimizer: optim.Optimizer) -> None:
         """Start torchft's servers, and let it exchange after steps of `optimizer`. Collective."""
         names = "coordination", "local_sgd", "manager", "process_group"
         servers, local_sgd, managers, groups = (import_module(f"torchft.{one}") for one in names)
@@ -265,11 +263,10 @@ def forget_mesh(strategy: Strategy) -> None:
     Otherwise the threads of these groups would add up over many fits. The trained module cannot
     communicate afterwards.
     """
-    if not isinstance(strategy, ModelParallelStrategy):
-        return
-    for group in strategy.device_mesh.get_all_groups():
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    if isinstance(strategy, ModelParallelStrategy):
+        for group in strategy.device_mesh.get_all_groups():
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
 
 
 class AllReduceMGWFBP(MGWFBPFusion):

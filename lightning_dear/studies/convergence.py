@@ -230,18 +230,17 @@ def _row(asked: Asked, own: BySeed, reference: BySeed, metric: Metric, num_seeds
         **{f"loss_worse_{end}": value for end, value in loss_worse._asdict().items()},
         "loss_margin": metric.loss_margin,
     }
-    losses = [trial["train_loss"] for trial in trials]
-    return {**row, "verdict": _verdict(asked, row, num_seeds, losses)}
+    return {**row, "verdict": _verdict(asked, row, num_seeds, trials)}
 
 
-def _verdict(asked: Asked, row: Line, num_seeds: int, losses: Sequence[float]) -> str:
+def _verdict(asked: Asked, row: Line, num_seeds: int, trials: Sequence[Line]) -> str:
     """Return the verdict on an entry; while seeds are missing, their number so far."""
     if asked.reference is None:
         return "reference"
     if row["num_seeds"] < num_seeds:
         return f"{row['num_seeds']} of {num_seeds} seeds"
     if asked.below is not None:
-        is_below = all(loss < asked.below for loss in losses)
+        is_below = all(trial["train_loss"] < asked.below for trial in trials)
         return f"{'' if is_below else 'NOT '}below {asked.below:g}"
     if row["worse_mean"] is None:
         return ""
@@ -303,8 +302,7 @@ def _interval(row: Line, name: str) -> str:
 
 def draw(path: Path, rows: Sequence[Line]) -> None:
     """Draw the paired differences with their intervals and the margin; nothing without pairs."""
-    rows = [row for row in rows if row["worse_mean"] is not None]
-    if not rows:
+    if not (rows := [row for row in rows if row["worse_mean"] is not None]):
         return
     first, limit = rows[0], 4 * rows[0]["margin"]
     with plot.picture(path, [len(rows)]) as (axis,):

@@ -106,8 +106,7 @@ def halves_costs(compressor: str | Compressor, device: Device, world_size: int) 
         ValueError: If the compressor is unknown, does not encode both halves, or its cost depends
             on the shapes of tensors (PowerSGD).
     """
-    made = _resolved(compressor)
-    if made is None:
+    if (made := _resolved(compressor)) is None:
         return NO_CODEC
     if isinstance(made, SparseAllReduce):
         return CodecCosts(_sparse(made, device, world_size), may_plan=False)
@@ -136,8 +135,7 @@ def whole_costs(compressor: str | Compressor, device: Device, world_size: int) -
     Raises:
         ValueError: In the same cases as `halves_costs`.
     """
-    made = _resolved(compressor)
-    if made is None:
+    if (made := _resolved(compressor)) is None:
         return NO_CODEC
     if isinstance(made, SparseAllReduce):
         return CodecCosts(_at_once(_sparse(made, device, world_size), world_size), may_plan=False)

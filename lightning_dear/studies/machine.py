@@ -65,11 +65,10 @@ def forget_peak_memory() -> bool:
     with suppress(OSError, AttributeError):
         # Returns freed pages to the system. Otherwise those of an earlier block would count.
         ctypes.CDLL(None).malloc_trim(0)
-    try:
+    with suppress(OSError):
         (_PROC / "self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def peak_memory() -> float:
@@ -88,7 +87,6 @@ def _machine_times() -> tuple[float, float]:
 
 
 def _read(name: str) -> str:
-    try:
+    with suppress(OSError):
         return (_PROC / name).read_text()
-    except OSError:
-        return ""
+    return ""

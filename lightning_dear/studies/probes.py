@@ -301,9 +301,7 @@ class Unit(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return `hidden` plus the sum of all elements of all parameters."""
-        for one in self.tensors:
-            hidden = hidden + one.sum()
-        return hidden
+        return sum((one.sum() for one in self.tensors), hidden)
 
 
 def _module_of(units: Units, device: torch.device) -> nn.Sequential:

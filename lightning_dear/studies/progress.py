@@ -3,8 +3,7 @@
 import sys
 from typing import TextIO
 
-from rich import progress
-from rich.console import Console
+from rich import console, progress
 
 _LINE_EVERY_S = 15.0
 _REDRAWN_EVERY_S = 0.5
@@ -21,7 +20,7 @@ class Progress:
     """
 
     def __init__(self, num_steps: int, stream: TextIO | None = None) -> None:
-        self._console = Console(file=stream or sys.stderr, highlight=False, markup=False)
+        self._console = console.Console(file=stream or sys.stderr, highlight=False, markup=False)
         self._bar = progress.Progress(
             progress.TaskProgressColumn(),
             progress.BarColumn(24),

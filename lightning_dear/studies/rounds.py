@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 TUNING_ROUND = -1
 """Number of the first round of a search for an entry's best options. The next round is -2."""
-
-T = TypeVar("T")
 
 
 class Turn(NamedTuple):
@@ -25,7 +23,7 @@ class Turn(NamedTuple):
     place: int
 
 
-def in_turn(names: Sequence[T], round_number: int) -> list[T]:
+def in_turn(names: Sequence[str], round_number: int) -> list[str]:
     """Return `names` in the order of one round.
 
     Over the rounds each name is first equally often, and follows each other name equally often (a

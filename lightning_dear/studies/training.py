@@ -4,7 +4,7 @@ import hashlib
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -51,6 +51,9 @@ class Recorder:
     Args:
         on_step: Called when a step's loss has been computed.
         sent_bytes: Returns the bytes sent so far; nan if unknown.
+
+    Attributes:
+        seconds: Seconds from the beginning of the first step to the end of `watching`; nan before.
     """
 
     def __init__(self, on_step: Callable[[], None], sent_bytes: Callable[[], float]) -> None:
@@ -59,6 +62,7 @@ class Recorder:
         self._losses: list[Tensor] = []
         self._marks: list[tuple[float, float]] = []
         self._checksum = 0
+        self.seconds = float("nan")
 
     @property
     def steps(self) -> Tensor:
@@ -68,11 +72,6 @@ class Recorder:
         marks = torch.tensor(self._marks, dtype=torch.float64).reshape(-1, 2)
         since = marks[1 : len(losses) + 1] - marks[:1]
         return torch.cat([losses[:, None], since], dim=1)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the first step began; nan before."""
-        return time.perf_counter() - self._marks[0][0] if self._marks else float("nan")
 
     @property
     def batches(self) -> str:
@@ -103,6 +102,8 @@ class Recorder:
             yield
         finally:
             del module.training_step
+            began_s = self._marks[0][0] if self._marks else float("nan")
+            self.seconds = time.perf_counter() - began_s
 
     def _mark(self) -> None:
         sent_bytes = self._sent_bytes()
@@ -129,15 +130,12 @@ def run_training(
     metrics = None
     with block.quiet_lightning():
         trainer = new_trainer()
-        try:
+        with suppress(GradientsNotFinite):
             with recorder.watching(module):
                 trainer.fit(module, datamodule=datamodule)
-            train_s = recorder.seconds
             (metrics,) = trainer.test(module, datamodule=datamodule, verbose=False)
-        except GradientsNotFinite:
-            train_s = recorder.seconds
     competitors.forget_mesh(trainer.strategy)
-    return Ending(recorder.steps, metrics, recorder.batches, train_s)
+    return Ending(recorder.steps, metrics, recorder.batches, recorder.seconds)
 
 
 def digest_of(module: LightningModule) -> str:

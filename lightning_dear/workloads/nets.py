@@ -72,11 +72,11 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_layers)))
         self.final_norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, NUM_BYTES, bias=False)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
         # Each block adds two outputs to the residual stream. Their weights are scaled down so that
         # its variance does not grow with the number of blocks.
         for name, parameter in self.named_parameters():

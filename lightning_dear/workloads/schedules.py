@@ -3,13 +3,12 @@
 import math
 from collections.abc import Callable
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim import Optimizer, lr_scheduler
 
 OptimizerFactory = Callable[..., Optimizer]
 """Called as ``factory(parameters)``."""
 
-SchedulerFactory = Callable[..., LRScheduler]
+SchedulerFactory = Callable[..., lr_scheduler.LRScheduler]
 """Called as ``factory(optimizer, total_steps=...)``; Lightning steps the scheduler after each
 optimizer step."""
 
@@ -19,7 +18,7 @@ def warmup_cosine(
     total_steps: int,
     warmup_fraction: float = 0.1,
     final_fraction: float = 0.05,
-) -> LambdaLR:
+) -> lr_scheduler.LambdaLR:
     """Raise the learning rate linearly, then lower it along half a cosine.
 
     Args:
@@ -49,4 +48,4 @@ def warmup_cosine(
         cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
         return final_fraction + (1.0 - final_fraction) * cosine
 
-    return LambdaLR(optimizer, factor)
+    return lr_scheduler.LambdaLR(optimizer, factor)

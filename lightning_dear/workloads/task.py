@@ -86,18 +86,16 @@ class Task(LightningModule):
         Mutates ``net`` in place. A second call, which Lightning makes for validation and test, does
         nothing.
         """
-        if self.device_mesh is None or isinstance(self.net, FSDPModule):
-            return
-        for unit in [*self.units(), self.net]:
-            fully_shard(unit, mesh=self.device_mesh["data_parallel"], **self.shard_options)
+        if self.device_mesh is not None and not isinstance(self.net, FSDPModule):
+            for unit in [*self.units(), self.net]:
+                fully_shard(unit, mesh=self.device_mesh["data_parallel"], **self.shard_options)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build the optimizer of all trainable parameters, and its schedule if there is one."""
         optimizer = self._optimizer_factory([p for p in self.parameters() if p.requires_grad])
         if self._scheduler_factory is None:
             return optimizer
-        total_steps = self.trainer.estimated_stepping_batches
-        if math.isinf(total_steps):
+        if math.isinf(total_steps := self.trainer.estimated_stepping_batches):
             raise ValueError(
                 "The run has no end, and a schedule needs its length. Set trainer.max_steps or"
                 " trainer.max_epochs, or choose scheduler=none."

@@ -10,8 +10,7 @@ from lightning_dear.apps.plan.config import compressed, device_of
 from lightning_dear.apps.recipe.report import Report, Sibling, grouped_bars
 from lightning_dear.apps.recipe.simulated import networks_of
 from lightning_dear.compression import DGC
-from lightning_dear.planning import BucketPlan, TensorSpec
-from lightning_dear.planning.fusion import fuse_groups
+from lightning_dear.planning import BucketPlan, TensorSpec, fusion
 from lightning_dear.simulator import Network, Workload, ranking
 from lightning_dear.simulator.strategies import Strategy, planned
 
@@ -27,7 +26,7 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
     Raises:
         ValueError: If the config has an unknown name, or no value gives a published figure.
     """
-    published = fit.read_figures()
+    published = list(fit.read_figures())
     server = fit.Server.of(cfg, published)
     predicted = list(server.predicted(published))
     simulated = list(_simulated(cfg, server, published))
@@ -72,7 +71,7 @@ def _merged(workload: Workload, network: Network) -> float:
     def cut_at(place: int) -> Strategy:
         def plan(tensors: Sequence[TensorSpec], world_size: int) -> BucketPlan:
             # `fuse_groups` puts the tensors before the cut into a second group.
-            return fuse_groups("merged", tensors, world_size, [range(place, len(tensors))])
+            return fusion.fuse_groups("merged", tensors, world_size, [range(place, len(tensors))])
 
         return Strategy("merged", planned(plan, all_reduces=True), compresses="whole")
 

@@ -18,7 +18,7 @@ from tests.apps.test_recipe import read_claims
 
 RECIPE = load("mergecomp_scaling")
 FOLDER = recipes_dir() / "mergecomp_scaling"
-PUBLISHED = RECIPE.fit.read_figures()
+PUBLISHED = list(RECIPE.fit.read_figures())
 
 
 def config(*overrides: str) -> DictConfig:

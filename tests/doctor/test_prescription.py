@@ -27,7 +27,7 @@ def case(rate: float = 12.5e6, **others: object) -> Case:
     """33.6 MB on two ranks, with `rate` bytes a second."""
     cost = LinkCost(1e-3, 1 / rate, LinkCost(1e-3, 1 / rate))
     made = Case(
-        TENSORS, TIMES, 1, cost, 2, dict.fromkeys(("bf16", "int8"), FAST), True, "ddp", 2.85
+        TENSORS, TIMES, 1, cost, 2, dict.fromkeys(("bf16", "int8"), FAST), 0.0, True, "ddp", 2.85
     )
     return replace(made, **others)  # type: ignore[arg-type]
 

@@ -14,13 +14,9 @@ from lightning_dear.apps.bench.config import as_override
 from lightning_dear.apps.program import Program
 from lightning_dear.emulation import emulated_rig
 from lightning_dear.local_steps import LocalSteps
-from lightning_dear.planning import BucketPlan, FixedPlan
-from lightning_dear.planning.fusion import default_cap_mb
+from lightning_dear.planning import BucketPlan, FixedPlan, fusion
 from lightning_dear.strategy.launchers import configure_launcher
-from lightning_dear.studies.block import quiet_lightning
-from lightning_dear.studies.competitors import ddp_options, default_ddp_caps
-from lightning_dear.studies.files import Line
-from lightning_dear.studies.interrupts import INTERRUPTS
+from lightning_dear.studies import block, competitors, files, interrupts
 from lightning_dear.studies.report import Report
 from lightning_dear.workloads.replay import ReplayModel, load_profile
 
@@ -55,7 +51,8 @@ def build_strategy(cfg: DictConfig, plan: BucketPlan | None = None) -> Any:
     strategy = instantiate(cfg.strategy, _convert_="all", _partial_=True)
     if plan is None:
         return strategy()
-    return strategy(**(ddp_options(plan) if is_ddp(cfg) else {"fusion": FixedPlan(plan)}))
+    options = competitors.ddp_options(plan) if is_ddp(cfg) else {"fusion": FixedPlan(plan)}
+    return strategy(**options)
 
 
 def is_ddp(cfg: DictConfig) -> bool:
@@ -69,8 +66,7 @@ def round_of(cfg: DictConfig) -> int:
     Raises:
         ValueError: If the steps are found while it trains.
     """
-    steps = cfg.strategy.get("local_steps")
-    if steps == "auto":
+    if (steps := cfg.strategy.get("local_steps")) == "auto":
         raise ValueError(
             "dear-bench measures whole rounds, and strategy.local_steps=auto finds their length"
             " late. Train once with auto, and give dear-bench the number that it prints."
@@ -106,7 +102,7 @@ def build_starter(cfg: DictConfig) -> Trainer:
         ValueError: If this machine lacks the network interface or the nodes that the config names.
     """
     checks.use_interface(cfg.cluster.interface)
-    with quiet_lightning():
+    with block.quiet_lightning():
         starter = build_trainer(cfg, "ddp")
     checks.check_launch(starter)
     configure_launcher(starter.strategy)
@@ -131,7 +127,7 @@ def run_on_ranks(
     launcher: Any = starter.strategy.launcher
 
     def on_rank() -> None:
-        with quiet_lightning():
+        with block.quiet_lightning():
             starter.strategy.setup_environment()
         run(starter)
 
@@ -145,7 +141,7 @@ def run_on_ranks(
         if starter.is_global_zero:
             folder = job.folder_with(cfg)
             print(f"Measuring. After each block {folder} has table and plot so far.", flush=True)
-            stack.enter_context(INTERRUPTS.call(interrupted))
+            stack.enter_context(interrupts.INTERRUPTS.call(interrupted))
             stack.callback(report.finish)
         launcher.launch(on_rank) if launcher else on_rank()
 
@@ -228,18 +224,17 @@ def scale_caps(cfg: DictConfig, world_size: int) -> None:
         cfg: Config of an entry.
         world_size: Number of ranks; a cap of null means a default that depends on it.
     """
-    scale = scale_of(cfg)
-    if scale == 1:
+    if (scale := scale_of(cfg)) == 1:
         return
     if OmegaConf.is_config(cfg.fusion) and cfg.fusion.get("bucket_cap_mb", 0) is None:
-        cfg.fusion.bucket_cap_mb = default_cap_mb(world_size)
+        cfg.fusion.bucket_cap_mb = fusion.default_cap_mb(world_size)
     for node in (cfg.strategy, cfg.fusion):
         for name in node if OmegaConf.is_config(node) else ():
             if name in _CAPS and isinstance(node[name], (int, float)):
                 node[name] = node[name] / scale
     if is_ddp(cfg) and cfg.strategy.get("bucket_cap_mb", 0) is None:
         with open_dict(cfg.strategy):
-            cfg.strategy.update(default_ddp_caps(scale))
+            cfg.strategy.update(competitors.default_ddp_caps(scale))
 
 
 def link_rate_mbit(cfg: DictConfig) -> float | None:
@@ -250,7 +245,7 @@ def link_rate_mbit(cfg: DictConfig) -> float | None:
     return 8 / beta / 1e6 if beta else None
 
 
-def point_of(cfg: DictConfig, label: str, model: LightningModule, world_size: int) -> Line:
+def point_of(cfg: DictConfig, label: str, model: LightningModule, world_size: int) -> files.Line:
     """Return the columns of `studies.summary` that all entries of a point share.
 
     The seconds of compute are known for a replay; for other models they are measured later.

@@ -76,8 +76,7 @@ def named(cfg: DictConfig, spelt_out: Callable[[str], Mapping[str, Any]]) -> lis
 
 def _entry(cfg: DictConfig, one: Mapping[str, Any]) -> Entry:
     settings = {key: value for key, value in one.items() if key not in _OWN_KEYS}
-    grid = one.get("grid") or {}
-    if len(grid) > 1:
+    if len(grid := one.get("grid") or {}) > 1:
         raise ValueError(f"grid of {one['name']} has {', '.join(grid)}. Keep only one option.")
     return Entry(
         name=str(one["name"]),
@@ -113,9 +112,7 @@ def _text(value: Any) -> str:
 def composed(overrides: Sequence[str]) -> DictConfig:
     """Return the running job's config, composed again with further overrides."""
     job = HydraConfig.get()
-    config_name = job.job.config_name
-    assert config_name is not None
-    return compose(config_name, merged(job.overrides.task, overrides))
+    return compose(str(job.job.config_name), merged(job.overrides.task, overrides))
 
 
 def merged(first: Sequence[str], later: Sequence[str]) -> list[str]:

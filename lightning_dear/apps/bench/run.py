@@ -17,9 +17,8 @@ from lightning_dear.apps.program import Program
 from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.emulation.launch import HOST_VARIABLE
 from lightning_dear.strategy.launchers import job_arguments
-from lightning_dear.studies import block, comparison, summary
+from lightning_dear.studies import block, comparison, progress, summary
 from lightning_dear.studies.files import OTHER_FOLDER, Line, read_lines
-from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.report import Report
 
 MODULE = "lightning_dear.apps.bench"
@@ -39,8 +38,7 @@ def run_job(cfg: DictConfig, program: Program) -> None:
     points = config.points_of(cfg)
     if os.environ.keys().isdisjoint({"RANK", "LOCAL_RANK"}):
         check_points(points)
-    groups = config.by_cluster(points)
-    if len(groups) > 1:
+    if len(groups := config.by_cluster(points)) > 1:
         job.folder_with(cfg)
         run_groups(groups)
     elif not emulated.restart_on_cluster(cfg, MODULE):
@@ -56,17 +54,15 @@ def _run(cfg: DictConfig, points: Sequence[config.Setting], program: Program) ->
     report = Report(program.folder, rows, comparison.text_of, comparison.draw)
 
     def compare(starter: Trainer) -> None:
-        strategy: Any = starter.strategy
         interface = block.interface_of(starter.num_nodes) if starter.num_nodes > 1 else ""
-        is_emulated, world_size = HOST_VARIABLE in os.environ, starter.world_size
-        on_machine = world_size if is_emulated else starter.num_devices
-        rig = block.Rig(starter.global_rank, world_size, interface, on_machine)
+        on_machine = starter.world_size if HOST_VARIABLE in os.environ else starter.num_devices
+        rig = block.Rig(starter.global_rank, starter.world_size, interface, on_machine)
         known = read_lines(program.folder / "blocks.csv", summary.WORDS) if rig.rank == 0 else []
         known = from_all_ranks(known)[0]
         for point in points:
-            own = Comparison(point, rig, strategy.root_device, report, known)
+            own = Comparison(point, rig, starter.strategy.root_device, report, known)
             if rig.rank == 0 and not done:
-                report.progress = Progress(own.num_steps * len(points))
+                report.progress = progress.Progress(own.num_steps * len(points))
             done.append(own)
             own.run()
 
@@ -86,8 +82,7 @@ def run_groups(groups: Sequence[tuple[config.Setting, Sequence[config.Setting]]]
     folder = Path(hydra.runtime.output_dir)
     try:
         for number, (cluster, points) in enumerate(groups):
-            own_folder = str(folder / str(number))
-            part = {"points": list(points), "sweep": None, "hydra.run.dir": own_folder}
+            part = {"points": list(points), "sweep": None, "hydra.run.dir": f"{folder}/{number}"}
             own = config.overrides_of({**cluster, **part})
             labels = "; ".join(config.label_of(point) or "as configured" for point in points)
             print(f"Part {number + 1} of {len(groups)}: {labels}", flush=True)

@@ -81,8 +81,7 @@ def _entry(cfg: DictConfig, one: Any, before: Sequence[Entry]) -> Entry:
     _check_effects(name, one, is_dense=is_dense, votes=votes)
     if getattr(codec, "brings_momentum", False):
         _check_momentum(name, codec, own)
-    max_steps = int(own.trainer.max_steps)
-    if max_steps < 1:
+    if (max_steps := int(own.trainer.max_steps)) < 1:
         raise ValueError(f"Entry {name} has trainer.max_steps={max_steps}. Choose 1 or more.")
     return Entry(
         name=name,
@@ -126,17 +125,16 @@ def _check_momentum(name: str, codec: Any, cfg: DictConfig) -> None:
 
 def _reference_of(name: str, wanted: str | None, before: Sequence[Entry]) -> str:
     dense = [entry.name for entry in before if entry.reference is None]
-    reference = wanted or next(iter(dense), None)
     if not dense:
         raise ValueError(
             f"Entry {name} has no dense entry before it to be compared with. Put dense before it."
         )
-    if reference not in dense:
+    if (reference := wanted or dense[0]) not in dense:
         raise ValueError(
             f"Entry {name} is to be compared with {reference}, but the dense entries before it are"
             f" {', '.join(dense)}. Set its key reference to one of them."
         )
-    return str(reference)
+    return reference
 
 
 def _tries_of(cfg: DictConfig, one: Any, *, goes_dense: bool) -> tuple[Options, ...]:

@@ -14,10 +14,8 @@ from lightning_dear.apps.bench import build
 from lightning_dear.apps.converge import config
 from lightning_dear.apps.program import Program
 from lightning_dear.emulation import emulated_rig
-from lightning_dear.studies import block, convergence, machine, training
+from lightning_dear.studies import block, convergence, machine, progress, report, training
 from lightning_dear.studies.files import Line
-from lightning_dear.studies.progress import Progress
-from lightning_dear.studies.report import Report
 
 
 def run_job(cfg: DictConfig, program: Program) -> None:
@@ -59,7 +57,7 @@ class Study:
         self._metric = convergence.Metric(**cfg.metric)
         self._starts: dict[int, Line] = {}
         self.trials: list[Line] = []
-        self.report = Report(folder, self._rows, _text_of, convergence.draw)
+        self.report = report.Report(folder, self._rows, _text_of, convergence.draw)
 
     def run(self, starter: Trainer) -> None:
         """Choose options for each entry, then train it on all seeds. Collective. Blocks.
@@ -73,7 +71,7 @@ class Study:
         known = convergence.read_trials(self.report.folder) if starter.is_global_zero else {}
         self._known: dict[str, Line] = self._strategy.broadcast(known)
         if starter.is_global_zero:
-            self.report.progress = Progress(self._num_steps)
+            self.report.progress = progress.Progress(self._num_steps)
         lrs: dict[str | None, float] = {}
         for entry in self._entries:
             base_lr = lrs.get(entry.reference, entry.lr)
@@ -159,8 +157,7 @@ class Study:
             curve = convergence.curve_of(trial, steps.tolist(), self._cfg.curve_steps)
             with self.report.lock:
                 convergence.add_trial(self.report.folder, trial, curve)
-        same_everywhere: Line = self._strategy.broadcast(trial)
-        return same_everywhere
+        return dict(self._strategy.broadcast(trial))
 
     def _sent_by_a_rank(self) -> float:
         """Return this rank's equal share of the bytes that its host's interface has sent so far."""

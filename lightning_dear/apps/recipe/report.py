@@ -142,8 +142,7 @@ class Sibling(NamedTuple):
 
 def compared(summary: Rows, recorded: Rows) -> str:
     """Return a sentence that figures equal the recorded ones, or the cells that differ."""
-    found = list(_differences(summary, recorded))
-    if not found:
+    if not (found := list(_differences(summary, recorded))):
         return "Same as recorded."
     more = [f"... and {len(found) - _MOST_DIFFERENCES} more"][: len(found) > _MOST_DIFFERENCES]
     lines = [f"Differs from what is recorded in {len(found)} places:", *found[:_MOST_DIFFERENCES]]

@@ -47,10 +47,9 @@ def folder_named(trainer: Trainer) -> Iterator[None]:
 
 
 def _where(trainer: Trainer) -> str:
-    folder = HydraConfig.get().runtime.output_dir
     saved = getattr(trainer.checkpoint_callback, "best_model_path", "")
     goes_on = f"Go on from the last checkpoint: ckpt_path={saved}\n" if saved else ""
-    return f"{goes_on}Config, metrics, logs: {folder}"
+    return f"{goes_on}Config, metrics, logs: {HydraConfig.get().runtime.output_dir}"
 
 
 _JOBS: list[tuple[list[str], dict[str, str]]] = []

@@ -16,11 +16,9 @@ from typing_extensions import override
 
 from lightning_dear.planning.fusion import MIB, runs_of
 from lightning_dear.telemetry.device_work import charge_device_work
-from lightning_dear.workloads.data import SplitDataModule
+from lightning_dear.workloads import data, schedules, task
 from lightning_dear.workloads.replay.profile import LayerProfile, ModelProfile, load_profile
 from lightning_dear.workloads.replay.waiter import Waiter
-from lightning_dear.workloads.schedules import OptimizerFactory, SchedulerFactory
-from lightning_dear.workloads.task import Task
 
 _NUM_BEGINNINGS = 1 << 20
 _DEFAULT_OPTIMIZER = partial(torch.optim.SGD, lr=0.01)
@@ -125,8 +123,7 @@ class ReplayLayer(nn.Module):
             # The first use of a parameter is recorded from torch functions. `_Replay.apply` below
             # is not seen as one, so `detach` is called.
             parameter.detach()
-        apply: Any = _Replay.apply
-        output: Tensor = apply(activation, self, *parameters)
+        output: Tensor = _Replay.apply(activation, self, *parameters)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -161,10 +158,9 @@ class ReplayNet(nn.Module):
     def __init__(self, profile: ModelProfile, waiter: Waiter, gradients: Gradients) -> None:
         super().__init__()
         self.waiter, self.gradients = waiter, gradients
-        self.layers = nn.ModuleList(
-            ReplayLayer(number, layer, waiter, gradients)
-            for number, layer in enumerate(profile.layers)
-        )
+        numbered = enumerate(profile.layers)
+        layers = (ReplayLayer(number, layer, waiter, gradients) for number, layer in numbered)
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, number: int = 0) -> Tensor:
         """Return a scalar loss of zero. Blocks for the time of the forward.
@@ -174,13 +170,11 @@ class ReplayNet(nn.Module):
         """
         self.gradients.batch = number
         self.waiter.begin()
-        activation = torch.zeros(())
-        for layer in self.layers:
-            activation = layer(activation)
+        activation: Tensor = self.layers(torch.zeros(()))
         return activation
 
 
-class ReplayModel(Task):
+class ReplayModel(task.Task):
     """Replays a profile under any strategy, on the CPU.
 
     Args:
@@ -216,8 +210,8 @@ class ReplayModel(Task):
         *,
         scale: float = 1.0,
         compute_s: float | None = None,
-        optimizer: OptimizerFactory | None = None,
-        scheduler: SchedulerFactory | None = None,
+        optimizer: schedules.OptimizerFactory | None = None,
+        scheduler: schedules.SchedulerFactory | None = None,
         shard_unit_mb: float = 25.0,
         gradient_seed: int | None = None,
         encoding_scale: float = 1.0,
@@ -261,8 +255,7 @@ class ReplayModel(Task):
     @override
     def setup(self, stage: str) -> None:
         """Raise ValueError on a device other than the CPU, which would not wait with the host."""
-        device = self.trainer.strategy.root_device
-        if device.type != "cpu":
+        if (device := self.trainer.strategy.root_device).type != "cpu":
             raise ValueError(f"A replay runs on CPUs, not on {device.type}. Set accelerator='cpu'.")
 
     @override
@@ -289,7 +282,7 @@ class ReplayModel(Task):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class ReplayData(SplitDataModule):
+class ReplayData(data.SplitDataModule):
     """Batches of consecutive integers; in a step no two ranks get the same one.
 
     Args:

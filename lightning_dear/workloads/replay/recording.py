@@ -167,26 +167,22 @@ def owned_parameters(model: nn.Module, order: list[str]) -> Owned:
     """
     position = {name: number for number, name in enumerate(order)}
     rank = {name: (any(model.get_submodule(name).children()), position[name]) for name in order}
-    owners: dict[nn.Parameter, str] = {}
-    trained = [p for p in model.named_parameters(remove_duplicate=False) if p[1].requires_grad]
-    for path, parameter in trained:
-        owner = _around(path, position)
-        known = owners.get(parameter)
-        if owner is not None and (known is None or rank[owner] < rank[known]):
-            owners[parameter] = owner
-    for path, parameter in trained:
-        if parameter not in owners:
-            raise ValueError(f"{path} belongs to no module that was called. Freeze or remove it.")
+    paths: dict[nn.Parameter, list[str]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            paths.setdefault(parameter, []).append(path)
     owned: Owned = {name: [] for name in order}
-    for parameter, owner in owners.items():
-        owned[owner].append(parameter)
+    for parameter, own in paths.items():
+        owners = [name for path in own if (name := _around(path, position)) is not None]
+        if not owners:
+            raise ValueError(f"{own[0]} belongs to no module that was called. Freeze or remove it.")
+        owned[min(owners, key=rank.__getitem__)].append(parameter)
     return {name: own for name, own in owned.items() if own}
 
 
 def _around(path: str, position: dict[str, int]) -> str | None:
     """Return the innermost module that ran and contains the parameter at `path`, or None."""
     while path:
-        path = path.rpartition(".")[0]
-        if path in position:
+        if (path := path.rpartition(".")[0]) in position:
             return path
     return None
