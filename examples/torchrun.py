@@ -6,7 +6,8 @@ the second one on host 1; they wait for each other:
 torchrun --nnodes=2 --node-rank=0 --nproc-per-node=1 --master-addr=10.0.0.1 torchrun.py
 torchrun --nnodes=2 --node-rank=1 --nproc-per-node=1 --master-addr=10.0.0.1 torchrun.py
 
-Append `--strategy=ddp` to compare with, or `--compressor=int8` to send fewer bytes.
+Append `--strategy=ddp` to compare with, `--strategy=ddp_bf16` for DDP with its own bf16 hook, or
+`--compressor=int8` to send fewer bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dear import DearStrategy
 from lightning_dear.callbacks import DearMonitor, TimelineCallback
+from lightning_dear.studies.competitors import Bf16DDPStrategy
 
 
 class Digits(LightningModule):
@@ -32,8 +34,10 @@ class Digits(LightningModule):
         self.net = nn.Sequential(*hidden, nn.Linear(1024, 10))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss of a batch."""
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        """Return the loss of a batch, and log it."""
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, prog_bar=True)
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return an ordinary optimizer."""
@@ -42,7 +46,7 @@ class Digits(LightningModule):
 
 if __name__ == "__main__":
     parser = ArgumentParser()
-    parser.add_argument("--strategy", choices=["dear", "ddp"], default="dear")
+    parser.add_argument("--strategy", choices=["dear", "ddp", "ddp_bf16"], default="dear")
     parser.add_argument("--compressor", default="none")
     args = parser.parse_args()
     seed_everything(1)
@@ -51,10 +55,14 @@ if __name__ == "__main__":
     monitor = DearMonitor()
     callbacks, strategy = [monitor], args.strategy
     if strategy == "dear":
-        callbacks += [TimelineCallback(dirpath="outputs")]
+        # Each compressor has a folder for its picture.
+        callbacks += [TimelineCallback(dirpath=f"outputs/{args.compressor}")]
         # The model is small, and so are its buckets: 1 MiB.
         strategy = DearStrategy(compressor=args.compressor, bucket_cap_mb=1)
+    elif strategy == "ddp_bf16":
+        strategy = Bf16DDPStrategy()
     ranks = {"accelerator": "cpu", "num_nodes": 2, "devices": 1}  # --nnodes, --nproc-per-node
     trainer = Trainer(strategy=strategy, max_steps=60, callbacks=callbacks, **ranks)
     trainer.fit(Digits(), DataLoader(data, batch_size=32, shuffle=True))
-    trainer.print({name: round(value, 4) for name, value in monitor.summary().items()})
+    figures = {**monitor.summary(), "loss": float(trainer.callback_metrics["loss"])}
+    trainer.print({name: round(value, 4) for name, value in figures.items()})

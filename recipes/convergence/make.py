@@ -166,11 +166,12 @@ def _arrival(row: Mapping[str, Any]) -> str:
 def _picture(panels: Mapping[str, tuple[Runs, float]], reference: str) -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 1 + 3.4 * len(panels)), layout="constrained")
+    # Narrow, and with large letters: it is read on phones.
+    figure = Figure(figsize=(6.4, 0.6 + 3.6 * len(panels)), layout="constrained")
     all_axes = figure.subplots(len(panels), squeeze=False)[:, 0]
     for axes, (model, (runs, target)) in zip(all_axes, panels.items(), strict=True):
         _draw(axes, model, runs, target, reference)
-    figure.suptitle("Training loss over time: running means, mean over the seeds", fontsize=11)
+    figure.suptitle("Training loss over seconds, on links of 100 Mb/s", fontsize=12)
     return figure
 
 
@@ -181,15 +182,14 @@ def _draw(axes: Any, model: str, runs: Runs, target: float, reference: str) -> N
         length = min(len(run.steps) for run in by_seed.values())
         times_s = np.mean([run.times_s[:length] for run in by_seed.values()], axis=0)
         losses = np.mean([run.losses[:length] for run in by_seed.values()], axis=0)
-        axes.plot(times_s, losses, label=entry, linewidth=1.2)
+        (line,) = axes.plot(times_s, losses, linewidth=1.6)
+        end = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
+        axes.annotate(entry, (times_s[-1], losses[-1]), color=line.get_color(), **end)
         # The y axis leaves out early, high losses, which would flatten the curves near the target.
         lasts += [losses[-1], *([losses[length // 5]] if entry == reference else [])]
     bottom, top = np.nanmin([*lasts, target]), np.nanmax([*lasts, target])
     axes.set_ylim(bottom - 0.1 * (top - bottom), top + 0.1 * (top - bottom))
-    axes.set_xlim(left=0)
-    axes.axhline(target, color="black", linewidth=0.8, linestyle="--", label="target")
-    axes.set_title(model, fontsize=10)
-    axes.set_xlabel("seconds", fontsize=8)
-    axes.set_ylabel("training loss", fontsize=8)
+    axes.axhline(target, color="black", linewidth=0.8, linestyle="--")
+    axes.set_title(f"{model}; dashed: the loss to reach", fontsize=11)
+    axes.set_xlim(0, 1.15 * axes.get_xlim()[1])
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
