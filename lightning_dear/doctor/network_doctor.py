@@ -17,7 +17,7 @@ from lightning_dear import private_names
 from lightning_dear.collectives.factory import temporary_collectives
 from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.doctor.links import Pair, measure_links
-from lightning_dear.doctor.prescription import Case, Findings, measured_devices
+from lightning_dear.doctor.prescription import CODECS, Case, Findings, measured_devices
 from lightning_dear.doctor.step_watch import DearWatch, StepTimes, StepWatch
 from lightning_dear.planning import LinkCost
 from lightning_dear.planning.measured import combined_times
@@ -32,10 +32,6 @@ _BUDGET_S = 3.5
 """Seconds in which links are measured, of a pause of up to 5 seconds."""
 
 T = TypeVar("T")
-
-
-class _Stopped(Exception):
-    """A rank could not measure."""
 
 
 class Links(NamedTuple):
@@ -158,8 +154,11 @@ class NetworkDoctor(Callback):
 
         links = _agreed("the links", measure)
         speeds = _agreed("encoding", lambda: measured_devices(device))
-        devices = {name: min((one[name] for one in speeds), key=_rate) for name in speeds[0]}
-        return Links(links[0][0], [pair for one in links for pair in one[1]], links[0][2], devices)
+        slowest = {
+            name: min((one[name] for one in speeds), key=lambda one: one.bytes_per_s)
+            for name in speeds[0]
+        }
+        return Links(links[0][0], [pair for one in links for pair in one[1]], links[0][2], slowest)
 
     def _tell(self, trainer: Trainer, findings: Findings) -> None:
         folder = Path(self.dirpath or trainer.default_root_dir)
@@ -172,10 +171,6 @@ class NetworkDoctor(Callback):
         print(f"{findings.text}\nAll figures: {path}", flush=True)
 
 
-def _rate(device: Device) -> float:
-    return device.bytes_per_s
-
-
 def _is_gloo() -> bool:
     return all(one.rpartition(":")[2] == "gloo" for one in dist.get_backend_config().split(","))
 
@@ -184,7 +179,7 @@ def _agreed(what: str, measure: Callable[[], T]) -> list[T]:
     """Returns what every rank has measured, in rank order. Collective. Blocks.
 
     Raises:
-        _Stopped: If a rank failed, on all ranks.
+        RuntimeError: If a rank failed, on all ranks.
     """
     own: Any = None
     try:
@@ -192,9 +187,8 @@ def _agreed(what: str, measure: Callable[[], T]) -> list[T]:
     except Exception as error:
         problem = f"rank {dist.get_rank()} could not measure {what} ({error!r})"
     told = from_all_ranks((own, problem))
-    problems = [one for _, one in told if one is not None]
-    if problems:
-        raise _Stopped(problems[0])
+    if problems := [one for _, one in told if one is not None]:
+        raise RuntimeError(problems[0])
     return [one for one, _ in told]
 
 
@@ -247,6 +241,8 @@ def _running(strategy: Any) -> str | None:
     """Returns the name in `Case.cases` of what runs now. None means that it has none."""
     if isinstance(strategy, DearStrategy):
         codec = strategy.pipeline_of().options.compressor
+        if codec is not None and codec.name not in CODECS:
+            return None
         return "dear" if codec is None else f"dear + {codec.name}"
     # By name, since there is no such class for `pytorch_lightning`.
     if type(strategy).__name__ == "Bf16DDPStrategy":

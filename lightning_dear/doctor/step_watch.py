@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -26,6 +27,10 @@ _NUM_TIMED = 3
 _USE, _BACKWARD, _READY, _ENDED, _STEPPED = "use", "backward", "ready", "ended", "stepped"
 """What is marked: a module's forward begins, a backward begins, a gradient is there, a backward has
 ended with all its all-reduces, the optimizer has stepped."""
+
+
+_Moment = tuple[str, int, float]
+"""What happened, the number of the module or parameter, and when, in seconds."""
 
 
 class StepTimes(NamedTuple):
@@ -66,6 +71,7 @@ class StepWatch:
         self._names = {one: name for name, one in module.named_parameters() if one.requires_grad}
         self.trained = list(self._names)
         self._clock = clock_of(self.trained[0].device)
+        self._queue = private_names.QUEUE_CALLBACK.of(torch.autograd.Variable).queue_callback
         # (what, number of the module or parameter, mark), as they happen.
         self._marks: list[tuple[str, int, Any]] = []
         self._stack = ExitStack()
@@ -107,8 +113,7 @@ class StepWatch:
         if self._marks[-1][0] != _READY:
             # A callback runs when backward has ended. DDP waits for its all-reduces in one that is
             # queued after this one. So this one queues the one that marks the end.
-            queue = private_names.QUEUE_CALLBACK.of(torch.autograd.Variable)
-            queue.queue_callback(lambda: queue.queue_callback(partial(self._mark, _ENDED)))
+            self._queue(lambda: self._queue(partial(self._mark, _ENDED)))
         self._mark(_READY, number)
 
     def end(self) -> StepTimes | None:
@@ -122,25 +127,49 @@ class StepWatch:
         steps = [self._step(marks[a : b + 1]) for a, b in zip(ends, ends[1:], strict=False)]
         return middle_of([one for one in steps if one is not None])
 
-    def _step(self, marks: Sequence[tuple[str, int, float]]) -> StepTimes | None:
+    def _step(self, marks: Sequence[_Moment]) -> StepTimes | None:
         """Returns the times of one step, whose marks these are, from the step before."""
         cuts = [0, *(place for place, (what, *_) in enumerate(marks) if what == _ENDED)]
-        batches = [marks[begin : end + 1] for begin, end in zip(cuts, cuts[1:], strict=False)]
-        known = [_Batch.of(batch) for batch in batches]
-        found = [one for one in known if one is not None]
-        if not found or len(found) < len(known):
+        batches = [
+            self._batch(marks[begin + 1 : end + 1])
+            for begin, end in zip(cuts, cuts[1:], strict=False)
+        ]
+        found = [one for one in batches if one is not None]
+        if not found or len(found) < len(batches):
             return None
-        begin_s, end_s, last = marks[0][2], marks[-1][2], found[-1]
-        uses = {index: last.uses.get(self._owners[p], 0.0) for index, p in enumerate(self.trained)}
-        times = ModelTimes(
-            forward_s=sum(one.forward_s for one in found) / len(found),
-            backward_s=sum(one.backward_s for one in found) / len(found),
-            first_use_s=uses,
-            ready_s=last.ready,
-            step_s=end_s - batches[-1][-1][2],
+        every, exposed_s = [times for times, _ in found], sum(exposed_s for _, exposed_s in found)
+        times = replace(
+            every[-1],
+            forward_s=sum(one.forward_s for one in every) / len(every),
+            backward_s=sum(one.backward_s for one in every) / len(every),
+            step_s=marks[-1][2] - marks[cuts[-1]][2],
         )
-        exposed_s = sum(one.exposed_s for one in found)
-        return StepTimes(times, end_s - begin_s, exposed_s, 0.0, len(found))
+        return StepTimes(times, marks[-1][2] - marks[0][2], exposed_s, 0.0, len(found))
+
+    def _batch(self, marks: Sequence[_Moment]) -> tuple[ModelTimes, float] | None:
+        """Returns the times of one batch without the step, and for how long its backward waited.
+
+        None means that its forward called no module, or that its backward made no gradient.
+        """
+        at_s: dict[str, list[tuple[int, float]]] = {}
+        for what, number, moment_s in marks:
+            at_s.setdefault(what, []).append((number, moment_s))
+        if not {_USE, _BACKWARD, _READY} <= at_s.keys():
+            return None
+        backward_s, ready_s = at_s[_BACKWARD][-1][1], at_s[_READY][-1][1]
+        # Of several forwards of a module the first one counts.
+        uses_s = {number: one_s for number, one_s in reversed(at_s[_USE]) if one_s <= backward_s}
+        begin_s = min(uses_s.values())
+        times = ModelTimes(
+            forward_s=backward_s - begin_s,
+            backward_s=ready_s - backward_s,
+            first_use_s={
+                index: uses_s.get(self._owners[parameter], begin_s) - begin_s
+                for index, parameter in enumerate(self.trained)
+            },
+            ready_s={number: one_s - backward_s for number, one_s in at_s[_READY]},
+        )
+        return times, marks[-1][2] - ready_s
 
 
 class _BeforeForward(Callback):
@@ -235,36 +264,3 @@ def middle_of(steps: Sequence[StepTimes]) -> StepTimes | None:
     times = combined_times([one.times for one in steps], median)
     step_s = median(one.step_s for one in steps)
     return StepTimes(times, step_s, exposed_s, error_s, steps[0].num_batches)
-
-
-class _Batch(NamedTuple):
-    """Seconds of one batch's forward and backward."""
-
-    forward_s: float
-    backward_s: float
-    exposed_s: float
-    uses: dict[int, float]
-    ready: dict[int, float]
-
-    @classmethod
-    def of(cls, marks: Sequence[tuple[str, int, float]]) -> "_Batch | None":
-        """Returns the seconds of a batch, whose marks begin with the end of the one before.
-
-        None means that its forward called no module, or its backward made no gradient.
-        """
-        at_s: dict[str, list[tuple[int, float]]] = {}
-        for what, number, moment_s in marks[1:]:
-            at_s.setdefault(what, []).append((number, moment_s))
-        if not {_USE, _BACKWARD, _READY} <= at_s.keys():
-            return None
-        ((_, backward_s),) = at_s[_BACKWARD]
-        uses_s = [(number, one_s) for number, one_s in at_s[_USE] if one_s <= backward_s]
-        begin_s, ready_s = uses_s[0][1], at_s[_READY][-1][1]
-        return cls(
-            backward_s - begin_s,
-            ready_s - backward_s,
-            marks[-1][2] - ready_s,
-            # Of several forwards of a module the first one counts.
-            {number: one_s - begin_s for number, one_s in reversed(uses_s)},
-            {number: one_s - backward_s for number, one_s in at_s[_READY]},
-        )

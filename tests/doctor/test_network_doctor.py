@@ -29,6 +29,7 @@ STRATEGIES: dict[str, Any] = {
     "ddp_bf16": Bf16DDPStrategy,
     "dear": dear,
     "dear_int8": lambda: dear(compressor="int8"),
+    "dear_topk": lambda: dear(compressor="topk"),
 }
 
 
@@ -70,6 +71,7 @@ def test_training_is_the_same_and_rank_0_tells_what_it_saw(
         "ddp_unused": "ddp",
         "ddp_static": "ddp",
         "dear_int8": "dear + int8",
+        "dear_topk": None,
     }.get(name, name)
     parts = [found[f"{part}_s"] for part in ("computing", "messages", "late_rank", "rest")]
     assert min(parts) >= 0

@@ -18,8 +18,8 @@ DOCTORS = [
     Mutation(
         "ranks agree that all have measured",
         "_agreed",
-        "    if problems:\n",
-        "    if problem:\n",
+        "if problems := [one for _, one in told if one is not None]:\n",
+        "if problems := [one for one in [problem] if one is not None]:\n",
         (f"{DOCTOR}::test_one_rank_that_fails_stops_the_doctor_on_all_and_no_training",),
     ),
     Mutation(
@@ -32,8 +32,8 @@ DOCTORS = [
     Mutation(
         "the end of a backward is marked behind DDP's own wait",
         "StepWatch._gradient",
-        "queue.queue_callback(lambda: queue.queue_callback(partial(self._mark, _ENDED)))",
-        "queue.queue_callback(partial(self._mark, _ENDED))",
+        "self._queue(lambda: self._queue(partial(self._mark, _ENDED)))",
+        "self._queue(partial(self._mark, _ENDED))",
         ("tests/doctor/test_step_watch.py",),
     ),
     Mutation(
