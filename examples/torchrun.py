@@ -6,11 +6,8 @@ the second one on host 1; they wait for each other:
 torchrun --nnodes=2 --node-rank=0 --nproc-per-node=1 --master-addr=10.0.0.1 torchrun.py
 torchrun --nnodes=2 --node-rank=1 --nproc-per-node=1 --master-addr=10.0.0.1 torchrun.py
 
-Append `--strategy=ddp` to compare with, `--strategy=ddp_bf16` for DDP with its own bf16 hook, or
-`--compressor=int8` to send fewer bytes.
+Append `--strategy=ddp`, or `ddp_bf16` (its own hook), to compare, `--compressor=int8` to send less.
 """
-
-from __future__ import annotations
 
 from argparse import ArgumentParser
 
@@ -35,8 +32,7 @@ class Digits(LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch, and log it."""
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("loss", loss, prog_bar=True)
+        self.log("loss", loss := nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -50,17 +46,13 @@ if __name__ == "__main__":
     parser.add_argument("--compressor", default="none")
     args = parser.parse_args()
     seed_everything(1)
-    images, labels = load_digits(return_X_y=True)
-    data = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
+    images, labels = map(torch.tensor, load_digits(return_X_y=True))
+    data = TensorDataset(images.float() / 16, labels)
     monitor = DearMonitor()
-    callbacks, strategy = [monitor], args.strategy
-    if strategy == "dear":
-        # Each compressor has a folder for its picture.
-        callbacks += [TimelineCallback(dirpath=f"outputs/{args.compressor}")]
-        # The model is small, and so are its buckets: 1 MiB.
-        strategy = DearStrategy(compressor=args.compressor, bucket_cap_mb=1)
-    elif strategy == "ddp_bf16":
-        strategy = Bf16DDPStrategy()
+    # The model is small, and so are its buckets: 1 MiB.
+    ours = DearStrategy(compressor=args.compressor, bucket_cap_mb=1)
+    strategy = {"dear": ours, "ddp": "ddp", "ddp_bf16": Bf16DDPStrategy()}[args.strategy]
+    callbacks = [monitor, TimelineCallback(dirpath=f"outputs/{args.compressor}", warns=False)]
     ranks = {"accelerator": "cpu", "num_nodes": 2, "devices": 1}  # --nnodes, --nproc-per-node
     trainer = Trainer(strategy=strategy, max_steps=60, callbacks=callbacks, **ranks)
     trainer.fit(Digits(), DataLoader(data, batch_size=32, shuffle=True))

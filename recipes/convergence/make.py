@@ -177,19 +177,25 @@ def _picture(panels: Mapping[str, tuple[Runs, float]], reference: str) -> Any:
 
 def _draw(axes: Any, model: str, runs: Runs, target: float, reference: str) -> None:
     lasts = []
-    for entry, by_seed in runs.items():
+    for number, (entry, by_seed) in enumerate(runs.items()):
         # Up to the number of points that all seeds have.
         length = min(len(run.steps) for run in by_seed.values())
         times_s = np.mean([run.times_s[:length] for run in by_seed.values()], axis=0)
         losses = np.mean([run.losses[:length] for run in by_seed.values()], axis=0)
-        (line,) = axes.plot(times_s, losses, linewidth=1.6)
-        end = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
+        (line,) = axes.plot(times_s, losses, label=entry, linewidth=1.6)
+        # Neighbours stand at different heights.
+        end = {
+            "xytext": (3, 9 * (number % 3 - 1)),
+            "textcoords": "offset points",
+            "va": "center",
+            "fontsize": 9,
+        }
         axes.annotate(entry, (times_s[-1], losses[-1]), color=line.get_color(), **end)
         # The y axis leaves out early, high losses, which would flatten the curves near the target.
         lasts += [losses[-1], *([losses[length // 5]] if entry == reference else [])]
     bottom, top = np.nanmin([*lasts, target]), np.nanmax([*lasts, target])
     axes.set_ylim(bottom - 0.1 * (top - bottom), top + 0.1 * (top - bottom))
-    axes.axhline(target, color="black", linewidth=0.8, linestyle="--")
+    axes.axhline(target, color="black", linewidth=0.8, linestyle="--", label="target")
     axes.set_title(f"{model}; dashed: the loss to reach", fontsize=11)
     axes.set_xlim(0, 1.15 * axes.get_xlim()[1])
     axes.grid(alpha=0.3)

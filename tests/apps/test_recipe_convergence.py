@@ -150,6 +150,6 @@ def test_the_siblings_studies_compose(model: str) -> None:
         entries = entries_of(cfg)
         (buckets,) = buckets_of(cfg)
     assert buckets == "small"
-    assert [entry.name for entry in entries[:2]] == ["ddp", "dear"]
-    assert {entry.reference for entry in entries[2:]} == {"ddp"}
+    assert [entry.name for entry in entries[:3]] == ["ddp", "ddp_bf16", "dear"]
+    assert {entry.reference for entry in entries[3:]} == {"ddp"}
     assert all(len(entry.tries) == 1 for entry in entries)
