@@ -27,7 +27,9 @@ pytestmark = pytest.mark.slow
 
 def is_study(path: str) -> bool:
     """Whether the file has figures of a study that no program reads."""
-    return "recipes/compression/" in path and path.endswith(".csv")
+    return path.endswith(".csv") and any(
+        f"recipes/{study}/" in path for study in ("compression", "simulator")
+    )
 
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
