@@ -27,6 +27,8 @@ def _made(module: str) -> list[Any]:
         return [import_module(module).NetworkDoctor()]
     except Exception as error:
         import warnings
+        from contextlib import suppress
 
-        warnings.warn(f"LIGHTNING_DEAR_DOCTOR has no effect: {error!r}.", stacklevel=1)
+        with suppress(Exception):
+            warnings.warn(f"LIGHTNING_DEAR_DOCTOR has no effect: {error!r}.", stacklevel=1)
         return []

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -54,7 +56,7 @@ class NetworkDoctor(Callback):
     The environment variable LIGHTNING_DEAR_DOCTOR=1 adds it to each Trainer, without any code.
 
     Args:
-        step: Step after which it measures. The ten or so before it are watched.
+        step: Step after which it measures. Steps 5 to `step` are watched.
         dirpath: Folder of the file. None means the trainer's `default_root_dir`.
 
     Raises:
@@ -70,9 +72,11 @@ class NetworkDoctor(Callback):
         self._num_seen = 0
         self._watch: StepWatch | DearWatch | None = None
         self._failure: Exception | None = None
+        # Keys in the default group's store, one for each rank that has a doctor.
+        self._keys: list[str] = []
         self._has_ended = False
 
-    # These two hooks alone: others would make `strategy="dear"` wait, or gather once more.
+    # In a step these two hooks alone: before others `strategy="dear"` would wait or gather.
 
     @override
     def on_before_zero_grad(
@@ -81,11 +85,11 @@ class NetworkDoctor(Callback):
         if self._has_ended:
             return
         self._num_seen += 1
-        doctors = [one for one in trainer.callbacks if isinstance(one, NetworkDoctor)]  # type: ignore[attr-defined]
-        if doctors[0] is not self:
-            # The environment variable has added another one.
-            self._end()
-        elif self._num_seen == 1 and (problem := _problem(trainer)):
+        if self._num_seen == 1:
+            self._begin(trainer)
+        elif self._num_seen == _FIRST_STEP and not _store().check(self._keys):
+            # By now all ranks have made a step. So all that have a doctor find the same.
+            problem = "not all ranks have it. Set LIGHTNING_DEAR_DOCTOR=1 on every host."
             self._end(f"NetworkDoctor measures nothing: {problem}")
         elif self._num_seen > self.step:
             self._examine(trainer)
@@ -97,10 +101,27 @@ class NetworkDoctor(Callback):
                 # Other ranks learn it where all ranks meet.
                 self._failure = error
 
+    def _begin(self, trainer: Any) -> None:
+        """Tells other ranks that this one has a doctor, unless there is nothing to examine."""
+        doctors = [one for one in trainer.callbacks if isinstance(one, NetworkDoctor)]
+        if doctors and doctors[0] is not self:
+            # The environment variable has added another one.
+            self._end()
+        elif problem := _problem(trainer):
+            self._end(f"NetworkDoctor measures nothing: {problem}")
+        else:
+            ranks = range(trainer.world_size)
+            self._keys = [f"dear_doctor/{self.step}/{rank}" for rank in ranks]
+            _store().set(self._keys[trainer.global_rank], "1")
+
     @override
     def on_before_backward(self, *_: Any) -> None:
         if self._watch is not None:
             self._watch.backward_begins()
+
+    @override
+    def on_exception(self, *_: Any) -> None:
+        self._end()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -111,9 +132,16 @@ class NetworkDoctor(Callback):
             )
 
     def _end(self, sentence: str = "") -> None:
-        self._has_ended, self._watch = True, None
-        if sentence:
-            rank_zero_warn(sentence)
+        watch, self._watch, self._has_ended = self._watch, None, True
+        # Where warnings are errors, one rank alone would raise.
+        with suppress(Exception):
+            if watch is not None:
+                watch.close()
+            if self._keys:
+                # A later fit must not take this one's doctor for its own.
+                _store().delete_key(self._keys[dist.get_rank()])
+            if sentence:
+                rank_zero_warn(sentence)
 
     # --- the pause --------------------------------------------------------------------------------
 
@@ -126,10 +154,10 @@ class NetworkDoctor(Callback):
             links = self._links(trainer, watch)
             if trainer.is_global_zero:
                 self._tell(trainer, _findings(trainer, watch, told, links))
+            self._end()
         except Exception as problem:
             # After `_agreed` nothing is collective, so that one rank alone may come here.
-            rank_zero_warn(f"NetworkDoctor stops: {problem}. Training goes on.")
-        self._end()
+            self._end(f"NetworkDoctor stops: {problem}. Training goes on.")
 
     def _times(self) -> StepTimes:
         if self._failure is not None:
@@ -161,14 +189,21 @@ class NetworkDoctor(Callback):
         return Links(links[0][0], [pair for one in links for pair in one[1]], links[0][2], slowest)
 
     def _tell(self, trainer: Trainer, findings: Findings) -> None:
+        print(findings.text, flush=True)
+        numbers = {f"doctor/{name}": one for name, one in findings.numbers.items()}
+        for logger in trainer.loggers:
+            with suppress(Exception):
+                logger.log_metrics(numbers, step=trainer.global_step)
         folder = Path(self.dirpath or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "network_doctor.json"
         path.write_text(json.dumps(findings.figures, indent=1))
-        for logger in trainer.loggers:
-            numbers = {f"doctor/{name}": one for name, one in findings.numbers.items()}
-            logger.log_metrics(numbers, step=trainer.global_step)
-        print(f"{findings.text}\nAll figures: {path}", flush=True)
+        print(f"All figures: {path}", flush=True)
+
+
+def _store() -> Any:
+    """Returns the default group's store, with its prefixes: torchrun keeps it over restarts."""
+    return private_names.DEFAULT_STORE.of(dist.distributed_c10d)()
 
 
 def _is_gloo() -> bool:
@@ -201,7 +236,11 @@ def _problem(trainer: Trainer) -> str | None:
         return "one rank sends nothing."
     if len(trainer.optimizers) != 1:
         return "the model has several optimizers."
-    if isinstance(strategy, DearStrategy) and strategy.pipeline_of().collectives.world.size == 1:
+    if not isinstance(strategy, DearStrategy):
+        # DeepSpeed's and XLA's strategies are subclasses.
+        is_ddp = isinstance(strategy.model, DistributedDataParallel)
+        return None if is_ddp else f"{type(strategy).__name__} is neither DDP nor strategy='dear'."
+    if strategy.pipeline_of().collectives.world.size == 1:
         return "with local_steps ranks meet once a round."
     return None
 
@@ -210,7 +249,7 @@ def _watch(trainer: Trainer, module: LightningModule) -> StepWatch | DearWatch:
     strategy: Any = trainer.strategy
     if isinstance(strategy, DearStrategy):
         return DearWatch(trainer, strategy)
-    return StepWatch(module, trainer.optimizers[0])
+    return StepWatch(strategy.model, module, trainer.optimizers[0])
 
 
 def _findings(

@@ -142,8 +142,11 @@ class Case:
     def predicted(self, name: str, num_batches: int | None = None) -> ranking.Ranked:
         """Return the prediction for a batch, of which so many make a step; None means as now."""
         strategy, workload = self.cases[name]
-        strategy = strategies.accumulating(strategy, num_batches or self.num_batches)
-        return ranking.predicted(strategy, workload, self.network)
+        count = num_batches or self.num_batches
+        # More batches also have more data to load.
+        rest_s = self.rest_s * count / self.num_batches
+        strategy = strategies.accumulating(strategy, count)
+        return ranking.predicted(strategy, replace(workload, fixed_step_s=rest_s), self.network)
 
     @cached_property
     def options(self) -> list[Option]:
@@ -226,10 +229,10 @@ class Case:
         )
         how = "predicted" if self.batch_s is None else "measured"
         lines = [
-            f"{said}. Predicted, {self.error:.0%} off on the average (now, {how}:"
-            f" {self.now_s * 1e3:.1f} ms a batch; computing alone: {self.alone_s * 1e3:.1f}):",
+            f"{said}. Predictions, {self.error:.0%} off on the average. Now ({how}):"
+            f" {self.now_s * 1e3:.1f} ms a batch; without communication: {self.alone_s * 1e3:.1f}.",
             *(format_table(titles, rows), *pastes),
-            *([f"A network for {NEED:.0%} of computing alone, a rank: {rates}."] if rates else []),
+            *([f"For {NEED:.0%} of that speed each rank needs: {rates}."] if rates else []),
         ]
         return "\n".join(lines)
 
@@ -312,9 +315,7 @@ class Findings:
             f" ({late}), data and the rest {_milli(now['rest_s'])}."
         ]
         if self.case is None:
-            return (
-                f"{lines[0]}\nLinks were not measured, since this has not been run with NCCL yet."
-            )
+            return f"{lines[0]}\nLinks were not measured: that has not been run with NCCL yet."
         links = link_rows(self.case.cost, self.pairs, self.hosts)
         lines += [f"{title}: {value}" for title, value in links]
         return "\n".join([*lines, self.case.verdict(self.share)])

@@ -1,10 +1,11 @@
 """Times some steps of a training on this rank, without a change of what it computes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from statistics import median
+from itertools import pairwise
+from statistics import median, mode
 from typing import Any, NamedTuple
 
 import torch
@@ -63,11 +64,12 @@ class StepWatch:
     The module's parameters, gradients and results are not changed. Marks do not block.
 
     Args:
-        module: The module inside DDP.
+        wrapper: Module whose forward is a batch's: DDP, or `module` itself.
+        module: The trained module.
         optimizer: Its optimizer.
     """
 
-    def __init__(self, module: Module, optimizer: Optimizer) -> None:
+    def __init__(self, wrapper: Module, module: Module, optimizer: Optimizer) -> None:
         self._names = {one: name for name, one in module.named_parameters() if one.requires_grad}
         self.trained = list(self._names)
         self._clock = clock_of(self.trained[0].device)
@@ -77,12 +79,13 @@ class StepWatch:
         self._stack = ExitStack()
         # Parameter -> number of the first module that owns it.
         self._owners: dict[Parameter, int] = {}
-        for number, part in enumerate(module.modules()):
+        owners = [one for one in module.modules() if [*one.parameters(recurse=False)]]
+        # Of the wrapper the number is -1. A compiled module calls no hook of its own.
+        for number, part in enumerate([wrapper, *owners], start=-1):
             for parameter in part.parameters(recurse=False):
                 self._owners.setdefault(parameter, number)
-            note = partial(self._mark, _USE, number)
-            handle = part.register_forward_pre_hook(lambda *_, note=note: note())
-            self._stack.callback(handle.remove)
+            hook = _Hook(partial(self._use, module, number))
+            self._stack.callback(part.register_forward_pre_hook(hook).remove)
         for number, parameter in enumerate(self.trained):
             note = partial(self._gradient, number)
             register: Any = parameter.register_post_accumulate_grad_hook
@@ -106,22 +109,31 @@ class StepWatch:
         """To be called right before a backward."""
         self._mark(_BACKWARD)
 
+    def _use(self, module: Module, number: int) -> None:
+        # Compiled code would contain the mark for good, and validation is no step.
+        if module.training and not torch.compiler.is_compiling():
+            self._mark(_USE, number)
+
     def _mark(self, what: str, number: int = 0) -> None:
         self._marks.append((what, number, self._clock.mark()))
 
     def _gradient(self, number: int) -> None:
-        if self._marks[-1][0] != _READY:
+        if self._marks and self._marks[-1][0] != _READY:
             # A callback runs when backward has ended. DDP waits for its all-reduces in one that is
             # queued after this one. So this one queues the one that marks the end.
             self._queue(lambda: self._queue(partial(self._mark, _ENDED)))
         self._mark(_READY, number)
+
+    def close(self) -> None:
+        """Removes all hooks."""
+        self._stack.close()
 
     def end(self) -> StepTimes | None:
         """Removes all hooks, and returns the times. None means that no whole step was seen.
 
         Blocks until the device has reached the last mark.
         """
-        self._stack.close()
+        self.close()
         marks = [(what, number, self._clock.seconds(mark)) for what, number, mark in self._marks]
         ends = [place for place, (what, *_) in enumerate(marks) if what == _STEPPED]
         steps = [self._step(marks[a : b + 1]) for a, b in zip(ends, ends[1:], strict=False)]
@@ -129,7 +141,11 @@ class StepWatch:
 
     def _step(self, marks: Sequence[_Moment]) -> StepTimes | None:
         """Returns the times of one step, whose marks these are, from the step before."""
-        cuts = [0, *(place for place, (what, *_) in enumerate(marks) if what == _ENDED)]
+        turns = [(at, what) for at, (what, *_) in enumerate(marks) if what not in (_USE, _READY)]
+        # Where forwards run again in backward (checkpointing), the last end of a backward counts.
+        cuts = [0]
+        for (place, what), (_, after) in pairwise(turns):
+            cuts += [place] if what == _ENDED != after else []
         batches = [
             self._batch(marks[begin + 1 : end + 1])
             for begin, end in zip(cuts, cuts[1:], strict=False)
@@ -172,6 +188,22 @@ class StepWatch:
         return times, marks[-1][2] - ready_s
 
 
+class _Hook:
+    """A hook that marks. Whoever pickles the model gets one that does nothing."""
+
+    def __init__(self, mark: Callable[[], None]) -> None:
+        self._mark = mark
+
+    def __call__(self, *_: Any) -> None:
+        self._mark()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing,)
+
+
+def _nothing() -> None: ...
+
+
 class _BeforeForward(Callback):
     """Lets the engine measure each step, and keeps the times.
 
@@ -195,8 +227,8 @@ class _BeforeForward(Callback):
 class DearWatch:
     """Times some steps under `strategy="dear"` with the engine's own timer and statistics.
 
-    In the first steps all parameters are waited for before forward, as planners do. Of the others
-    only the lengths and waits count.
+    In the first three steps the engine's timer runs, so that forward waits for all parameters
+    first. Of later steps only the lengths and the waits are used.
 
     Args:
         trainer: The trainer. Its list of callbacks is replaced for the first steps.
@@ -226,12 +258,16 @@ class DearWatch:
         if len(self._timing.found) < _NUM_TIMED:
             return
         if not self._steps:
-            others = [one for one in self._trainer.callbacks if one is not self._timing]
-            self._trainer.callbacks = others
+            self.close()
         self._steps.append((self._clock.mark(), self._strategy.statistics))
 
     def backward_begins(self) -> None:
         """Does nothing: the engine's timer knows."""
+
+    def close(self) -> None:
+        """Takes the callback out of the trainer's."""
+        others = [one for one in self._trainer.callbacks if one is not self._timing]
+        self._trainer.callbacks = others
 
     def end(self) -> StepTimes | None:
         """Returns the times. None means that too few steps were seen. Blocks as `StepWatch.end`."""
@@ -255,12 +291,18 @@ def _places(times_s: Mapping[int, float]) -> dict[int, int]:
 
 
 def middle_of(steps: Sequence[StepTimes]) -> StepTimes | None:
-    """Return the medians of several steps. None means that there are none."""
+    """Return the medians of several steps. None means that there are none.
+
+    Of steps with other numbers of batches than most, such as the last one of an epoch, nothing
+    counts.
+    """
     if not steps:
         return None
+    most = mode(one.num_batches for one in steps)
+    steps = [one for one in steps if one.num_batches == most]
     exposed_s, exposed_error_s = median_and_error([one.exposed_s for one in steps])
     _, computing_error_s = median_and_error([one.computing_s for one in steps])
     error_s = max(exposed_error_s, computing_error_s)
     times = combined_times([one.times for one in steps], median)
     step_s = median(one.step_s for one in steps)
-    return StepTimes(times, step_s, exposed_s, error_s, steps[0].num_batches)
+    return StepTimes(times, step_s, exposed_s, error_s, most)

@@ -184,9 +184,13 @@ class _SimulatedStep(PlannedStep):
         shard = size / network.world_size
         if kind == steps.ALL_GATHER:
             return shard, size, 0.0
+        way = self.costs[number].way
+        if kind == steps.ALL_REDUCE and way in ("all_gather", "both_halves"):
+            # Every rank's encoded gradients come to every rank, which decodes them.
+            return shard, size, 0.0
         if kind == steps.ALL_REDUCE:
             return size / 2, size / 2, network.sent_bytes(size / 2)
-        if self.costs[number].way != "to_owners":
+        if way != "to_owners":
             return size, shard, network.sent_bytes(size)
         if network.algorithm != "two_hops" or network.ranks_in_node == 1:
             return size, size, 0.0

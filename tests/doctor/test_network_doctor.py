@@ -164,6 +164,30 @@ def test_what_is_not_examined_is_said_in_one_sentence(world_size: int) -> None:
 
 
 @distributed((2,))
+def test_a_rank_without_a_doctor_stops_it_before_anything_is_sent(tmp_path: Path) -> None:
+    doctors = [NetworkDoctor(STEP, str(tmp_path))] * (torch.distributed.get_rank() == 0)
+    for name in ("ddp", "dear"):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            _fitted(name, *doctors)
+        if doctors:
+            (one,) = [w for w in said if "NetworkDoctor" in str(w.message)] or [None]
+            assert (one is not None) == (name == "ddp")
+            # The second fit is not examined again.
+            assert one is None or "not all ranks have it" in str(one.message)
+    assert not list(tmp_path.glob("network_doctor.json"))
+
+
+@distributed((2,))
+def test_nothing_is_left_where_a_fit_ends_early(tmp_path: Path) -> None:
+    for name in ("ddp", "dear"):
+        module = Net("mlp", "adamw")
+        trainer = fit(STRATEGIES[name](), module, NetworkDoctor(500, str(tmp_path)), max_epochs=3)
+        assert not [one for one in trainer.callbacks if "BeforeForward" in type(one).__name__]
+        assert not any(part._forward_pre_hooks for part in module.modules())
+
+
+@distributed((2,))
 def test_short_trainings_local_steps_and_a_second_doctor(tmp_path: Path) -> None:
     short = _said(ddp(), NetworkDoctor(500))
     local = _said(dear(local_steps=2), NetworkDoctor())

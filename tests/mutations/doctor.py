@@ -24,9 +24,9 @@ DOCTORS = [
     ),
     Mutation(
         "the callback that lets the engine time steps is taken out again",
-        "DearWatch.step_begins",
-        "            self._trainer.callbacks = others\n",
-        "            pass\n",
+        "DearWatch.close",
+        "        self._trainer.callbacks = others\n",
+        "        pass\n",
         (f"{DOCTOR}::test_the_guard_waits_only_in_the_few_steps_that_are_timed",),
     ),
     Mutation(
@@ -49,5 +49,33 @@ DOCTORS = [
         "self.num_batches * (times.forward_s + times.backward_s)",
         "(times.forward_s + times.backward_s)",
         ("tests/doctor/test_step_watch.py",),
+    ),
+    Mutation(
+        "a rank without a doctor is found before anything is sent",
+        "NetworkDoctor.on_before_zero_grad",
+        "not _store().check(self._keys)",
+        "not self._keys",
+        (f"{DOCTOR}::test_a_rank_without_a_doctor_stops_it_before_anything_is_sent",),
+    ),
+    Mutation(
+        "the last end of a backward counts",
+        "StepWatch._step",
+        "if what == _ENDED != after else",
+        "if what == _ENDED else",
+        ("tests/doctor/test_step_watch.py",),
+    ),
+    Mutation(
+        "compiled code holds no mark",
+        "StepWatch._use",
+        "module.training and not torch.compiler.is_compiling()",
+        "module.training",
+        ("tests/doctor/test_step_watch.py::test_compiled_modules_are_timed_without_a_new_graph",),
+    ),
+    Mutation(
+        "hooks are gone where a fit ends early",
+        "NetworkDoctor._end",
+        "                watch.close()\n",
+        "                pass\n",
+        (f"{DOCTOR}::test_nothing_is_left_where_a_fit_ends_early",),
     ),
 ]

@@ -53,7 +53,7 @@ class _Timing(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         self._num_seen += 1
         if self._num_seen == NUM_WARM_UP:
-            self.watch = StepWatch(pl_module, trainer.optimizers[0])
+            self.watch = StepWatch(pl_module, pl_module, trainer.optimizers[0])
         if self.watch is not None:
             self.watch.backward_begins()
             trainer.should_stop = time.perf_counter() > self._end_s
