@@ -19,12 +19,12 @@ from lightning_dear import private_names
 from lightning_dear.collectives.factory import temporary_collectives
 from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.doctor.links import Pair, measure_links
-from lightning_dear.doctor.prescription import CODECS, Case, Findings, measured_devices
+from lightning_dear.doctor.prescription import Case, Findings, measured_devices
 from lightning_dear.doctor.step_watch import DearWatch, StepTimes, StepWatch
 from lightning_dear.planning import LinkCost
 from lightning_dear.planning.measured import combined_times
 from lightning_dear.strategy import DearStrategy
-from lightning_dear.studies.device_costs import Device
+from lightning_dear.studies.device_costs import AS_GOOD, Device
 
 _FIRST_STEP = 5
 """Step with which watching begins: earlier ones allocate memory, and make plans."""
@@ -280,7 +280,7 @@ def _running(strategy: Any) -> str | None:
     """Returns the name in `Case.cases` of what runs now. None means that it has none."""
     if isinstance(strategy, DearStrategy):
         codec = strategy.pipeline_of().options.compressor
-        if codec is not None and codec.name not in CODECS:
+        if codec is not None and codec.name not in AS_GOOD:
             return None
         return "dear" if codec is None else f"dear + {codec.name}"
     # By name, since there is no such class for `pytorch_lightning`.

@@ -13,23 +13,18 @@ from lightning_dear.compression import Codec
 from lightning_dear.doctor.links import Pair, link_rows
 from lightning_dear.doctor.step_watch import StepTimes
 from lightning_dear.planning import LinkCost, ModelTimes, TensorSpec
+from lightning_dear.planning.predict import KNOWN_ERROR
 from lightning_dear.simulator import Link, Network, Workload, ranking, strategies
 from lightning_dear.simulator.schedule import Schedule
-from lightning_dear.studies.device_costs import Device, halves_costs, measured_device, whole_costs
+from lightning_dear.studies.device_costs import AS_GOOD, Device, compressed, measured_device
 from lightning_dear.studies.table import format_table
 from lightning_dear.telemetry.statistics import latest_rank
-
-KNOWN_ERROR = 0.06
-"""Average error of predictions, as a share of a step; see docs/simulator.md."""
 
 NEGLIGIBLE_SHARE = 0.1
 """Share of a step. If communication takes less of it, nothing of ours is proposed."""
 
 NEED = 0.9
 """Share of computing alone for which the network's rate is named."""
-
-CODECS = ("bf16", "int8")
-"""Compressors that are predicted. In recipes/compression trainings ended with them as without."""
 
 _ACCUMULATED = "accumulate_grad_batches"
 
@@ -75,7 +70,7 @@ class Case:
         num_batches: Batches of an optimizer step, of which the last one communicates.
         cost: Cost of exchanges among all ranks.
         world_size: Number of ranks.
-        devices: Name of each of `CODECS` -> speed with which ranks encode.
+        devices: Name of each of `AS_GOOD` -> speed with which ranks encode.
         rest_s: Seconds of a step for data, hooks and all else that no strategy changes.
         is_gloo: Whether the default process group uses gloo.
         running: Name in `cases` of what runs now. None means that it is not predicted.
@@ -123,12 +118,7 @@ class Case:
         )
         known, plain = strategies.STRATEGIES, self.workload
         encoded = {
-            name: replace(
-                plain,
-                codecs=halves_costs(name, device, self.world_size),
-                whole_codecs=whole_costs(name, device, self.world_size),
-                compressor=name,
-            )
+            name: compressed(plain, name, device, self.world_size)
             for name, device in self.devices.items()
         }
         return {
@@ -159,7 +149,7 @@ class Case:
             paste = _BF16_ON_GLOO if name == "ddp_bf16" and self.is_gloo else paste
             seconds = self.predicted(name).step.step_s
             found.append(Option(name, seconds, loss, paste, strategy.overrides_for(workload) or ""))
-        for times in (2, 4, 8) if self.running is not None else ():
+        for times in strategies.BATCHES if self.running is not None else ():
             count = times * self.num_batches
             name, loss = f"{_ACCUMULATED}={count}", f"a batch {times} times as large"
             seconds = self.predicted(self.running or "", count).step.step_s
@@ -238,8 +228,8 @@ class Case:
 
 
 def measured_devices(device: torch.device) -> dict[str, Device]:
-    """Return for each of `CODECS` the speed with which this rank encodes. Local. Blocks."""
-    made: Any = {name: compression.resolve_compressor(name) for name in CODECS}
+    """Return for each of `AS_GOOD` the speed with which this rank encodes. Local. Blocks."""
+    made: Any = {name: compression.resolve_compressor(name) for name in AS_GOOD}
     return {
         name: measured_device(one, device) for name, one in made.items() if isinstance(one, Codec)
     }

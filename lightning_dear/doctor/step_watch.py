@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear import private_names
+from lightning_dear.engine.active_plan import spec_of
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import TensorSpec
 from lightning_dear.planning.measured import ModelTimes, combined_times
@@ -28,7 +29,6 @@ _NUM_TIMED = 3
 _USE, _BACKWARD, _READY, _ENDED, _STEPPED = "use", "backward", "ready", "ended", "stepped"
 """What is marked: a module's forward begins, a backward begins, a gradient is there, a backward has
 ended with all its all-reduces, the optimizer has stepped."""
-
 
 _Moment = tuple[str, int, float]
 """What happened, the number of the module or parameter, and when, in seconds."""
@@ -96,11 +96,8 @@ class StepWatch:
     def tensors(self, times: ModelTimes) -> list[TensorSpec]:
         """Returns the trained parameters as planners get them, in the order of these times."""
         uses, ready = _places(times.first_use_s), _places(times.ready_s)
-        return [
-            TensorSpec(i, self._names[one], one.numel(), one.element_size(), f"{one.dtype}", *order)
-            for i, one in enumerate(self.trained)
-            if (order := (uses.get(i), ready.get(i)))
-        ]
+        of = enumerate(self.trained)
+        return [spec_of(i, self._names[one], one, None, uses.get(i), ready.get(i)) for i, one in of]
 
     def step_begins(self) -> None:
         """Does nothing: the optimizer's hook marks steps."""

@@ -14,6 +14,10 @@ from lightning_dear.planning import step as steps
 from lightning_dear.planning.measured import NO_CODEC, CodecCosts, LinkCost, ModelTimes
 from lightning_dear.planning.plan import BucketPlan, Specs
 
+KNOWN_ERROR = 0.06
+"""Average error of predictions, as a share of a step; see docs/simulator.md. Two predictions that
+differ by less are said to be alike."""
+
 
 class Prediction(NamedTuple):
     """Holds the predicted step of a plan.

@@ -259,6 +259,10 @@ def in_two_hops(strategy: Strategy) -> Strategy:
     return replace(strategy, name=name, build=build, overrides=overrides)
 
 
+BATCHES = (2, 4, 8)
+"""Numbers of micro-batches for which accumulation is predicted."""
+
+
 def accumulating(strategy: Strategy, batches: int) -> Strategy:
     """Return a strategy that exchanges the sums of several micro-batches.
 

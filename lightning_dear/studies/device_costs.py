@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_dear import compression
 from lightning_dear.compression import Codec, Compressor, SparseAllReduce
 from lightning_dear.planning.measured import NO_CODEC, CodecCost, CodecCosts, Linear
+from lightning_dear.simulator import Workload
 from lightning_dear.telemetry.clock import clock_of
 
 _META = torch.device("meta")
@@ -27,6 +28,9 @@ _PASSES = {"topk": 5, "sort": 16}
 
 _OVERWRITING = ("copy_", "fill_", "zero_", "uniform_", "random_", "bernoulli_", "normal_")
 """In-place operations that do not read the tensor they write."""
+
+AS_GOOD = ("bf16", "int8")
+"""Compressors with which, in recipes/compression, trainings ended as well as without one."""
 
 _FEW, _MANY = 1 << 14, 1 << 18
 """Numbers of elements of the two rows on which kernels and bytes are counted."""
@@ -148,6 +152,22 @@ def whole_costs(compressor: str | Compressor, device: Device, world_size: int) -
     summed = total(decodes, device.work(world_size - 1, _SUM_BYTES * (world_size - 1)))
     sent = Linear(wire.alpha, world_size * wire.beta)
     return CodecCosts(replace(_GATHERED, encode=ours.encode, decode_sum=summed, reduce_bytes=sent))
+
+
+def compressed(
+    workload: Workload, compressor: str | Compressor, device: Device, world_size: int
+) -> Workload:
+    """Return `workload` with the cost of a compressor on `device`.
+
+    Raises:
+        ValueError: If the compressor is unknown, or its kernels cannot be counted.
+    """
+    return replace(
+        workload,
+        codecs=halves_costs(compressor, device, world_size),
+        whole_codecs=whole_costs(compressor, device, world_size),
+        compressor=compressor if isinstance(compressor, str) else compressor.name,
+    )
 
 
 def total(*parts: Linear) -> Linear:

@@ -14,6 +14,7 @@ from lightning_dear.collectives.streams import Streams
 from lightning_dear.collectives.work import STATE_TAGS, Collectives, uncounted
 from lightning_dear.planning.measured import sent_bytes
 from lightning_dear.planning.plan import ALIGNMENT, aligned
+from lightning_dear.planning.predict import KNOWN_ERROR
 from lightning_dear.tuning.link_cost import slowest
 
 _FIRST_BYTES, _MOST_BYTES = 1 << 18, 1 << 24
@@ -23,9 +24,6 @@ _MESSAGE_S = 0.05
 """Seconds that the second message should take."""
 
 _NUM_REPEATS = 3
-
-NO_DIFFERENCE = 0.06
-"""Share of two predictions, below which neither is said to be faster; see docs/simulator.md."""
 
 
 class HostPath(NamedTuple):
@@ -72,7 +70,7 @@ class HostPath(NamedTuple):
             f"An exchange of {nbytes / 1e6:.1f} MB takes at most {host_s:.3g} s through the host's"
             f" memory, predicted from rates ({network:.3g} GB/s of network, {bus:.3g} of bus,"
             f" {sums:.3g} of sums), and with NCCL {nccl}. "
-            + (found if share > NO_DIFFERENCE else "That is no real difference.")
+            + (found if share > KNOWN_ERROR else "That is no real difference.")
         )
 
 

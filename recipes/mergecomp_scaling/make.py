@@ -6,13 +6,14 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.plan.config import compressed, device_of
+from lightning_dear.apps.plan.config import device_of
 from lightning_dear.apps.recipe.report import Report, Sibling, grouped_bars
 from lightning_dear.apps.recipe.simulated import networks_of
 from lightning_dear.compression import DGC
 from lightning_dear.planning import BucketPlan, TensorSpec, fusion
 from lightning_dear.simulator import Network, Workload, ranking
 from lightning_dear.simulator.strategies import Strategy, planned
+from lightning_dear.studies.device_costs import compressed
 
 from . import fit
 from .claims import claims_of

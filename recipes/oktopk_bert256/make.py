@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.plan.config import compressed, device_of
+from lightning_dear.apps.plan.config import device_of
 from lightning_dear.apps.recipe.report import Answer, Claim, Report, Sibling, check, read_rows
 from lightning_dear.apps.recipe.simulated import fitted, networks_of, workload_of
 from lightning_dear.compression import SparseAllReduce, resolve_compressor
@@ -14,6 +14,7 @@ from lightning_dear.paths import recipes_dir
 from lightning_dear.planning import SingleFusion
 from lightning_dear.simulator import Link, Network, Workload, ranking
 from lightning_dear.simulator.strategies import Strategy, planned
+from lightning_dear.studies.device_costs import compressed
 from lightning_dear.workloads.replay.profile import load_profile
 
 Row = dict[str, Any]

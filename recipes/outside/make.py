@@ -8,9 +8,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.plan.config import compressed, device_of
+from lightning_dear.apps.plan.config import device_of
 from lightning_dear.apps.recipe.report import Claim, Report, grouped_bars, is_plausible
 from lightning_dear.simulator import Link, Network, Workload, ranking, strategies
+from lightning_dear.studies.device_costs import compressed
 from lightning_dear.workloads.replay.profile import LayerProfile, ModelProfile, planned
 
 Row = dict[str, Any]

@@ -5,22 +5,15 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from lightning_dear.compression import Compressor
 from lightning_dear.local_steps import LocalSteps
 from lightning_dear.simulator import Curve, Link, Network, Workload, ranking, saved, strategies
 from lightning_dear.simulator.network import Algorithm
 from lightning_dear.strategy import DearStrategy
-from lightning_dear.studies.device_costs import Device, halves_costs, whole_costs
+from lightning_dear.studies.device_costs import AS_GOOD, Device, compressed
 from lightning_dear.workloads.replay.profile import load_profile, planned
 
 LOOPBACK = Link(5e-5, 1e-9)
 """Assumed link between ranks of one host on CPUs; conf/cluster/local.yaml has the same figures."""
-
-BATCHES = (2, 4, 8)
-"""Numbers of micro-batches for which DDP with accumulation is predicted."""
-
-DEFAULT_COMPRESSORS = ("bf16", "int8")
-"""Compressors with which, in recipes/compression, trainings ended as well as without one."""
 
 
 def workload_of(cfg: DictConfig) -> Workload:
@@ -60,7 +53,7 @@ def workloads_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[W
     """
     names = cfg.compressors
     if names is None:
-        names = DEFAULT_COMPRESSORS if workload.codecs.are_none else ()
+        names = AS_GOOD if workload.codecs.are_none else ()
     names = [name for name in names if name != "none"]
     if names and not workload.codecs.are_none:
         raise ValueError(
@@ -74,22 +67,6 @@ def workloads_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[W
 def device_of(cfg: DictConfig) -> Device:
     """Return the speed of the device that encodes, from the config."""
     return Device(float(cfg.device.kernel_s), float(cfg.device.bytes_per_s))
-
-
-def compressed(
-    workload: Workload, compressor: str | Compressor, device: Device, world_size: int
-) -> Workload:
-    """Return `workload` with the cost of a compressor on `device`.
-
-    Raises:
-        ValueError: If the compressor is unknown, or its kernels cannot be counted.
-    """
-    return replace(
-        workload,
-        codecs=halves_costs(compressor, device, world_size),
-        whole_codecs=whole_costs(compressor, device, world_size),
-        compressor=compressor if isinstance(compressor, str) else compressor.name,
-    )
 
 
 def backend_of(cfg: DictConfig) -> str:
@@ -273,9 +250,10 @@ def cases_of(cfg: DictConfig, workload: Workload, network: Network) -> list[rank
 
     These are ``cfg.strategies``, or all that the workload allows if that is null, with each
     compressor; DDP with its own hook (ddp_bf16), even if that compressor was not asked for, and
-    with sums of `BATCHES` micro-batches; and beside `dear` itself `dear` with ``cfg.local_steps``,
-    with the compressors that it takes. On nodes of several ranks with NCCL there is also `dear` in
-    two hops, and if ``cfg.algorithm`` is two_hops so is each other one of ours.
+    with sums of `strategies.BATCHES` micro-batches; and beside `dear` itself `dear` with
+    ``cfg.local_steps``, with the compressors that it takes. On nodes of several ranks with NCCL
+    there is also `dear` in two hops, and if ``cfg.algorithm`` is two_hops so is each other one of
+    ours.
     """
     known, asked = strategies.STRATEGIES, cfg.strategies
     chosen = [one for one in known.values() if one.plans_for_codecs or workload.codecs.are_none]
@@ -289,7 +267,7 @@ def cases_of(cfg: DictConfig, workload: Workload, network: Network) -> list[rank
     cases = ranking.pairs(chosen, workloads)
     if (ddp := known[ranking.BASELINE]) in chosen:
         plain = workload.uncompressed
-        cases += ((strategies.accumulating(ddp, number), plain) for number in BATCHES)
+        cases += ((strategies.accumulating(ddp, number), plain) for number in strategies.BATCHES)
     if cfg.local_steps is not None and known["dear"] in chosen:
         local = strategies.with_local_steps(LocalSteps(every=cfg.local_steps))
         cases += ((local, one) for one in workloads if _takes_local_steps(one.compressor))

@@ -20,6 +20,7 @@ from lightning_dear.apps.plan.config import (
     world_sizes_of,
 )
 from lightning_dear.apps.program import Program
+from lightning_dear.planning.predict import KNOWN_ERROR
 from lightning_dear.planning.step import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from lightning_dear.simulator import Network, Workload, ranking, strategies
 from lightning_dear.studies.files import Line, write_lines
@@ -28,9 +29,6 @@ from lightning_dear.studies.progress import Progress
 from lightning_dear.studies.table import MISSING, format_table
 
 _WIDTH = 100
-
-KNOWN_ERROR = 0.06
-"""Average error of predictions, as a share of a step; see docs/simulator.md."""
 
 LOSSLESS, AS_GOOD, SAMPLES, LOSSY = "lossless", "as good as dense", "costs samples", "lossy"
 
