@@ -370,6 +370,6 @@ OPTIMIZERS = (
         run=partial(_fit_different, "optimizer"),
         message="parameter(s) that are not the module's",
         why="each rank steps a part of the model",
-        instead="set up the same on all ranks",
+        instead="set the same on all ranks",
     ),
 )

@@ -7,7 +7,7 @@ import re
 from tests.lightning.matrix.table import DIFFERENT, FEATURES, REFUSED, UNCAUGHT
 from tests.lightning.matrix.write_support import BETWEEN_NAMES, PAGE, page
 
-HEADINGS = {"feature", "what", "---"}
+HEADINGS = {"feature", "what"}
 
 
 def test_the_page_is_what_the_rows_make() -> None:

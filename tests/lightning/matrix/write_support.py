@@ -31,7 +31,6 @@ Tests train every row with SGD (momentum) and AdamW on 1, 2 and 3 ranks (gloo, C
   [Its number](#why-bits-differ) says why.
 - On 3 ranks sums have another order: ours goes by rank, DDP's round a ring. The relative distance
   is at most {SUM_ORDER.distance:.0e} in float64, and {THREE_RANKS:.0e} under "Precision".
-- Parameters that have not arrived read as NaN there, so that no early read goes unseen.
 
 Checkpoints go between `"dear"` on 1, 2 or 3 ranks, `"ddp"` and one device, in mid-epoch, too. On as
 many ranks as before, `"dear"` goes on bit for bit.
@@ -108,8 +107,8 @@ def _notes(notes: Iterable[Different | Uncaught]) -> str:
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+    first, *others = ["| " + " | ".join(cells) + " |\n" for cells in (head, *rows)]
+    return "".join([first, "|" + "---|" * len(head) + "\n", *others])
 
 
 if __name__ == "__main__":
