@@ -99,7 +99,9 @@ def _run(
     command = [sys.executable, str(path), *(FLAGS.format(**named).split() if text == CLI else [])]
     if launcher == "torchrun":
         command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
-    ranks = [environment | _slurm(rank) for rank in (0, 1)] if launcher == "slurm" else [environment]
+    ranks = (
+        [environment | _slurm(rank) for rank in (0, 1)] if launcher == "slurm" else [environment]
+    )
     started = [
         subprocess.Popen(
             command, cwd=folder, env=one, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
