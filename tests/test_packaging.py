@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import lightning_dear
+from tests.doctor.test_variable import SCRIPT
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -101,6 +102,19 @@ def test_plugin_and_configs_come_from_the_wheel(environment: Path, tmp_path: Pat
     )
     shown = run(environment / "python", "-c", code, cwd=tmp_path).stdout.splitlines()
     assert all(line.startswith(str(environment.parent)) for line in shown), shown
+
+
+def test_the_doctor_s_variable_is_enough_in_an_empty_folder(
+    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a script that never imports this package."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv("LIGHTNING_DEAR_DOCTOR", "1")
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(package="lightning.pytorch", strategy="ddp"))
+    said = run(environment / "python", script, cwd=tmp_path).stdout
+    assert said.count("NetworkDoctor: a step takes") == 1
+    assert (tmp_path / "network_doctor.json").exists()
 
 
 def test_editable_install_copies_nothing(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ MADE: dict[str, Callable[[], Any]] = {
 }
 
 
-DISPENSABLE = ("COALESCING", "FLIGHT_RECORD")
+DISPENSABLE = ("COALESCING", "FLIGHT_RECORD", "STOP_QUESTION")
 """Names without which the package does something else, or less."""
 
 

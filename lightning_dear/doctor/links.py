@@ -20,7 +20,7 @@ from lightning_dear.tuning.link_cost import measure_collectives
 MAX_RANKS_FOR_ALL_PAIRS = 8
 """With more ranks only neighbours are measured: the number of pairs grows with the square."""
 
-_LEAST_BYTES, _PAIR_BYTES = 1 << 23, (1 << 16, 1 << 23)
+_LEAST_BYTES, _PAIR_BYTES = 1 << 23, (1 << 14, 1 << 23)
 """Least bytes of gradients for which exchanges are measured; least and most bytes of a message
 between two ranks."""
 
@@ -136,10 +136,13 @@ def link_rows(cost: LinkCost, pairs: Sequence[Pair], hosts: Sequence[int]) -> Ro
     kinds = {"within hosts": within, "between hosts": [one for one in pairs if one not in within]}
     what = "pairs" if 2 * len(pairs) == len(hosts) * (len(hosts) - 1) else "neighbouring pairs"
     return [
-        ("start of an exchange, all at once", f"{cost.alpha_s * 1e6:.0f} us"),
-        ("longest round trip", f"{max(pair.round_trip_s for pair in pairs) * 1e3:.1f} ms"),
-        ("rate of each rank, all at once", _rate_of(cost)),
-        ("the same in the backend's all-reduces", _rate_of(cost.all_reduce or cost)),
+        ("latency of an exchange among all ranks", f"{cost.alpha_s * 1e6:.0f} us"),
+        (
+            "longest round trip between two ranks",
+            f"{max(pair.round_trip_s for pair in pairs) * 1e3:.1f} ms",
+        ),
+        ("rate of each rank while all send", _rate_of(cost)),
+        ("rate of each rank in the backend's all-reduces", _rate_of(cost.all_reduce or cost)),
         *((f"slowest pair {kind}", _slowest(some, what)) for kind, some in kinds.items() if some),
     ]
 

@@ -4,15 +4,16 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import fsspec  # type: ignore[import-untyped]
 import torch.distributed as dist
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_dear import private_names
@@ -32,6 +33,9 @@ _FIRST_STEP = 5
 _TIMEOUT = timedelta(seconds=10)
 _BUDGET_S = 3.5
 """Seconds in which links are measured, of a pause of up to 5 seconds."""
+
+_OF_BUCKETS = {25: "ddp", 100: "ddp, large buckets"}
+"""MiB of DDP's buckets -> name in `Case.cases`."""
 
 T = TypeVar("T")
 
@@ -194,10 +198,12 @@ class NetworkDoctor(Callback):
         for logger in trainer.loggers:
             with suppress(Exception):
                 logger.log_metrics(numbers, step=trainer.global_step)
-        folder = Path(self.dirpath or trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "network_doctor.json"
-        path.write_text(json.dumps(findings.figures, indent=1))
+        folder = self.dirpath or trainer.default_root_dir
+        # Both may be on an object store.
+        get_filesystem(folder).makedirs(folder, exist_ok=True)
+        path = f"{folder}/network_doctor.json"
+        with fsspec.open(path, "w") as file:
+            json.dump(findings.figures, file, indent=1)
         print(f"All figures: {path}", flush=True)
 
 
@@ -236,6 +242,8 @@ def _problem(trainer: Trainer) -> str | None:
         return "one rank sends nothing."
     if len(trainer.optimizers) != 1:
         return "the model has several optimizers."
+    if isinstance(trainer.optimizers[0], LBFGS):
+        return "LBFGS computes several gradients a step."
     if not isinstance(strategy, DearStrategy):
         # DeepSpeed's and XLA's strategies are subclasses.
         is_ddp = isinstance(strategy.model, DistributedDataParallel)
@@ -288,4 +296,6 @@ def _running(strategy: Any) -> str | None:
         return "ddp_bf16"
     # On CPUs Lightning ignores the hook.
     hook = strategy.root_device.type != "cpu" and private_names.DDP_HOOK.of(strategy)
-    return "ddp_bf16" if "bf16" in getattr(hook, "__name__", "") else None if hook else "ddp"
+    if hook:
+        return "ddp_bf16" if "bf16" in getattr(hook, "__name__", "") else None
+    return _OF_BUCKETS.get(strategy.model.bucket_bytes_cap >> 20)

@@ -107,10 +107,10 @@ def test_two_ranks_are_examined_and_nothing_is_trained(tmp_path):
         r"torch +\d+\.\d+\.\d+\S*",
         r"lightning_dear +\S.*",
         r"backend +gloo",
-        r"start of an exchange, all at once +\d+ us",
-        r"longest round trip +[\d.]+ ms",
-        r"rate of each rank, all at once +([\d.]+ MB/s|too fast to tell)",
-        r"the same in the backend's all-reduces +([\d.]+ MB/s|too fast to tell)",
+        r"latency of an exchange among all ranks +\d+ us",
+        r"longest round trip between two ranks +[\d.]+ ms",
+        r"rate of each rank while all send +([\d.]+ MB/s|too fast to tell)",
+        r"rate of each rank in the backend's all-reduces +([\d.]+ MB/s|too fast to tell)",
         r"slowest pair within hosts +ranks 0 and 1: [\d.]+ MB/s",
         r"gradients +0\.0\d MB",
         r"backward \(median\) +[\d.]+ ms",
@@ -195,7 +195,7 @@ def test_a_slow_link_is_measured(tmp_path):
     ends_of_ranks = on_two_hosts(tmp_path, [{}, {}], rate_mbit=200)
     code, table, errors = ends_of_ranks[0]
     assert code == 0, errors
-    together = float(re.search(r"all at once +([\d.]+) MB/s", table)[1])
+    together = float(re.search(r"while all send +([\d.]+) MB/s", table)[1])
     alone = float(re.search(r"slowest pair between hosts +ranks 0 and 1: (\S+) MB/s", table)[1])
     assert 8 < together < 26  # 200 Mbit/s are 25 MB/s with headers
     assert 8 < alone < 26
@@ -334,10 +334,10 @@ def test_the_slowest_pair_is_named():
     slowest = "ranks 0 and 2: 100.00 MB/s; median of 3 pairs: 900.00 MB/s"
     assert rows["slowest pair between hosts"] == slowest
     assert "slowest pair within hosts" not in rows
-    assert rows["start of an exchange, all at once"] == "100 us"
-    assert rows["longest round trip"] == "100.0 ms"
-    assert rows["rate of each rank, all at once"] == "5.00 MB/s"
-    assert rows["the same in the backend's all-reduces"] == "too fast to tell"
+    assert rows["latency of an exchange among all ranks"] == "100 us"
+    assert rows["longest round trip between two ranks"] == "100.0 ms"
+    assert rows["rate of each rank while all send"] == "5.00 MB/s"
+    assert rows["rate of each rank in the backend's all-reduces"] == "too fast to tell"
     few = dict(link_rows(cost, [Pair(0, 1, 9e8), Pair(1, 2, 8e8)], [0] * 9))
     slowest = "ranks 1 and 2: 800.00 MB/s; median of 2 neighbouring pairs: 850.00 MB/s"
     assert few["slowest pair within hosts"] == slowest

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import fsspec
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from torch.optim import LBFGS
 from typing_extensions import override
 
 from lightning_dear.callbacks.guards import CompletionGuard
@@ -205,13 +208,35 @@ def test_a_step_that_is_too_early_is_refused() -> None:
         NetworkDoctor(3)
 
 
-def test_nccl_and_hooks_are_told_by_their_names() -> None:
+def test_nccl_hooks_and_sizes_of_buckets_are_recognised() -> None:
     with mock.patch("torch.distributed.get_backend_config", return_value="cpu:gloo,cuda:nccl"):
         assert not network_doctor._is_gloo()
 
     def bf16_compress_hook() -> None: ...
 
-    strategy = DDPStrategy(ddp_comm_hook=bf16_compress_hook)
+    hooked: Any = DDPStrategy(ddp_comm_hook=bf16_compress_hook)
     for device, name in (("cpu", "ddp"), ("cuda", "ddp_bf16")):
-        with mock.patch.object(type(strategy), "root_device", torch.device(device)):
-            assert network_doctor._running(strategy) == name
+        hooked.model = SimpleNamespace(bucket_bytes_cap=25 << 20)
+        with mock.patch.object(type(hooked), "root_device", torch.device(device)):
+            assert network_doctor._running(hooked) == name
+    for mib, running in ((25, "ddp"), (100, "ddp, large buckets"), (10, None)):
+        hooked.model = SimpleNamespace(bucket_bytes_cap=mib << 20)
+        with mock.patch.object(type(hooked), "root_device", torch.device("cpu")):
+            assert network_doctor._running(hooked) == running
+
+
+@distributed((2,))
+def test_lbfgs_is_left_alone_and_the_file_may_be_on_an_object_store(tmp_path: Path) -> None:
+    module = Net("mlp")
+    with (
+        mock.patch.object(module, "configure_optimizers", lambda: LBFGS(module.parameters())),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        fit(ddp(), module, NetworkDoctor(STEP, str(tmp_path)), max_epochs=5)
+    _fitted("ddp", NetworkDoctor(STEP, "memory://some/folder"))
+    assert not list(tmp_path.glob("network_doctor.json"))
+    if torch.distributed.get_rank() == 0:
+        assert sum("LBFGS computes several gradients a step" in str(w.message) for w in said) == 1
+        with fsspec.open("memory://some/folder/network_doctor.json") as file:
+            assert json.load(file)["running"] == "ddp"

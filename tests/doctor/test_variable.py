@@ -40,6 +40,21 @@ if __name__ == "__main__":
         print("ours:", "lightning_dear" in sys.modules, "global step:", trainer.global_step)
 """
 
+CLI = """
+import torch
+from {package}.cli import LightningCLI
+from {package}.demos.boring_classes import BoringDataModule, BoringModel
+
+if __name__ == "__main__":
+    LightningCLI(BoringModel, BoringDataModule)
+"""
+
+FLAGS = (
+    "fit --trainer.strategy={strategy} --trainer.devices=2 --trainer.accelerator=cpu"
+    " --trainer.logger=false --trainer.max_steps=24 --trainer.limit_val_batches=0"
+    " --trainer.enable_checkpointing=false --trainer.enable_progress_bar=false"
+)
+
 
 def _installed(folder: Path) -> str:
     """As if the package were installed: its folders, and what a wheel says of entry points."""
@@ -55,22 +70,52 @@ def _installed(folder: Path) -> str:
     return os.pathsep.join(map(str, [folder, ROOT, ROOT / "lightning_dear/_plugins"]))
 
 
-def _run(folder: Path, *, asks: str, launcher: str = "popen", **script: str) -> str:
+def _slurm(rank: int) -> dict[str, str]:
+    """What `srun --ntasks-per-node=2 python train.py` gives a process on one node."""
+    return {
+        "SLURM_JOB_ID": str(20_000 + os.getpid() % 10_000),
+        "SLURM_JOB_NAME": "train",
+        "SLURM_JOB_NODELIST": "127.0.0.1",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+    }
+
+
+def _run(
+    folder: Path, *, asks: str, launcher: str = "popen", text: str = SCRIPT, **script: str
+) -> str:
     (folder / "installed").mkdir()
     path = folder / "train.py"
-    path.write_text(SCRIPT.format(**{"package": "lightning.pytorch", "strategy": "ddp", **script}))
+    named = {"package": "lightning.pytorch", "strategy": "ddp", **script}
+    path.write_text(text.format(**named))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("LIGHTNING_DEAR")}
     environment |= {"PYTHONPATH": _installed(folder / "installed"), "OMP_NUM_THREADS": "1"}
     if asks:
         environment["LIGHTNING_DEAR_DOCTOR"] = asks
-    command = [sys.executable, str(path)]
+    command = [sys.executable, str(path), *(FLAGS.format(**named).split() if text == CLI else [])]
     if launcher == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(path)]
-    ended = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+    ranks = (
+        [environment | _slurm(rank) for rank in (0, 1)] if launcher == "slurm" else [environment]
     )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout + ended.stderr
+    started = [
+        subprocess.Popen(
+            command, cwd=folder, env=one, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for one in ranks
+    ]
+    try:
+        said = [one.communicate(timeout=120) for one in started]
+    finally:
+        for one in started:
+            one.kill()
+    for one, (_, errors) in zip(started, said, strict=True):
+        assert one.returncode == 0, errors
+    return "".join(out + errors for out, errors in said)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +123,13 @@ def _run(folder: Path, *, asks: str, launcher: str = "popen", **script: str) -> 
     [
         ("popen", {}),
         pytest.param("torchrun", {}, marks=pytest.mark.slow),
+        pytest.param("slurm", {}, marks=pytest.mark.slow),
         pytest.param("popen", {"strategy": "ddp_spawn"}, marks=pytest.mark.slow),
         pytest.param("popen", {"package": "pytorch_lightning"}, marks=pytest.mark.slow),
+        pytest.param("popen", {"text": CLI}, marks=pytest.mark.slow),
+        pytest.param(
+            "popen", {"text": CLI, "package": "pytorch_lightning"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_variable_is_enough(launcher: str, script: dict[str, str], tmp_path: Path) -> None:
