@@ -225,15 +225,17 @@ def test_nccl_hooks_and_sizes_of_buckets_are_recognised() -> None:
             assert network_doctor._running(hooked) == running
 
 
+class _SecondOrder(Net):
+    @override
+    def configure_optimizers(self) -> Any:
+        return LBFGS(self.parameters())
+
+
 @distributed((2,))
 def test_lbfgs_is_left_alone_and_the_file_may_be_on_an_object_store(tmp_path: Path) -> None:
-    module = Net("mlp")
-    with (
-        mock.patch.object(module, "configure_optimizers", lambda: LBFGS(module.parameters())),
-        warnings.catch_warnings(record=True) as said,
-    ):
+    with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        fit(ddp(), module, NetworkDoctor(STEP, str(tmp_path)), max_epochs=5)
+        fit(ddp(), _SecondOrder(), NetworkDoctor(STEP, str(tmp_path)), max_epochs=5)
     _fitted("ddp", NetworkDoctor(STEP, "memory://some/folder"))
     assert not list(tmp_path.glob("network_doctor.json"))
     if torch.distributed.get_rank() == 0:
