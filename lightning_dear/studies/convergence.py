@@ -279,18 +279,11 @@ def text_of(rows: Sequence[Line]) -> str:
 
 def _cells(row: Line) -> list[str]:
     broken_off = f"{row['num_broken_off']} of {row['num_seeds']} broke off"
-    return [
-        row["entry"],
-        row["buckets"],
-        f"{row['lr']:.3g}",
-        f"{row['lr_factor']:.3g}",
-        f"{row['dense_share']:.0%}",
-        f"{row['mean']:.3f} ({row['sd']:.3f})",
-        _interval(row, "worse"),
-        f"{row['train_loss']:.4f}",
-        _interval(row, "loss_worse"),
-        "; ".join(filter(None, (row["verdict"], broken_off * (row["num_broken_off"] > 0)))),
-    ]
+    options = f"{row['lr']:.3g}", f"{row['lr_factor']:.3g}", f"{row['dense_share']:.0%}"
+    end = f"{row['mean']:.3f} ({row['sd']:.3f})", _interval(row, "worse")
+    loss = f"{row['train_loss']:.4f}", _interval(row, "loss_worse")
+    said = filter(None, (row["verdict"], broken_off * (row["num_broken_off"] > 0)))
+    return [row["entry"], row["buckets"], *options, *end, *loss, "; ".join(said)]
 
 
 def _interval(row: Line, name: str) -> str:

@@ -94,10 +94,8 @@ def raw_lines(point: Line, block: Line, ranks: Sequence[RankBlock]) -> list[Line
     """Return a line of raw.csv for every rank and step of one block, to the microsecond."""
     place = {name: block[name] for name in ("round", "place", "entry")}
     return [
-        {
-            **{**point, **place, "rank": rank.rank, "step": number},
-            **{name: _rounded(value) for name, value in zip(FIGURES, step, strict=True)},
-        }
+        {**point, **place, "rank": rank.rank, "step": number}
+        | dict(zip(FIGURES, map(_rounded, step), strict=True))
         for rank in ranks
         for number, step in enumerate(rank.steps)
     ]
