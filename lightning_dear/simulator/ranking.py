@@ -4,10 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_dear.simulator.network import Network
-from lightning_dear.simulator.simulate import SimulatedStep, simulate
+from lightning_dear.simulator import Network, SimulatedStep, Workload, simulate
 from lightning_dear.simulator.strategies import HOOKS, Strategy
-from lightning_dear.simulator.workload import Workload
 
 BASELINE = "ddp"
 

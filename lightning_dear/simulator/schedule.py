@@ -11,7 +11,7 @@ from lightning_dear.planning import BucketPlan, NoFusion, TensorSpec
 from lightning_dear.planning import step as steps
 from lightning_dear.planning.step import Compute, Launch, Message, Op, PlannedStep, Program, Wait
 from lightning_dear.simulator.network import Network
-from lightning_dear.simulator.workload import Workload
+from lightning_dear.simulator.workload import Workload, module_of
 
 if TYPE_CHECKING:
     from lightning_dear.local_steps import LocalSteps
@@ -207,8 +207,7 @@ class _SimulatedRound(_SimulatedStep):
     """A round of local steps. Its buckets are the fragments: all of one size, and in fp32."""
 
     def __init__(self, options: "LocalSteps", workload: Workload, network: Network) -> None:
-        owners = {one.name.rpartition(".")[0] or one.name for one in workload.tensors}
-        self._round = options.schedule(len(owners))
+        self._round = options.schedule(len({*map(module_of, workload.tensors)}))
         turns = range(self._round.fragments)
         numel = -(-sum(one.numel for one in workload.tensors) // len(turns))
         fragments = [TensorSpec(turn, f"fragment {turn}", numel, 4, "", turn) for turn in turns]

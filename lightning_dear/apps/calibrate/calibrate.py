@@ -28,8 +28,8 @@ from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.emulation import emulated_rig
 from lightning_dear.planning import LinkCost, PlanSearch, ThresholdFusion, measured, search
 from lightning_dear.planning.predict import StepModel
-from lightning_dear.simulator import fsdp2_units, saved
-from lightning_dear.simulator.workload import BLOCKS, Workload
+from lightning_dear.simulator import saved
+from lightning_dear.simulator.workload import BLOCKS, Workload, units_of
 from lightning_dear.studies.interrupts import INTERRUPTS
 from lightning_dear.studies.probes import Costs, measure
 
@@ -80,19 +80,14 @@ class ExchangeProbe(Callback):
         if trainer.world_size == 1 or told is None:
             return
         tensors, times = told.tensors, told.times
-        workload = Workload(
-            "",
-            tensors,
-            # Only the step of a shard was measured, not that of all parameters. So it counts as
-            # `fixed_step_s`, which is the same for all strategies.
-            replace(times, step_s=0.0),
-            told.codecs,
-            fixed_step_s=times.step_s,
-            # `ReplayModel` has this attribute. In other models FSDP2 shards the numbered blocks.
-            shard_unit_mb=getattr(pl_module, "shard_unit_mb", BLOCKS),
-        )
+        # `ReplayModel` has this attribute. In other models FSDP2 shards the numbered blocks.
+        unit_mb: Any = getattr(pl_module, "shard_unit_mb", BLOCKS)
+        # Only the step of a shard was measured, not that of all parameters. So it counts as
+        # `fixed_step_s`, which is the same for all strategies.
+        workload = Workload("", tensors, replace(times, step_s=0.0), told.codecs)
+        workload = replace(workload, fixed_step_s=times.step_s, shard_unit_mb=unit_mb)
         numels = {one.index: -(-one.numel * one.itemsize // _BYTES_PER_ELEMENT) for one in tensors}
-        units = [[numels[index] for index in unit] for unit in fsdp2_units.units_of(workload)]
+        units = [[numels[index] for index in unit] for unit in units_of(workload)]
 
         def begin(what: str) -> None:
             if trainer.is_global_zero:
