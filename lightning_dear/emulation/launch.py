@@ -73,20 +73,12 @@ def run_on_cluster(
     with ExitStack() as outputs:
         try:
             for rank in range(len(cluster.hosts) * ranks_per_host):
-                told = {
-                    **os.environ,
-                    **_variables(cluster.hosts, rank, ranks_per_host),
-                    **variables,
-                }
+                told = {**_variables(cluster.hosts, rank, ranks_per_host), **variables}
                 # The kernel kills the rank when this process ends, even if that is by SIGKILL.
                 bound = ["setpriv", "--pdeathsig", "KILL", *argv]
                 command = cluster.hosts[rank // ranks_per_host].command(bound)
                 output = outputs.enter_context(TemporaryFile()) if rank else None
-                # Each rank has its own session: Ctrl-C reaches this process, which passes it on.
-                process = subprocess.Popen(
-                    command, env=told, cwd=cwd, stdout=output, stderr=output, start_new_session=True
-                )
-                ranks.append(_Rank(rank, process, output))
+                ranks.append(_Rank(rank, _started(command, told, cwd, output), output))
             code = _watch(ranks)
         except KeyboardInterrupt as interrupt:
             _interrupt(ranks, interrupt.args[0] - 128 if interrupt.args else signal.SIGINT)
@@ -98,6 +90,16 @@ def run_on_cluster(
         for one in ranks:
             one.print_tail()
     return code
+
+
+def _started(
+    command: Sequence[str], variables: Mapping[str, str], cwd: str | None, output: IO[bytes] | None
+) -> subprocess.Popen[bytes]:
+    # Each rank has its own session, so that Ctrl-C reaches only this process, which passes it on.
+    env = {**os.environ, **variables}
+    return subprocess.Popen(
+        command, env=env, cwd=cwd, stdout=output, stderr=output, start_new_session=True
+    )
 
 
 @dataclass
