@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.recipe.report import read_rows
 from lightning_dear.apps.recipe.simulated import fitted, networks_of, workload_of
 from lightning_dear.simulator import Link, Network, Workload, strategies
 from lightning_dear.simulator.ranking import alone_s, predicted
+from lightning_dear.studies.files import read_rows
 from lightning_dear.workloads.replay.profile import load_profile
 
 Pair = tuple[float, float]
@@ -135,7 +135,7 @@ class Server:
             return scaling(LAYERWISE, first, at(beta_s))
 
         words = f"FP32's scaling factor of {FITTED}"
-        network = at(fitted(scaling_at, goals[FITTED], *_BETAS_S, words, _TOLERANCE))
+        network = at(fitted(scaling_at, goals[FITTED], _BETAS_S, words, _TOLERANCE))
         others = {model: _scaled_to(goals[model], model, network) for model in OTHERS}
         return cls(network, {FITTED: first, **others})
 
@@ -167,7 +167,7 @@ def _scaled_to(goal: float, model: str, network: Network) -> Workload:
         return scaling(LAYERWISE, computing(model, seconds), network)
 
     words = f"FP32's scaling factor of {model}"
-    return computing(model, fitted(scaling_with, goal, *_LENGTHS_S, words, _TOLERANCE))
+    return computing(model, fitted(scaling_with, goal, _LENGTHS_S, words, _TOLERANCE))
 
 
 def computing(model: str, seconds: float) -> Workload:

@@ -90,8 +90,7 @@ def _claim(rows: Sequence[Row]) -> Claim:
 def _picture(rows: Sequence[Row]) -> Any:
     """Draw the errors of the first publication by rate."""
     own = [row for row in rows if row["source"] == rows[0]["source"]]
-    errors = {(row["claim"], row["rate_mbit"]): 100 * row["error"] for row in own}
-    claims, rates = (dict.fromkeys(row[key] for row in own) for key in ("claim", "rate_mbit"))
-    bars = {name: [errors.get((name, rate)) for rate in rates] for name in claims}
-    title = "Simulated steps over published ones, minus 1"
-    return grouped_bars({rows[0]["source"]: bars}, [f"{one} Mb/s" for one in rates], "%", title, 0)
+    errors = {
+        (row["source"], row["claim"], f"{row['rate_mbit']} Mb/s"): 100 * row["error"] for row in own
+    }
+    return grouped_bars(errors, "%", "Simulated steps over published ones, minus 1", 0)
