@@ -121,8 +121,7 @@ class Switch:
         """Forward frames until the descriptor `until` is closed at its other end. Blocks."""
         hosts = {device: host for host, device in enumerate(self.devices)}
         while True:
-            wait_s = self._pass_on()
-            readable, _, _ = select([until, *hosts], (), (), wait_s)
+            readable, _, _ = select([until, *hosts], (), (), self._pass_on())
             if until in readable:
                 return
             time.sleep(self._pause_s)

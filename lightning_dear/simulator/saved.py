@@ -37,9 +37,8 @@ def load_workload(path: str | Path) -> Workload:
         ValueError: If the content is not such a workload, or of another version.
         FileNotFoundError: If there is no such file.
     """
-    text = Path(path).read_text()
     try:
-        content = json.loads(text)
+        content = json.loads(Path(path).read_text())
         if content["version"] != FORMAT_VERSION:
             raise ValueError(f"its version is {content['version']}, not {FORMAT_VERSION}")
         codecs: Any = {kind: _codec(cost) for kind, cost in content["codecs"].items()}

@@ -31,9 +31,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_dear.studies import plot, report
+from lightning_dear.studies import plot, report, table
 from lightning_dear.studies.files import OTHER_FOLDER, Line, append_lines, read_lines
-from lightning_dear.studies.table import MISSING, WIDTH, format_table
 
 LEVEL = 0.9
 """Confidence level of the intervals."""
@@ -264,9 +263,9 @@ def text_of(rows: Sequence[Line]) -> str:
         *("entry", "buckets", "lr", "x dense", "dense first", f"{first['metric']}, {unit} (sd)"),
         *("worse by [90 %]", "train loss", "higher by [90 %]", ""),
     ]
-    table = format_table(titles, [_cells(row) for row in rows], WIDTH)
+    shown = table.format_table(titles, [_cells(row) for row in rows], table.WIDTH)
     return (
-        f"{table}\n{first['num_seeds']} seeds; on each, all entries have the same weights and data"
+        f"{shown}\n{first['num_seeds']} seeds; on each, all entries have the same weights and data"
         " order.\n"
         "x dense: learning rate over the reference's (a reference's: over the config's); it and\n"
         "steps that go dense first were chosen on other seeds. worse by: mean paired difference to"
@@ -289,7 +288,7 @@ def _cells(row: Line) -> list[str]:
 def _interval(row: Line, name: str) -> str:
     mean, lower, upper = (row[f"{name}_{end}"] for end in ("mean", "lower", "upper"))
     if mean is None:
-        return MISSING
+        return table.MISSING
     return f"{mean:+.3f} [{lower:+.3f}, {upper:+.3f}]" if math.isfinite(mean) else "inf"
 
 

@@ -85,8 +85,7 @@ def measure_host_path(collectives: Collectives, streams: Streams, nbytes: int) -
     Returns:
         The same on all ranks.
     """
-    size = collectives.world.size
-    most = aligned(min(nbytes, _MOST_BYTES) // 4, ALIGNMENT * size)
+    most = aligned(min(nbytes, _MOST_BYTES) // 4, ALIGNMENT * collectives.world.size)
     memory = streams.host_memory(most, torch.float32).zero_()
     tensor, other = memory.to(streams.device, copy=True), torch.zeros_like(memory)
 

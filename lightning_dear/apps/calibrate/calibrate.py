@@ -53,8 +53,7 @@ class Calibration(ThresholdFusion, search.StepModelPlanner):
     def search_for(self, model: StepModel) -> PlanSearch:
         """Keep `model`, and return a search that ends at once; called on rank 0 only."""
         self.found = model
-        plan = self.plan(model.tensors, model.world_size)
-        return search.NoContest(plan, "calibration: measured")
+        return search.NoContest(self.plan(model.tensors, model.world_size), "calibration: measured")
 
 
 class ExchangeProbe(Callback):

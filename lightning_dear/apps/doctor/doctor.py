@@ -91,8 +91,7 @@ def examine(strategy: Any, cfg: DictConfig) -> Findings:
     if not isinstance(strategy, ParallelStrategy) or strategy.world_size == 1:
         compute = measure_compute(cfg, strategy.root_device)
         table = [*version_rows([facts_of()]), *compute_rows(compute)]
-        said = "One rank sends nothing: strategy=single would do as well."
-        return Findings([], table, said)
+        return Findings([], table, "One rank sends nothing: strategy=single would do as well.")
     strategy._timeout = timedelta(seconds=cfg.doctor_timeout_s)  # type: ignore[attr-defined]
     strategy.set_world_ranks()  # type: ignore[attr-defined]
     environment = strategy.cluster_environment
@@ -140,14 +139,13 @@ def _examine_all(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictCon
     table += link_rows(cost, pairs, collectives.world.hosts)
     # What exchanges at once cost does not tell how long one of them is on its way.
     far = replace(cost, alpha_s=cost.alpha_s + max(pair.round_trip_s for pair in pairs) / 2)
-    devices = measured_devices(strategy.root_device)
     case = Case(
         own.tensors,
         own.times.times.scaled(max(computing)[0] / total_s),
         _accumulated(cfg),
         cost,
         meeting.world_size,
-        devices,
+        measured_devices(strategy.root_device),
         rest_s=0.0,
         is_gloo=collectives.wait_blocks_host,
         running="ddp",

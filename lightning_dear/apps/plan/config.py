@@ -60,8 +60,7 @@ def workloads_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[W
             f"This model was measured with {workload.compressor!r}. Leave compressors out, or"
             " run dear-plan calibrate without a compressor."
         )
-    device = device_of(cfg)
-    return [workload, *(compressed(workload, name, device, world_size) for name in names)]
+    return [workload, *(compressed(workload, name, device_of(cfg), world_size) for name in names)]
 
 
 def device_of(cfg: DictConfig) -> Device:
@@ -275,8 +274,7 @@ def cases_of(cfg: DictConfig, workload: Workload, network: Network) -> list[rank
     for hooked, (strategy, name) in strategies.HOOKS.items():
         is_asked = strategy in chosen or hooked in (asked or ())
         if is_asked and (strategy.name, name) not in there:
-            device, size = device_of(cfg), network.world_size
-            one = compressed(workload.uncompressed, name, device, size)
+            one = compressed(workload.uncompressed, name, device_of(cfg), network.world_size)
             cases.append((strategy, one))
     # A pair that encodes is left out if dear-train cannot run it, unless the config names it.
     return [

@@ -171,8 +171,7 @@ class Report:
         return "\n".join([*lines, _wrapped(*notes)])
 
     def _notes(self) -> Iterator[str]:
-        encodes = any(row.compressor != "none" for row in self.rows)
-        if self.network.has_nccl_hosts and encodes:
+        if self.network.has_nccl_hosts and any(row.compressor != "none" for row in self.rows):
             yield (
                 "Encoded rows of dear are not summed on their way: a host's link carries"
                 f" {self.network.ranks_in_node} times the bytes of one rank. So encoding can cost"
