@@ -121,9 +121,8 @@ class Program:
                 self.say_how_to_go_on()
             raise
         finally:
-            held.pass_on(
-                _short(getattr(sys.exc_info()[1], "__context__", None), self, held.getvalue())
-            )
+            context = getattr(sys.exc_info()[1], "__context__", None)
+            held.pass_on(_short(context, self, held.getvalue()))
         # The module is not imported if there was no job, for example with --cfg.
         getattr(sys.modules.get(f"{__package__}.{self.module}"), "jobs_end", lambda: None)()
 

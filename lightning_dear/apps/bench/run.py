@@ -56,10 +56,8 @@ def _run(cfg: DictConfig, points: Sequence[config.Setting], program: Program) ->
         interface = block.interface_of(starter.num_nodes) if starter.num_nodes > 1 else ""
         on_machine = starter.world_size if HOST_VARIABLE in os.environ else starter.num_devices
         rig = block.Rig(starter.global_rank, starter.world_size, interface, on_machine)
-        known = (
-            files.read_lines(program.folder / "blocks.csv", summary.WORDS) if rig.rank == 0 else []
-        )
-        known = from_all_ranks(known)[0]
+        path = program.folder / "blocks.csv"
+        known = from_all_ranks(files.read_lines(path, summary.WORDS) if rig.rank == 0 else [])[0]
         for point in points:
             own = Comparison(point, rig, starter.strategy.root_device, report, known)
             if rig.rank == 0 and not done:
