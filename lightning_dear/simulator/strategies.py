@@ -225,14 +225,10 @@ FUSED = "dear_"
 def _fused(fusion: str) -> Strategy:
     planner = planning.FUSIONS[fusion]()
     is_searched = isinstance(planner, planning.SearchingPlanner)
-    return Strategy(
-        FUSED + fusion,
-        searched(planner) if is_searched else planned(planner.plan),
-        f"strategy=dear fusion={fusion}",
-        compresses="halves",
-        plans_for_codecs=not is_searched or getattr(planner, "plans_for_codecs", False),
-        searches=is_searched,
-    )
+    build = searched(planner) if is_searched else planned(planner.plan)
+    may_encode = not is_searched or getattr(planner, "plans_for_codecs", False)
+    overrides = f"strategy=dear fusion={fusion}"
+    return Strategy(FUSED + fusion, build, overrides, "halves", may_encode, is_searched)
 
 
 def with_local_steps(options: "LocalSteps") -> Strategy:

@@ -80,22 +80,17 @@ def _cost(
     # In two hops (first within each host, then between hosts) a rank encodes and decodes only a
     # part of its host's sum: 1 / `together` of a bucket. So the size that was measured, with all
     # elements encoded, stands for a bucket that is `together` times as large.
-    together = options.ranks_together(collectives)
-    of_ranks = [[together * size for size in sizes]] * 2
+    of_ranks = [[options.ranks_together(collectives) * size for size in sizes]] * 2
     encode, decode_sum, encode_shard, decode = (
         fitted_line(lengths, times_s[place::4])
         for place, lengths in enumerate((*of_ranks, shards, sizes))
     )
     row = fitted_line(shards, [codec.wire_bytes(shard) for shard in shards])
-    return CodecCost(
-        replace(encode, alpha=encode.alpha + launches_s[0]),
-        decode_sum,
-        replace(encode_shard, alpha=encode_shard.alpha + launches_s[1]),
-        decode,
-        reduce_bytes=row,
-        # If not, parameters or mean gradients are gathered uncompressed.
-        gather_bytes=row if options.encodes_both and not codec.is_identity else None,
-    )
+    encode = replace(encode, alpha=encode.alpha + launches_s[0])
+    encode_shard = replace(encode_shard, alpha=encode_shard.alpha + launches_s[1])
+    # If not, parameters or mean gradients are gathered uncompressed.
+    gathered = row if options.encodes_both and not codec.is_identity else None
+    return CodecCost(encode, decode_sum, encode_shard, decode, row, gathered)
 
 
 def fitted_line(sizes: Sequence[int], values: Sequence[float]) -> Linear:

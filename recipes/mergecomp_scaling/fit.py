@@ -11,8 +11,7 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 
 from lightning_dear.apps.recipe.simulated import fitted, networks_of, workload_of
-from lightning_dear.simulator import Link, Network, Workload, strategies
-from lightning_dear.simulator.ranking import alone_s, predicted
+from lightning_dear.simulator import Link, Network, Workload, ranking, strategies
 from lightning_dear.studies.files import read_rows
 from lightning_dear.workloads.replay.profile import load_profile
 
@@ -91,17 +90,17 @@ class Host(NamedTuple):
     @classmethod
     def of(cls, workload: Workload, pair: Pair) -> "Host":
         """Return the host that gives a model these scaling factors; the inverse of `scaling`."""
-        layerwise_s, scheduled_s = (alone_s(workload) / one for one in pair)
+        layerwise_s, scheduled_s = (ranking.alone_s(workload) / one for one in pair)
         return cls(
             (layerwise_s - scheduled_s) / (len(workload.tensors) - GROUPS),
-            (scheduled_s - alone_s(workload)) / workload.nbytes,
+            (scheduled_s - ranking.alone_s(workload)) / workload.nbytes,
         )
 
     def scaling(self, workload: Workload) -> Pair:
         """Return the two scaling factors of a model with this host."""
-        scheduled_s = alone_s(workload) + self.per_byte_s * workload.nbytes
+        scheduled_s = ranking.alone_s(workload) + self.per_byte_s * workload.nbytes
         layerwise_s = scheduled_s + self.per_tensor_s * (len(workload.tensors) - GROUPS)
-        return alone_s(workload) / layerwise_s, alone_s(workload) / scheduled_s
+        return ranking.alone_s(workload) / layerwise_s, ranking.alone_s(workload) / scheduled_s
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class Server:
 
     def waits_s(self, one: Figure) -> float:
         """Return the seconds of a layer-by-layer step beyond computing."""
-        compute_s = alone_s(self.workloads[one.model])
+        compute_s = ranking.alone_s(self.workloads[one.model])
         return compute_s / one.pair[0] - compute_s
 
     def host(self, one: Figure) -> Host:
@@ -178,4 +177,4 @@ def computing(model: str, seconds: float) -> Workload:
 
 def scaling(strategy: strategies.Strategy, workload: Workload, network: Network) -> float:
     """Return a simulated scaling factor, 0 to 1: one GPU's step alone over that of all GPUs."""
-    return alone_s(workload) / predicted(strategy, workload, network).step.step_s
+    return ranking.alone_s(workload) / ranking.predicted(strategy, workload, network).step.step_s

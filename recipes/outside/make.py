@@ -1,7 +1,6 @@
 """Somebody else's clusters: published figures beside what is predicted from the stated facts."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -60,8 +59,8 @@ def _workload(facts: Row) -> Workload:
         for _ in range(repeats)
     ]
     profile = ModelProfile(facts["claim"], "stated", "", tuple(layers))
-    tensors, times = planned(profile.with_compute(facts["compute_s"]))
-    return Workload(profile.name, tensors, replace(times, step_s=facts["step_s"]))
+    timed = profile.with_compute(facts["compute_s"])
+    return Workload(profile.name, *planned(timed, facts["step_s"]))
 
 
 def _step_s(cfg: DictConfig, way: str, workload: Workload, network: Network) -> float:

@@ -36,8 +36,7 @@ def workload_of(cfg: DictConfig) -> Workload:
             f"The profile {profile.name!r} takes no time. Record it again with record_profile, or"
             " choose another profile. Exchanges are compared with the time of forward and backward."
         )
-    tensors, times = planned(profile)
-    return Workload(profile.name, tensors, replace(times, step_s=float(cfg.step_s)))
+    return Workload(profile.name, *planned(profile, float(cfg.step_s)))
 
 
 def workloads_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[Workload]:
