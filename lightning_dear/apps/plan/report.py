@@ -159,8 +159,7 @@ class Report:
         lossy = [row for row in can_run if not _is_as_good(row)]
         last = _NEEDS if self.need else "MB/step"
         titles = "strategy", "step ms", "waits ms", "x ddp", "scaling", last, ""
-        cells = [*map(self._cells, (*safe, *lossy))]
-        lines = table.format_table(titles, cells).splitlines()
+        lines = table.format_table(titles, [*map(self._cells, (*safe, *lossy))]).splitlines()
         if safe and lossy:
             # 3 lines come before the rows: a rule, the titles and another rule.
             lines.insert(3 + len(safe), lines[0])
