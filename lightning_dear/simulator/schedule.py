@@ -213,7 +213,7 @@ class _SimulatedRound(_SimulatedStep):
         fragments = [TensorSpec(turn, f"fragment {turn}", numel, 4, "", turn) for turn in turns]
         plan = NoFusion().plan(fragments, network.world_size)
         super().__init__(Schedule(), plan, workload, network)
-        self._alone = _alone(workload)
+        self._alone = single_program(workload, network).ops
         alone_s = sum(op.seconds for op in self._alone)
         # Between two steps the outer optimizer steps what has arrived; at the merge at the latest.
         self._until_gather = min(ceil(self.reduce(0).seconds / alone_s), self._round.delay)
@@ -254,16 +254,11 @@ def round_program(options: "LocalSteps", workload: Workload, network: Network) -
 
 def single_program(workload: Workload, network: Network) -> Program:
     """Return the step of one rank alone, which sends nothing."""
-    return Program("one rank", _alone(workload))
-
-
-def _alone(workload: Workload) -> tuple[Compute, ...]:
     times = workload.times
-    return (
-        Compute(steps.FORWARD, times.forward_s),
-        Compute(steps.BACKWARD, times.backward_s),
-        Compute(steps.STEP, times.step_s + workload.fixed_step_s),
-    )
+    forward = Compute(steps.FORWARD, times.forward_s)
+    backward = Compute(steps.BACKWARD, times.backward_s)
+    step = Compute(steps.STEP, times.step_s + workload.fixed_step_s)
+    return Program("one rank", (forward, backward, step))
 
 
 def partitioned_program(workload: Workload, network: Network) -> Program:

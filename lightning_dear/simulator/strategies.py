@@ -214,7 +214,6 @@ def in_units(schedule: schedules.Schedule) -> Builder:
     return build
 
 
-_ZERO = schedules.Schedule(gathers="at_once", uses_the_backends=True)
 _FSDP2 = schedules.Schedule(gathers="one_ahead", uses_the_backends=True, shards_tensors=True)
 _DDP = schedules.Schedule(is_ddp=True)
 
@@ -298,7 +297,7 @@ STRATEGIES: dict[str, Strategy] = {
         # All-reduces of 4 MiB; tensors that forward reads first have priority.
         Strategy("bytescheduler", schedules.partitioned_program),
         # ZeRO-2: reduce-scatters in backward, all-gathers before the next forward.
-        Strategy("zero", in_units(_ZERO)),
+        Strategy("zero", in_units(schedules.Schedule(gathers="at_once", uses_the_backends=True))),
         # FSDP2 with reshard_after_forward=False: all-gathers in forward, one ahead.
         Strategy("fsdp2", in_units(_FSDP2), "strategy=fsdp2_zero2"),
         # The DeAR paper: gradients are gathered one ahead, and every rank steps all parameters.

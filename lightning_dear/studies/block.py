@@ -25,10 +25,8 @@ from lightning_dear.studies import competitors, files, machine
 
 Floats = NDArray[np.float64]
 
-FIGURES = (
-    *("step_s", "forward_s", "backward_s"),
-    *("exposed_reduce_scatter_s", "exposed_all_gather_s", "wire_bytes"),
-)
+WAITS = ("exposed_reduce_scatter_s", "exposed_all_gather_s")
+FIGURES = ("step_s", "forward_s", "backward_s", *WAITS, "wire_bytes")
 """Figures of each step of a rank, in this order: seconds from the beginning of its first batch to
 that of the next step; seconds in `training_step`, waits for parameters included; seconds in
 backward, waits for buckets included; seconds of waiting for gradients; seconds of waiting for
@@ -45,9 +43,6 @@ _EXPECTED_WARNINGS = (
     "Using `DistributedSampler` with the dataloaders.*",
 )
 """Warnings that Lightning prints for every fit and test here, and that the user cannot avoid."""
-
-NewTrainer = Callable[..., Trainer]
-"""Called with `profiler` and `max_steps`; returns a trainer without logging, saving, validation."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +221,7 @@ class StepProbe(profilers.Profiler):
 
 def run_block(
     rig: Rig,
-    new_trainer: NewTrainer,
+    new_trainer: Callable[..., Trainer],
     module: LightningModule,
     batches: Sequence[Any],
     length: BlockLength,

@@ -259,10 +259,8 @@ def _verdict(asked: Asked, row: Line, num_seeds: int, trials: Sequence[Line]) ->
 def text_of(rows: Sequence[Line]) -> str:
     """Return the table of all rows, at least one, and a legend."""
     first, unit = rows[0], rows[0]["unit"]
-    titles = [
-        *("entry", "buckets", "lr", "x dense", "dense first", f"{first['metric']}, {unit} (sd)"),
-        *("worse by [90 %]", "train loss", "higher by [90 %]", ""),
-    ]
+    ends = f"{first['metric']}, {unit} (sd)", "worse by [90 %]", "train loss", "higher by [90 %]"
+    titles = "entry", "buckets", "lr", "x dense", "dense first", *ends, ""
     shown = table.format_table(titles, [_cells(row) for row in rows], table.WIDTH)
     return (
         f"{shown}\n{first['num_seeds']} seeds; on each, all entries have the same weights and data"

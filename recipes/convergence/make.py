@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from omegaconf import DictConfig
 
 from lightning_dear.apps.recipe.report import Claim, Report, Rows, Sibling
-
-Floats = NDArray[np.float64]
+from lightning_dear.studies.block import Floats
 
 
 @dataclass(frozen=True)

@@ -111,10 +111,8 @@ class Study:
         phase = "final" if seed in self._cfg.seeds else "tuning"
         cfg = config.config_of(entry, self._buckets[buckets], options, lr)
         key = config.key_of(cfg, seed, self._metric.name, self._cfg.loss_steps)
-        labels = {
-            **{"key": key, "entry": entry.name, "buckets": buckets, "phase": phase, "seed": seed},
-            **{"lr_factor": options.lr_factor, "lr": lr, "dense_share": options.dense_share},
-        }
+        labels = {"key": key, "entry": entry.name, "buckets": buckets, "phase": phase, "seed": seed}
+        labels |= {"lr_factor": options.lr_factor, "lr": lr, "dense_share": options.dense_share}
         is_known = key in self._known
         if is_known:
             self.report.progress.leave_out(entry.max_steps)

@@ -43,8 +43,6 @@ _MANY_STEPS = 2.0
 """Times as many steps as others local steps may need. They are proposed where a step with int8
 takes longer than computing alone by more than this factor: elsewhere they may gain nothing."""
 
-_MB = 1e6
-
 _PARTS = 8
 """Number of parts of a rank's batch. The proposed split moves whole parts."""
 
@@ -255,7 +253,7 @@ def compute_rows(compute: Compute) -> Rows:
     """Return rows for the gradients and this rank's forward and backward."""
     times = compute.times.times
     return [
-        ("gradients", f"{compute.gradient_bytes / _MB:.2f} MB"),
+        ("gradients", f"{compute.gradient_bytes / 1e6:.2f} MB"),
         ("forward (median)", _milli(times.forward_s)),
         ("backward (median)", _milli(times.backward_s)),
     ]
