@@ -214,7 +214,7 @@ class _SimulatedRound(_SimulatedStep):
         plan = NoFusion().plan(fragments, network.world_size)
         super().__init__(Schedule(), plan, workload, network)
         self._alone = single_program(workload, network).ops
-        alone_s = sum(op.seconds for op in self._alone)
+        alone_s = sum(op.seconds for op in self._alone if isinstance(op, Compute))
         # Between two steps the outer optimizer steps what has arrived; at the merge at the latest.
         self._until_gather = min(ceil(self.reduce(0).seconds / alone_s), self._round.delay)
 

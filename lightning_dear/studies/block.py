@@ -231,7 +231,8 @@ def run_block(
 
     Args:
         rig: This process's rank and machine.
-        new_trainer: Makes the trainer; a step has `accumulate_grad_batches` batches.
+        new_trainer: Makes the trainer from `profiler` and `max_steps`, without logging, saving or
+            validation; a step has `accumulate_grad_batches` batches.
         module: Module to train; it is mutated, and sharded if the strategy does so.
         batches: Batches, at least one. They are repeated, so that loading data takes no time in a
             step.
