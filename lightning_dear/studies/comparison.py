@@ -103,13 +103,10 @@ def describe(row: Line) -> str:
         bounds = f"bound {_ms(row['bound_s'])} ms, DeAR's own {_ms(row['dear_bound_s'])} ms"
         shorter = f"communication/compute {row['communication_ratio']:.2f}; {bounds}"
     alone = f"forward {_ms(row['forward_s'])} ms, backward {_ms(row['backward_s'])} ms"
-    lines = [
-        f"{row['model']}, {kind}, {row['world_size']} ranks",
-        f"{table.shown(row['model_bytes'], '.1f', 1e-6)} MB of parameters, {link}",
-        f"{alone} ({row['compute_source']})",
-        shorter,
-    ]
-    return "\n".join([*filter(None, (row["point"], row.get("rig"))), *lines])
+    model = f"{row['model']}, {kind}, {row['world_size']} ranks"
+    size = f"{table.shown(row['model_bytes'], '.1f', 1e-6)} MB of parameters, {link}"
+    lines = row["point"], row.get("rig"), model, size, f"{alone} ({row['compute_source']})", shorter
+    return "\n".join(filter(None, lines))
 
 
 def verdicts(rows: Sequence[Line]) -> Iterator[str]:

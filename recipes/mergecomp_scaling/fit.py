@@ -87,15 +87,6 @@ class Host(NamedTuple):
     per_tensor_s: float
     per_byte_s: float
 
-    @classmethod
-    def of(cls, workload: Workload, pair: Pair) -> "Host":
-        """Return the host that gives a model these scaling factors; the inverse of `scaling`."""
-        layerwise_s, scheduled_s = (ranking.alone_s(workload) / one for one in pair)
-        return cls(
-            (layerwise_s - scheduled_s) / (len(workload.tensors) - GROUPS),
-            (scheduled_s - ranking.alone_s(workload)) / workload.nbytes,
-        )
-
     def scaling(self, workload: Workload) -> Pair:
         """Return the two scaling factors of a model with this host."""
         scheduled_s = ranking.alone_s(workload) + self.per_byte_s * workload.nbytes
@@ -144,11 +135,16 @@ class Server:
         return compute_s / one.pair[0] - compute_s
 
     def host(self, one: Figure) -> Host:
-        """Return the host that gives a figure. All of FP32's waits count as time per tensor."""
+        """Return the host that gives a figure: the inverse of `Host.scaling`.
+
+        All of FP32's waits count as time per tensor.
+        """
         workload = self.workloads[one.model]
         if one.compressor == FP32:
             return Host(self.waits_s(one) / len(workload.tensors), 0.0)
-        return Host.of(workload, one.pair)
+        layerwise_s, scheduled_s = (ranking.alone_s(workload) / share for share in one.pair)
+        per_tensor_s = (layerwise_s - scheduled_s) / (len(workload.tensors) - GROUPS)
+        return Host(per_tensor_s, (scheduled_s - ranking.alone_s(workload)) / workload.nbytes)
 
     def predicted(self, figures: Figures) -> Iterator[Figure]:
         """Yield the other models' scaling factors, predicted from the hosts fitted to ResNet-50."""

@@ -124,23 +124,19 @@ def _claims(
     """
     dgc = _found(published, PCIE, GPUS, FITTED, "dgc")
     other = _found(published, PCIE, GPUS, OTHERS[0], "dgc")
-    yield _host_claim(
+    what, published_gain = (
         f"DGC on {FITTED}, {GPUS} GPUs, PCIe",
         f"{GAIN}x (digitised {dgc.percent})",
-        f"{_shown(_found(simulated, PCIE, GPUS, FITTED, 'dgc'))} by kernels and bytes alone",
-        (server.host(dgc).per_tensor_s, server.host(other).per_tensor_s),
-        f"by {other.model}",
     )
+    here = f"{_shown(_found(simulated, PCIE, GPUS, FITTED, 'dgc'))} by kernels and bytes alone"
+    costs_s = server.host(dgc).per_tensor_s, server.host(other).per_tensor_s
+    yield _host_claim(what, theirs, here, costs_s, f"by {other.model}")
     for model in OTHERS:
         yield _model_claim(model, server, published, predicted)
     fewer = _found(published, PCIE, 2, FITTED, "dgc")
-    yield _host_claim(
-        f"DGC on {FITTED}, 2 GPUs, PCIe",
-        _shown(fewer),
-        f"{_shown(dgc)} with the host of {GPUS} GPUs",
-        (server.host(fewer).per_tensor_s, server.host(dgc).per_tensor_s),
-        f"by {GPUS} GPUs",
-    )
+    what, here = f"DGC on {FITTED}, 2 GPUs, PCIe", f"{_shown(dgc)} with the host of {GPUS} GPUs"
+    costs_s = server.host(fewer).per_tensor_s, server.host(dgc).per_tensor_s
+    yield _host_claim(what, _shown(fewer), here, costs_s, f"by {GPUS} GPUs")
     yield _topk_claim(server, published, simulated, float(cfg.topk_then_s))
     yield from _nvlink_claims(cfg, server, published, simulated)
 
@@ -174,16 +170,12 @@ def _model_claim(model: str, server: Server, published: Figures, predicted: Figu
         gains.append(there.gain)
         costs = server.host(here).per_tensor_s / server.host(there).per_tensor_s
         num_close += 1 / PLAUSIBLE <= costs <= PLAUSIBLE
-    return Claim(
-        f"{len(own)} compressors on {model}",
-        f"{min(gains):.2f}x to {max(gains):.2f}x",
-        f"{fmean(off):.0f} points off on average, {max(off):.0f} at most",
-        "simulated",
-        f"a host takes what it does in {FITTED}",
-        f"gains up to {max(apart):.2f}x off; {num_close} of {len(own)} costs a tensor within"
-        f" {PLAUSIBLE}x",
-        "yes" if max(apart) <= PLAUSIBLE else "no",
-    )
+    what, gain = f"{len(own)} compressors on {model}", f"{min(gains):.2f}x to {max(gains):.2f}x"
+    found = f"{fmean(off):.0f} points off on average, {max(off):.0f} at most"
+    must, is_close = f"a host takes what it does in {FITTED}", max(apart) <= PLAUSIBLE
+    close = f"{num_close} of {len(own)} costs a tensor within {PLAUSIBLE}x"
+    checked = f"gains up to {max(apart):.2f}x off; {close}"
+    return Claim(what, gain, found, "simulated", must, checked, "yes" if is_close else "no")
 
 
 def _topk_claim(server: Server, published: Figures, simulated: Figures, then_s: float) -> Claim:

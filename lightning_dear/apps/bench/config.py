@@ -77,15 +77,11 @@ def named(cfg: DictConfig, spelt_out: Callable[[str], Mapping[str, Any]]) -> lis
 def _entry(cfg: DictConfig, one: Mapping[str, Any]) -> Entry:
     if len(grid := one.get("grid") or {}) > 1:
         raise ValueError(f"grid of {one['name']} has {', '.join(grid)}. Keep only one option.")
-    return Entry(
-        name=str(one["name"]),
-        overrides=overrides_of(one, _OWN_KEYS),
-        length=BlockLength(one.get("warm_up_steps", cfg.warm_up_steps), cfg.steps),
-        rounds=one.get("rounds", cfg.rounds),
-        grid=tuple(as_override(key, value) for key, values in grid.items() for value in values),
-        tuning_steps=one.get("tuning_steps", 0),
-        plan_of=overrides_of(one.get("plan_of", {})),
-    )
+    overrides, plan_of = overrides_of(one, _OWN_KEYS), overrides_of(one.get("plan_of", {}))
+    length = BlockLength(one.get("warm_up_steps", cfg.warm_up_steps), cfg.steps)
+    rounds, tuning_steps = one.get("rounds", cfg.rounds), one.get("tuning_steps", 0)
+    tries = tuple(as_override(key, value) for key, values in grid.items() for value in values)
+    return Entry(str(one["name"]), overrides, length, rounds, tries, tuning_steps, plan_of)
 
 
 def overrides_of(settings: Mapping[Any, Any], but: Collection[str] = ()) -> tuple[str, ...]:

@@ -101,12 +101,9 @@ class Report:
         for title in ("claimed", "here", "must be true", "checked"):
             table.add_column(title, ratio=1, overflow="fold")
         for one in self.claims:
-            table.add_row(
-                f"{one.claim}: {one.published}",
-                f"{one.kind}: {one.here}",
-                one.must_be_true or "nothing more",
-                f"{one.checked} (plausible: {one.plausible})",
-            )
+            claimed, here = f"{one.claim}: {one.published}", f"{one.kind}: {one.here}"
+            checked = f"{one.checked} (plausible: {one.plausible})"
+            table.add_row(claimed, here, one.must_be_true or "nothing more", checked)
         text = StringIO()
         Console(file=text, width=WIDTH, color_system=None).print(table)
         return text.getvalue().rstrip()
