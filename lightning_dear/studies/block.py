@@ -248,9 +248,8 @@ def run_block(
         probe.strategy = trainer.strategy
         probe.batches_per_step = trainer.accumulate_grad_batches
         trainer.fit(module, train_dataloaders=cycle(batches))
-    measured = probe.measured(rig, machine.peak_memory() if counts_memory else math.nan)
     competitors.forget_mesh(trainer.strategy)
-    return measured
+    return probe.measured(rig, machine.peak_memory() if counts_memory else math.nan)
 
 
 def interface_of(num_nodes: int) -> str:

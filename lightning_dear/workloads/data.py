@@ -241,11 +241,8 @@ def windows_of(paths: list[Path], context_length: int) -> torch.Tensor:
 
 def source_files(root: Path) -> list[Path]:
     """Return the ``.py`` files under ``root`` without tests, in an order equal on all machines."""
-    return sorted(
-        path
-        for path in root.rglob("*.py")
-        if not EXCLUDED_FOLDERS.intersection(path.relative_to(root).parts)
-    )
+    paths = root.rglob("*.py")
+    return sorted(one for one in paths if not EXCLUDED_FOLDERS & {*one.relative_to(root).parts})
 
 
 def split_of(name: str) -> str:

@@ -124,10 +124,7 @@ def _claims(
     """
     dgc = _found(published, PCIE, GPUS, FITTED, "dgc")
     other = _found(published, PCIE, GPUS, OTHERS[0], "dgc")
-    what, published_gain = (
-        f"DGC on {FITTED}, {GPUS} GPUs, PCIe",
-        f"{GAIN}x (digitised {dgc.percent})",
-    )
+    what, theirs = f"DGC on {FITTED}, {GPUS} GPUs, PCIe", f"{GAIN}x (digitised {dgc.percent})"
     here = f"{_shown(_found(simulated, PCIE, GPUS, FITTED, 'dgc'))} by kernels and bytes alone"
     costs_s = server.host(dgc).per_tensor_s, server.host(other).per_tensor_s
     yield _host_claim(what, theirs, here, costs_s, f"by {other.model}")

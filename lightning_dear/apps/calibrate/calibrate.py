@@ -97,13 +97,17 @@ class ExchangeProbe(Callback):
         self.found = replace(workload, copies_s=costs.ddp_s, sharding_s=costs.sharding_s), costs
 
 
-def calibrate(cfg: DictConfig) -> None:
+def run_job(cfg: DictConfig, program: Program) -> None:
     """Train some steps of ``cfg``, measure, and write the results. Starts the ranks. Blocks.
+
+    Does so on emulated hosts if the config asks for these.
 
     Raises:
         ValueError: If the job has one rank, which has no network, or a strategy without a fusion.
         RuntimeError: If training ended before everything was measured.
     """
+    if emulated.restart_on_cluster(cfg, "lightning_dear.apps.calibrate"):
+        return
     train.check(cfg)
     if not (OmegaConf.is_config(cfg.strategy) and "fusion" in cfg.strategy):
         raise ValueError("dear-plan calibrate measures with strategy=dear. Leave strategy=... out.")
@@ -202,9 +206,3 @@ def _curve(times_s: Mapping[int, list[float]], world_size: int) -> dict[str, lis
     # A longer message cannot take less time. If noise made it shorter, both get their mean.
     rising = isotonic_regression([median(repeats) for repeats in times_s.values()])
     return {"sizes_bytes": sent, "seconds": rising.x.tolist()}
-
-
-def run_job(cfg: DictConfig, program: Program) -> None:
-    """Run one job of ``dear-plan calibrate``, on emulated hosts if the config asks for these."""
-    if not emulated.restart_on_cluster(cfg, "lightning_dear.apps.calibrate"):
-        calibrate(cfg)

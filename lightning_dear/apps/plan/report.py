@@ -219,10 +219,9 @@ class Report:
         return "\n".join([_wrapped(*said), *commands, *self._lossless_command()])
 
     def _sureness(self) -> str:
-        best_s = self.best.step.step_s
+        name, best_s = self.best.name, self.best.step.step_s
         others = [row for row in self._choices if row is not self.best]
         near = [row.name for row in others if abs(row.step.step_s / best_s - 1) <= KNOWN_ERROR]
-        name = self.best.name
         found = f"every other row differs from {name} by more than that"
         if near:
             found = f"{', '.join(near)}: no real difference from {name}; the other rows do differ"

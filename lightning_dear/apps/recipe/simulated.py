@@ -65,12 +65,11 @@ def fitted(
     def missing(logarithm: float) -> float:
         return of(math.exp(logarithm)) - goal
 
-    low, high = between
-    ends = math.log(low), math.log(high)
+    ends = [math.log(end) for end in between]
     if missing(ends[0]) * missing(ends[1]) > 0:
         raise ValueError(
-            f"{what} is never {goal:g} from {low:g} to {high:g}, the limits of the fit. Leave out"
-            " options that differ from the set-up of the published figure."
+            f"{what} is never {goal:g} from {between[0]:g} to {between[1]:g}, the limits of the"
+            " fit. Leave out options that differ from the set-up of the published figure."
         )
     return math.exp(brentq(missing, *ends, xtol=tolerance))
 
