@@ -107,7 +107,7 @@ def _measured(siblings: Mapping[str, Sibling]) -> Iterator[Row]:
             yield _row("measured", figure, float(alone["step_s"]), (saved_s / num_merged, None))
 
 
-# --- claims --------------------------------------------------------------------------------------
+# --- claims ---------------------------------------------------------------------------------------
 
 
 def _claims(
@@ -204,7 +204,7 @@ def _nvlink_claims(
     yield Claim(what, figure, here, "simulated", must, **check(words, waits_s, cycle_s))
 
 
-# --- picture -------------------------------------------------------------------------------------
+# --- picture --------------------------------------------------------------------------------------
 
 
 def _picture(published: Figures, predicted: Figures) -> Any:
