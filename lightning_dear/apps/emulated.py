@@ -69,12 +69,8 @@ def _run(cfg: DictConfig, module: str) -> int:
         arguments.append(f"cluster.beta_s_per_byte={8e-6 / node.rate_mbit:.6g}")
     hosts = emulation.EmulatedCluster(**{name: node[name] for name in OPTIONS})
     with INTERRUPTS.raised(), hosts as cluster:
-        return emulation.run_on_cluster(
-            cluster,
-            [sys.executable, "-m", module, *arguments],
-            ranks_per_host=node.ranks_per_host,
-            cwd=config.runtime.cwd,
-        )
+        argv, size = [sys.executable, "-m", module, *arguments], node.ranks_per_host
+        return emulation.run_on_cluster(cluster, argv, ranks_per_host=size, cwd=config.runtime.cwd)
 
 
 def _run_as_own_root(module: str) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import version
 from inspect import cleandoc
-from io import TextIOBase
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,8 @@ class Program:
                 self.say_how_to_go_on()
             raise
         finally:
-            held.pass_on(_short(getattr(sys.exc_info()[1], "__context__", None), self, held.kept))
+            context = getattr(sys.exc_info()[1], "__context__", None)
+            held.pass_on(_short(context, self, held.getvalue()))
         # The module is not imported if there was no job, for example with --cfg.
         getattr(sys.modules.get(f"{__package__}.{self.module}"), "jobs_end", lambda: None)()
 
@@ -150,7 +151,7 @@ class Program:
             print(f"{self.name}: {again}", file=sys.__stderr__, flush=True)
 
 
-class _Held(TextIOBase):
+class _Held(StringIO):
     """Replaces stderr: keeps written text until `pass_on`, and writes directly after it.
 
     Attributes:
@@ -158,19 +159,17 @@ class _Held(TextIOBase):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.stream = sys.stderr
-        self._kept: list[str] | None = []
+        self._passes = False
 
     def __reduce__(self) -> Any:
         # Some Hydra launchers pickle the job to send it to another process; kept text stays here.
         return _Held, ()
 
     @override
-    def write(self, text: str) -> int:
-        if self._kept is None:
-            return self.stream.write(text)
-        self._kept.append(text)
-        return len(text)
+    def write(self, text: str, /) -> int:
+        return self.stream.write(text) if self._passes else super().write(text)
 
     @override
     def flush(self) -> None:
@@ -180,16 +179,12 @@ class _Held(TextIOBase):
     def fileno(self) -> int:
         return self.stream.fileno()
 
-    @property
-    def kept(self) -> str:
-        """Text that was written and not passed on."""
-        return "".join(self._kept or ())
-
     def pass_on(self, instead: str = "") -> None:
         """Write the kept text, if any, to stderr; or `instead` for it, if that is not empty."""
-        if self._kept:
-            self.stream.write(instead or self.kept)
-        self._kept = None
+        if kept := self.getvalue():
+            self.stream.write(instead or kept)
+        self.truncate(0)
+        self._passes = True
         self.stream.flush()
 
 

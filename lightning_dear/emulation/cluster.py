@@ -127,22 +127,19 @@ class EmulatedCluster:
     loss: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_hosts <= MAX_HOSTS:
-            raise ValueError(f"num_hosts={self.num_hosts} is not valid. Choose 1 to {MAX_HOSTS}.")
-        if self.rate_mbit is not None and not self.rate_mbit > 0:
-            raise ValueError(f"rate_mbit={self.rate_mbit} is not valid. Set it above 0, or None.")
-        if not 576 <= self.mtu <= 65535:
-            raise ValueError(f"mtu={self.mtu} is not valid. mtu must be 576 to 65535 bytes.")
-        most = self.socket_buffer_bytes
-        if most is not None and not _LEAST_BUFFER <= most < 1 << 30:
-            raise ValueError(
-                f"socket_buffer_bytes={most} is not valid. socket_buffer_bytes must be"
-                f" {_LEAST_BUFFER} to 2^30 - 1, or None for the kernel's own."
-            )
-        if not 0 <= self.delay_ms <= 10_000:
-            raise ValueError(f"delay_ms={self.delay_ms} is not valid. Set it to 0 to 10000.")
-        if not 0 <= self.loss < 1:
-            raise ValueError(f"loss={self.loss} is not valid. Set it to a share: 0.01 means 1 %.")
+        rate, most = self.rate_mbit, self.socket_buffer_bytes
+        is_buffer = most is None or _LEAST_BUFFER <= most < 1 << 30
+        sizes = f"{_LEAST_BUFFER} to 2^30 - 1, or None for the kernel's own."
+        for name, is_valid, advice in (
+            ("num_hosts", 1 <= self.num_hosts <= MAX_HOSTS, f"Choose 1 to {MAX_HOSTS}."),
+            ("rate_mbit", rate is None or rate > 0, "Set it above 0, or None."),
+            ("mtu", 576 <= self.mtu <= 65535, "mtu must be 576 to 65535 bytes."),
+            ("socket_buffer_bytes", is_buffer, f"socket_buffer_bytes must be {sizes}"),
+            ("delay_ms", 0 <= self.delay_ms <= 10_000, "Set it to 0 to 10000."),
+            ("loss", 0 <= self.loss < 1, "Set it to a share: 0.01 means 1 %."),
+        ):
+            if not is_valid:
+                raise ValueError(f"{name}={getattr(self, name)} is not valid. {advice}")
         self.hosts: tuple[EmulatedHost, ...] = ()
         self._namespaces: list[str] = []
         self._is_forwarded = self.delay_ms > 0 or self.loss > 0

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from random import Random
 from select import select
+from typing import Any
 
 _READY = "ready\n"
 
@@ -55,18 +56,11 @@ class SwitchProcess:
 
     def __init__(self, prefix: Sequence[str], numbers: Sequence[float]) -> None:
         # Without site-packages it starts at once, and whatever PYTHONPATH says.
-        python = [sys.executable, "-I", "-S", __file__, *map(str, numbers)]
-        pipe = subprocess.PIPE
+        argv = [*prefix, sys.executable, "-I", "-S", __file__, *map(str, numbers)]
+        pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         # The kernel closes its stdin with this process, even after SIGKILL. Ctrl-C must not end it
         # before the ranks, so it has a session of its own.
-        self._process = subprocess.Popen(
-            [*prefix, *python],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-            start_new_session=True,
-        )
+        self._process = subprocess.Popen(argv, **pipes, text=True, start_new_session=True)
         assert self._process.stdout is not None
         if self._process.stdout.readline() != _READY:
             raise RuntimeError(self._kill())
@@ -85,7 +79,7 @@ class SwitchProcess:
     def _kill(self) -> str:
         """Return what it wrote to stderr."""
         self._process.kill()
-        return self._process.communicate()[1].strip()
+        return str(self._process.communicate()[1]).strip()
 
 
 @dataclass(eq=False)
@@ -127,8 +121,7 @@ class Switch:
         """Forward frames until the descriptor `until` is closed at its other end. Blocks."""
         hosts = {device: host for host, device in enumerate(self.devices)}
         while True:
-            wait_s = self._pass_on()
-            readable, _, _ = select([until, *hosts], (), (), wait_s)
+            readable, _, _ = select([until, *hosts], (), (), self._pass_on())
             if until in readable:
                 return
             time.sleep(self._pause_s)

@@ -192,8 +192,7 @@ class Network:
         """
         own, outer = self.outer_link, Link(self.outer_link.alpha_s, 8 / bits_per_s)
         factor = outer.beta_s / own.beta_s if own.beta_s else 1.0
-        measured = {name: getattr(self, name) for name in _MEASURED}
-        changed = {name: one.scaled(factor) for name, one in measured.items() if one is not None}
+        changed = {name: one.scaled(factor) for name in _MEASURED if (one := getattr(self, name))}
         changed |= {name: outer for name in ("between", "within") if getattr(self, name) == own}
         return replace(self, **changed)
 
@@ -325,8 +324,7 @@ class Network:
 
     def _tree_s(self, nbytes: float) -> float:
         """Up and down two trees of nodes, half of the bytes each; a node's ranks form a chain."""
-        depth = math.ceil(math.log2(self.num_nodes)) if self.num_nodes > 1 else 0
-        inside = self.ranks_in_node - 1
+        depth, inside = math.ceil(math.log2(self.num_nodes)), self.ranks_in_node - 1
         starts_s = 2 * (depth * self.between.alpha_s + inside * self._local.alpha_s)
         return starts_s + 2 * nbytes * self._slowest.beta_s
 

@@ -4,10 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_dear.simulator.network import Network
-from lightning_dear.simulator.simulate import SimulatedStep, simulate
+from lightning_dear.simulator import Network, SimulatedStep, Workload, simulate
 from lightning_dear.simulator.strategies import HOOKS, Strategy
-from lightning_dear.simulator.workload import Workload
 
 BASELINE = "ddp"
 
@@ -102,8 +100,7 @@ def alone_s(workload: Workload, batches: int = 1) -> float:
             seconds of one of them.
     """
     times = workload.times
-    step_s = times.step_s + workload.fixed_step_s
-    return times.forward_s + times.backward_s + step_s / batches
+    return times.forward_s + times.backward_s + (times.step_s + workload.fixed_step_s) / batches
 
 
 def needed_rate(strategy: Strategy, workload: Workload, network: Network, share: float) -> float:
@@ -130,8 +127,7 @@ def needed_rate(strategy: Strategy, workload: Workload, network: Network, share:
     most_s = alone_s(workload, strategy.batches) / share
 
     def is_enough(bits_per_s: float) -> bool:
-        program = strategy.program(workload, network.at_rate(bits_per_s))
-        return simulate(program).step_s <= most_s
+        return simulate(strategy.program(workload, network.at_rate(bits_per_s))).step_s <= most_s
 
     low, high = _RATES
     if not is_enough(math.inf):

@@ -37,17 +37,15 @@ def load_workload(path: str | Path) -> Workload:
         ValueError: If the content is not such a workload, or of another version.
         FileNotFoundError: If there is no such file.
     """
-    text = Path(path).read_text()
     try:
-        content = json.loads(text)
+        content = json.loads(Path(path).read_text())
         if content["version"] != FORMAT_VERSION:
             raise ValueError(f"its version is {content['version']}, not {FORMAT_VERSION}")
-        kinds = content["codecs"]
-        compressed, uncompressed = (_codec(kinds[one]) for one in ("compressed", "uncompressed"))
+        codecs: Any = {kind: _codec(cost) for kind, cost in content["codecs"].items()}
         return Workload(
             tensors=[TensorSpec(*fields) for fields in content["tensors"]],
             times=_times(content["times"]),
-            codecs=CodecCosts(compressed, uncompressed, content["may_mix"]),
+            codecs=CodecCosts(**codecs, may_mix=content["may_mix"]),
             **{name: content[name] for name in _PLAIN},
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -57,20 +55,14 @@ def load_workload(path: str | Path) -> Workload:
 
 
 def _times(fields: Mapping[str, Any]) -> ModelTimes:
-    # Keys of JSON objects are text: tensor indices become integers again.
-    by_index = {
-        key: {int(index): seconds for index, seconds in value.items()}
-        for key, value in fields.items()
-        if isinstance(value, Mapping)
-    }
     # Earlier versions also wrote whether buckets might be gathered in backward.
     known = {key: value for key, value in fields.items() if key != "allows_early"}
-    return ModelTimes(**{**known, **by_index})
+    # Keys of JSON objects are text: tensor indices become integers again.
+    for key in ("first_use_s", "ready_s"):
+        known[key] = {int(index): seconds for index, seconds in known[key].items()}
+    return ModelTimes(**known)
 
 
-def _codec(fields: Mapping[str, Any]) -> CodecCost:
-    made: dict[str, Any] = {
-        key: Linear(**value) if isinstance(value, Mapping) else value
-        for key, value in fields.items()
-    }
-    return CodecCost(**made)
+def _codec(fields: dict[str, Any]) -> CodecCost:
+    lines = {key: Linear(**value) for key, value in fields.items() if isinstance(value, dict)}
+    return CodecCost(**fields | lines)

@@ -11,7 +11,7 @@ from lightning_dear.planning import BucketPlan, NoFusion, TensorSpec
 from lightning_dear.planning import step as steps
 from lightning_dear.planning.step import Compute, Launch, Message, Op, PlannedStep, Program, Wait
 from lightning_dear.simulator.network import Network
-from lightning_dear.simulator.workload import Workload
+from lightning_dear.simulator.workload import Workload, module_of
 
 if TYPE_CHECKING:
     from lightning_dear.local_steps import LocalSteps
@@ -207,15 +207,14 @@ class _SimulatedRound(_SimulatedStep):
     """A round of local steps. Its buckets are the fragments: all of one size, and in fp32."""
 
     def __init__(self, options: "LocalSteps", workload: Workload, network: Network) -> None:
-        owners = {one.name.rpartition(".")[0] or one.name for one in workload.tensors}
-        self._round = options.schedule(len(owners))
+        self._round = options.schedule(len({*map(module_of, workload.tensors)}))
         turns = range(self._round.fragments)
         numel = -(-sum(one.numel for one in workload.tensors) // len(turns))
         fragments = [TensorSpec(turn, f"fragment {turn}", numel, 4, "", turn) for turn in turns]
         plan = NoFusion().plan(fragments, network.world_size)
         super().__init__(Schedule(), plan, workload, network)
-        self._alone = _alone(workload)
-        alone_s = sum(op.seconds for op in self._alone)
+        self._alone = single_program(workload, network).ops
+        alone_s = sum(op.seconds for op in self._alone if isinstance(op, Compute))
         # Between two steps the outer optimizer steps what has arrived; at the merge at the latest.
         self._until_gather = min(ceil(self.reduce(0).seconds / alone_s), self._round.delay)
 
@@ -255,16 +254,11 @@ def round_program(options: "LocalSteps", workload: Workload, network: Network) -
 
 def single_program(workload: Workload, network: Network) -> Program:
     """Return the step of one rank alone, which sends nothing."""
-    return Program("one rank", _alone(workload))
-
-
-def _alone(workload: Workload) -> tuple[Compute, ...]:
     times = workload.times
-    return (
-        Compute(steps.FORWARD, times.forward_s),
-        Compute(steps.BACKWARD, times.backward_s),
-        Compute(steps.STEP, times.step_s + workload.fixed_step_s),
-    )
+    forward = Compute(steps.FORWARD, times.forward_s)
+    backward = Compute(steps.BACKWARD, times.backward_s)
+    step = Compute(steps.STEP, times.step_s + workload.fixed_step_s)
+    return Program("one rank", (forward, backward, step))
 
 
 def partitioned_program(workload: Workload, network: Network) -> Program:

@@ -11,12 +11,9 @@ from lightning_dear.planning import measured, programme, refine
 from lightning_dear.planning.fusion import MIB, fuse_groups
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.planning.step import Phase, Program
+from lightning_dear.simulator import Network, Workload, simulate
 from lightning_dear.simulator import schedule as schedules
-from lightning_dear.simulator.fsdp2_units import units_of
-from lightning_dear.simulator.network import Network
-from lightning_dear.simulator.schedule import Schedule
-from lightning_dear.simulator.simulate import simulate
-from lightning_dear.simulator.workload import Workload
+from lightning_dear.simulator.workload import units_of
 
 if TYPE_CHECKING:
     from lightning_dear.local_steps import LocalSteps
@@ -27,7 +24,7 @@ HOROVOD_FUSION_MB = 128.0
 HOROVOD_CYCLE_S = 1e-3
 """Default of HOROVOD_CYCLE_TIME since 0.21; 5 ms before."""
 
-OURS = Schedule()
+OURS = schedules.Schedule()
 
 Builder = Callable[[Workload, Network], Program]
 
@@ -100,7 +97,7 @@ class Strategy:
 
 def planned(
     plan: Callable[[Sequence[planning.TensorSpec], int], planning.BucketPlan],
-    schedule: Schedule = OURS,
+    schedule: schedules.Schedule = OURS,
     *,
     all_reduces: bool = False,
 ) -> Builder:
@@ -127,7 +124,7 @@ def as_published(cap_mb: float | None) -> Builder:
     """
     caps: Any = {"bucket_cap_mb": cap_mb, "first_bucket_cap_mb": cap_mb}
     fusion = planning.NoFusion() if cap_mb is None else planning.ThresholdFusion(**caps)
-    return planned(fusion.plan, Schedule(gathers="one_ahead", steps_late=True))
+    return planned(fusion.plan, schedules.Schedule(gathers="one_ahead", steps_late=True))
 
 
 def whole(plan: planning.BucketPlan) -> planning.BucketPlan:
@@ -203,10 +200,10 @@ def horovod_program(
             groups[-1].append(tensor.index)
             filled += tensor.nbytes
     plan = whole(fuse_groups("horovod", workload.tensors, network.world_size, groups))
-    return Schedule(cycle_s=cycle_s).program(plan, workload, network)
+    return schedules.Schedule(cycle_s=cycle_s).program(plan, workload, network)
 
 
-def in_units(schedule: Schedule) -> Builder:
+def in_units(schedule: schedules.Schedule) -> Builder:
     """Return a builder whose buckets are the workload's units; see `Workload.shard_unit_mb`."""
 
     def build(workload: Workload, network: Network) -> Program:
@@ -217,9 +214,8 @@ def in_units(schedule: Schedule) -> Builder:
     return build
 
 
-_ZERO = Schedule(gathers="at_once", uses_the_backends=True)
-_FSDP2 = Schedule(gathers="one_ahead", uses_the_backends=True, shards_tensors=True)
-_DDP = Schedule(is_ddp=True)
+_FSDP2 = schedules.Schedule(gathers="one_ahead", uses_the_backends=True, shards_tensors=True)
+_DDP = schedules.Schedule(is_ddp=True)
 
 FUSED = "dear_"
 """Prefix of a fusion's name: `strategy="dear"` with that fusion, as dear_mergecomp."""
@@ -228,14 +224,10 @@ FUSED = "dear_"
 def _fused(fusion: str) -> Strategy:
     planner = planning.FUSIONS[fusion]()
     is_searched = isinstance(planner, planning.SearchingPlanner)
-    return Strategy(
-        FUSED + fusion,
-        searched(planner) if is_searched else planned(planner.plan),
-        f"strategy=dear fusion={fusion}",
-        compresses="halves",
-        plans_for_codecs=not is_searched or getattr(planner, "plans_for_codecs", False),
-        searches=is_searched,
-    )
+    build = searched(planner) if is_searched else planned(planner.plan)
+    may_encode = not is_searched or getattr(planner, "plans_for_codecs", False)
+    overrides = f"strategy=dear fusion={fusion}"
+    return Strategy(FUSED + fusion, build, overrides, "halves", may_encode, is_searched)
 
 
 def with_local_steps(options: "LocalSteps") -> Strategy:
@@ -305,7 +297,7 @@ STRATEGIES: dict[str, Strategy] = {
         # All-reduces of 4 MiB; tensors that forward reads first have priority.
         Strategy("bytescheduler", schedules.partitioned_program),
         # ZeRO-2: reduce-scatters in backward, all-gathers before the next forward.
-        Strategy("zero", in_units(_ZERO)),
+        Strategy("zero", in_units(schedules.Schedule(gathers="at_once", uses_the_backends=True))),
         # FSDP2 with reshard_after_forward=False: all-gathers in forward, one ahead.
         Strategy("fsdp2", in_units(_FSDP2), "strategy=fsdp2_zero2"),
         # The DeAR paper: gradients are gathered one ahead, and every rank steps all parameters.

@@ -1,13 +1,18 @@
 """A model as a simulation needs it: tensors, when each is read and ready, costs of compressing."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Final, Literal
 
 from lightning_dear.planning import CodecCosts, ModelTimes, TensorSpec
+from lightning_dear.planning.fusion import MIB, runs_of, use_key
 from lightning_dear.planning.measured import NO_CODEC
 
 BLOCKS: Final = "blocks"
+
+_BLOCK = re.compile(r"(?:[^.]+[.])*?[0-9]+(?=[.])")
 
 
 @dataclass(frozen=True)
@@ -58,3 +63,41 @@ class Workload:
     def sharded_times(self, world_size: int) -> ModelTimes:
         """Return the times as planners need them: `step_s` is for stepping one rank's shard."""
         return replace(self.times, step_s=self.times.step_s / world_size)
+
+
+# --- units of FSDP2 and ZeRO ----------------------------------------------------------------------
+
+
+def units_of(workload: Workload) -> list[list[int]]:
+    """Return the tensor indices of each unit; see `Workload.shard_unit_mb` for what a unit is.
+
+    Units are whole modules whose tensors are gathered, and reduced, together.
+
+    Tensors without a gradient are in no unit, because no exchange moves them.
+    """
+    families: dict[str, list[TensorSpec]] = {}
+    for tensor in sorted((one for one in workload.tensors if one.is_used), key=use_key):
+        families.setdefault(tensor.family, []).append(tensor)
+    if workload.shard_unit_mb == BLOCKS:
+        return [unit for family in families.values() for unit in _blocks(family)]
+    least_bytes = workload.shard_unit_mb * MIB
+    return [unit for family in families.values() for unit in _filled(family, least_bytes)]
+
+
+def _filled(tensors: Sequence[TensorSpec], least_bytes: float) -> list[list[int]]:
+    modules = [list(module) for _, module in groupby(tensors, module_of)]
+    runs = runs_of(modules, lambda module: sum(one.nbytes for one in module), least_bytes)
+    return [[tensor.index for module in run for tensor in module] for run in runs]
+
+
+def _blocks(tensors: Sequence[TensorSpec]) -> list[list[int]]:
+    units: dict[str, list[int]] = {}
+    for tensor in tensors:
+        found = _BLOCK.match(tensor.name)
+        units.setdefault(found.group() if found else "", []).append(tensor.index)
+    return list(units.values())
+
+
+def module_of(tensor: TensorSpec) -> str:
+    """Return the name of the module that owns a tensor."""
+    return tensor.name.rpartition(".")[0] or tensor.name

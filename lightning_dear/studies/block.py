@@ -25,10 +25,8 @@ from lightning_dear.studies import competitors, files, machine
 
 Floats = NDArray[np.float64]
 
-FIGURES = (
-    *("step_s", "forward_s", "backward_s"),
-    *("exposed_reduce_scatter_s", "exposed_all_gather_s", "wire_bytes"),
-)
+WAITS = ("exposed_reduce_scatter_s", "exposed_all_gather_s")
+FIGURES = ("step_s", "forward_s", "backward_s", *WAITS, "wire_bytes")
 """Figures of each step of a rank, in this order: seconds from the beginning of its first batch to
 that of the next step; seconds in `training_step`, waits for parameters included; seconds in
 backward, waits for buckets included; seconds of waiting for gradients; seconds of waiting for
@@ -45,9 +43,6 @@ _EXPECTED_WARNINGS = (
     "Using `DistributedSampler` with the dataloaders.*",
 )
 """Warnings that Lightning prints for every fit and test here, and that the user cannot avoid."""
-
-NewTrainer = Callable[..., Trainer]
-"""Called with `profiler` and `max_steps`; returns a trainer without logging, saving, validation."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +221,7 @@ class StepProbe(profilers.Profiler):
 
 def run_block(
     rig: Rig,
-    new_trainer: NewTrainer,
+    new_trainer: Callable[..., Trainer],
     module: LightningModule,
     batches: Sequence[Any],
     length: BlockLength,
@@ -236,7 +231,8 @@ def run_block(
 
     Args:
         rig: This process's rank and machine.
-        new_trainer: Makes the trainer; a step has `accumulate_grad_batches` batches.
+        new_trainer: Makes the trainer from `profiler` and `max_steps`, without logging, saving or
+            validation; a step has `accumulate_grad_batches` batches.
         module: Module to train; it is mutated, and sharded if the strategy does so.
         batches: Batches, at least one. They are repeated, so that loading data takes no time in a
             step.
@@ -252,9 +248,8 @@ def run_block(
         probe.strategy = trainer.strategy
         probe.batches_per_step = trainer.accumulate_grad_batches
         trainer.fit(module, train_dataloaders=cycle(batches))
-    measured = probe.measured(rig, machine.peak_memory() if counts_memory else math.nan)
     competitors.forget_mesh(trainer.strategy)
-    return measured
+    return probe.measured(rig, machine.peak_memory() if counts_memory else math.nan)
 
 
 def interface_of(num_nodes: int) -> str:

@@ -6,10 +6,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from lightning_dear.studies import plot, report
+from lightning_dear.studies import plot, report, table
 from lightning_dear.studies.files import Line, read_lines, write_lines
 from lightning_dear.studies.summary import COMPUTE_ALONE, WORDS
-from lightning_dear.studies.table import MISSING, WIDTH, format_table, shown
 
 _FIGURES = {
     "compute ms": ("compute_s", ".1f", 1e3),
@@ -70,27 +69,23 @@ def text_of(rows: Sequence[Line]) -> str:
 def _table(rows: Sequence[Line]) -> str:
     # Only columns in which an entry has a figure. Files of earlier versions lack some columns.
     kept = {title: of for title, of in _FIGURES.items() if any(row.get(of[0]) for row in rows)}
-    cells = [
-        [
-            row["entry"],
-            _ms(row["step_s"]),
-            _ratio(row),
-            *(shown(row.get(name), form, factor) for name, form, factor in kept.values()),
-            "VOID" * row["is_void"],
-        ]
-        for row in rows
-    ]
-    return format_table(["entry", "step ms", "ratio [spread]", *kept, ""], cells, WIDTH)
+
+    def cells_of(row: Line) -> list[str]:
+        figures = (table.shown(row.get(name), form, factor) for name, form, factor in kept.values())
+        return [row["entry"], _ms(row["step_s"]), _ratio(row), *figures, "VOID" * row["is_void"]]
+
+    titles = ["entry", "step ms", "ratio [spread]", *kept, ""]
+    return table.format_table(titles, [*map(cells_of, rows)], table.WIDTH)
 
 
 def _ratio(row: Line) -> str:
     if row["ratio"] is None:
-        return MISSING
+        return table.MISSING
     return f"{row['ratio']:.3f} [{row['ratio_min']:.3f}-{row['ratio_max']:.3f}]"
 
 
 def _ms(seconds: float | None) -> str:
-    return shown(seconds, ".1f", 1e3)
+    return table.shown(seconds, ".1f", 1e3)
 
 
 def describe(row: Line) -> str:
@@ -100,7 +95,7 @@ def describe(row: Line) -> str:
     if row["link_rate_mbit"] is not None:
         link = f"links of {row['link_rate_mbit']:g} Mb/s ({row['rate_source']})"
         if row["scale"] != 1:
-            whole = shown(row["model_bytes"], ".1f", 1e-6 * row["scale"])
+            whole = table.shown(row["model_bytes"], ".1f", 1e-6 * row["scale"])
             rate = f"{row['stands_for_mbit']:.0f} Mb/s"
             link += f"; scale {row['scale']:g}: stands for {whole} MB on {rate}"
     shorter = "no bounds without a rate and the seconds of compute"
@@ -108,13 +103,10 @@ def describe(row: Line) -> str:
         bounds = f"bound {_ms(row['bound_s'])} ms, DeAR's own {_ms(row['dear_bound_s'])} ms"
         shorter = f"communication/compute {row['communication_ratio']:.2f}; {bounds}"
     alone = f"forward {_ms(row['forward_s'])} ms, backward {_ms(row['backward_s'])} ms"
-    lines = [
-        f"{row['model']}, {kind}, {row['world_size']} ranks",
-        f"{shown(row['model_bytes'], '.1f', 1e-6)} MB of parameters, {link}",
-        f"{alone} ({row['compute_source']})",
-        shorter,
-    ]
-    return "\n".join([*filter(None, (row["point"], row.get("rig"))), *lines])
+    model = f"{row['model']}, {kind}, {row['world_size']} ranks"
+    size = f"{table.shown(row['model_bytes'], '.1f', 1e-6)} MB of parameters, {link}"
+    lines = row["point"], row.get("rig"), model, size, f"{alone} ({row['compute_source']})", shorter
+    return "\n".join(filter(None, lines))
 
 
 def verdicts(rows: Sequence[Line]) -> Iterator[str]:

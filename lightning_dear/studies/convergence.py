@@ -31,9 +31,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_dear.studies import plot, report
+from lightning_dear.studies import plot, report, table
 from lightning_dear.studies.files import OTHER_FOLDER, Line, append_lines, read_lines
-from lightning_dear.studies.table import MISSING, WIDTH, format_table
 
 LEVEL = 0.9
 """Confidence level of the intervals."""
@@ -260,13 +259,11 @@ def _verdict(asked: Asked, row: Line, num_seeds: int, trials: Sequence[Line]) ->
 def text_of(rows: Sequence[Line]) -> str:
     """Return the table of all rows, at least one, and a legend."""
     first, unit = rows[0], rows[0]["unit"]
-    titles = [
-        *("entry", "buckets", "lr", "x dense", "dense first", f"{first['metric']}, {unit} (sd)"),
-        *("worse by [90 %]", "train loss", "higher by [90 %]", ""),
-    ]
-    table = format_table(titles, [_cells(row) for row in rows], WIDTH)
+    ends = f"{first['metric']}, {unit} (sd)", "worse by [90 %]", "train loss", "higher by [90 %]"
+    titles = "entry", "buckets", "lr", "x dense", "dense first", *ends, ""
+    shown = table.format_table(titles, [_cells(row) for row in rows], table.WIDTH)
     return (
-        f"{table}\n{first['num_seeds']} seeds; on each, all entries have the same weights and data"
+        f"{shown}\n{first['num_seeds']} seeds; on each, all entries have the same weights and data"
         " order.\n"
         "x dense: learning rate over the reference's (a reference's: over the config's); it and\n"
         "steps that go dense first were chosen on other seeds. worse by: mean paired difference to"
@@ -279,24 +276,17 @@ def text_of(rows: Sequence[Line]) -> str:
 
 def _cells(row: Line) -> list[str]:
     broken_off = f"{row['num_broken_off']} of {row['num_seeds']} broke off"
-    return [
-        row["entry"],
-        row["buckets"],
-        f"{row['lr']:.3g}",
-        f"{row['lr_factor']:.3g}",
-        f"{row['dense_share']:.0%}",
-        f"{row['mean']:.3f} ({row['sd']:.3f})",
-        _interval(row, "worse"),
-        f"{row['train_loss']:.4f}",
-        _interval(row, "loss_worse"),
-        "; ".join(filter(None, (row["verdict"], broken_off * (row["num_broken_off"] > 0)))),
-    ]
+    options = f"{row['lr']:.3g}", f"{row['lr_factor']:.3g}", f"{row['dense_share']:.0%}"
+    end = f"{row['mean']:.3f} ({row['sd']:.3f})", _interval(row, "worse")
+    loss = f"{row['train_loss']:.4f}", _interval(row, "loss_worse")
+    said = filter(None, (row["verdict"], broken_off * (row["num_broken_off"] > 0)))
+    return [row["entry"], row["buckets"], *options, *end, *loss, "; ".join(said)]
 
 
 def _interval(row: Line, name: str) -> str:
     mean, lower, upper = (row[f"{name}_{end}"] for end in ("mean", "lower", "upper"))
     if mean is None:
-        return MISSING
+        return table.MISSING
     return f"{mean:+.3f} [{lower:+.3f}, {upper:+.3f}]" if math.isfinite(mean) else "inf"
 
 

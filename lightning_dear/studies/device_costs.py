@@ -117,18 +117,12 @@ def halves_costs(compressor: str | Compressor, device: Device, world_size: int) 
     encode, decode, wire = _parts_of(made, device)
     if made.has_feedback:
         encode = total(encode, device.work(*_ADD_RESIDUAL), decode, device.work(*_KEEP_RESIDUAL))
-    own = Linear(decode.alpha, decode.beta / world_size)
+    if made.is_summable:
+        own = Linear(decode.alpha, decode.beta / world_size)
+        return CodecCosts(CodecCost(encode, own, encode, decode, wire, wire))
     sums = device.work(world_size - 1, _SUM_BYTES * (world_size - 1) / world_size)
-    cost = CodecCost(
-        encode=encode,
-        decode_sum=own if made.is_summable else total(decode, sums),
-        encode_shard=encode,
-        decode=decode,
-        reduce_bytes=wire,
-        gather_bytes=wire,
-        way="half" if made.is_summable else "to_owners",
-    )
-    return CodecCosts(cost)
+    summed = total(decode, sums)
+    return CodecCosts(CodecCost(encode, summed, encode, decode, wire, wire, way="to_owners"))
 
 
 def whole_costs(compressor: str | Compressor, device: Device, world_size: int) -> CodecCosts:
@@ -162,12 +156,9 @@ def compressed(
     Raises:
         ValueError: If the compressor is unknown, or its kernels cannot be counted.
     """
-    return replace(
-        workload,
-        codecs=halves_costs(compressor, device, world_size),
-        whole_codecs=whole_costs(compressor, device, world_size),
-        compressor=compressor if isinstance(compressor, str) else compressor.name,
-    )
+    halves, whole = (of(compressor, device, world_size) for of in (halves_costs, whole_costs))
+    name = compressor if isinstance(compressor, str) else compressor.name
+    return replace(workload, codecs=halves, whole_codecs=whole, compressor=name)
 
 
 def total(*parts: Linear) -> Linear:
@@ -260,15 +251,9 @@ def _sparse(made: SparseAllReduce, device: Device, world_size: int) -> CodecCost
             _GATHERED, encode=encode, decode_sum=adding, reduce_bytes=wire, reduce_starts=starts
         )
     half = Linear(0.0, 4 * _words_per_element(made, world_size) * world_size / 2)
-    return CodecCost(
-        encode=device.work(8, 4 * select),
-        decode_sum=device.work(world_size, 4 * 3 * density),
-        encode_shard=device.work(6, 4 * 3.0),
-        decode=device.work(2, 4 * (1 + 3 * density)),
-        reduce_bytes=half,
-        gather_bytes=half,
-        way="to_owners",
-    )
+    encode, decode_sum = device.work(8, 4 * select), device.work(world_size, 4 * 3 * density)
+    encode_shard, decode = device.work(6, 4 * 3.0), device.work(2, 4 * (1 + 3 * density))
+    return CodecCost(encode, decode_sum, encode_shard, decode, half, half, way="to_owners")
 
 
 def _at_once(cost: CodecCost, world_size: int) -> CodecCost:

@@ -51,6 +51,14 @@ def write_text(path: Path, text: str) -> None:
     part.replace(path)
 
 
+def read_rows(path: Path) -> list[Line]:
+    """Return the rows of a CSV file as text; an empty list if there is no such file."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def read_lines(path: Path, words: Collection[str]) -> list[Line]:
     """Return all complete lines of a CSV file; an empty list if there is no such file.
 
@@ -58,11 +66,8 @@ def read_lines(path: Path, words: Collection[str]) -> list[Line]:
         path: Path of the file.
         words: Columns that are text, even if a cell is empty or looks like a number.
     """
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        # A kill may have cut off the last line, which then lacks cells.
-        whole = [line for line in csv.DictReader(file) if None not in line.values()]
+    # A kill may have cut off the last line, which then lacks cells.
+    whole = [line for line in read_rows(path) if None not in line.values()]
     return [
         {name: cell if name in words else _value(cell) for name, cell in line.items()}
         for line in whole

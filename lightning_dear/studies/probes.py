@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.optim import Optimizer
 
 from lightning_dear.collectives.nccl import ALL_GATHER, REDUCE_SCATTER
 from lightning_dear.collectives.work import STATE_TAGS, Collectives, uncounted
@@ -84,7 +83,7 @@ class Costs:
 def measure(
     collectives: Collectives,
     module: nn.Module,
-    optimizer: Optimizer,
+    optimizer: optim.Optimizer,
     ready_s: Sequence[float],
     units: Units,
     begin: Callable[[str], None],
@@ -97,7 +96,7 @@ def measure(
     Args:
         collectives: Collectives of the training.
         module: Module that is trained; it is not changed.
-        optimizer: Optimizer of the module; it is not changed.
+        optimizer: optim.Optimizer of the module; it is not changed.
         ready_s: For each gradient the seconds from the beginning of backward until it is ready, in
             rising order.
         units: FSDP2's units of the model; not empty.
@@ -231,7 +230,7 @@ def _silent_ddp(module: nn.Module) -> nn.Module:
 
 
 def sharding_seconds(
-    collectives: Collectives, device: torch.device, units: Units, optimizer: Optimizer
+    collectives: Collectives, device: torch.device, units: Units, optimizer: optim.Optimizer
 ) -> float | None:
     """Measure FSDP2's host time in a step, beyond its exchanges. Collective. Blocks.
 
@@ -318,7 +317,7 @@ def first_of(units: Units, most: int) -> tuple[list[list[int]], float]:
     return [unit for unit in chosen if unit], sum(taken) / sum(numels)
 
 
-def alike(optimizer: Optimizer, module: nn.Module) -> Optimizer:
+def alike(optimizer: optim.Optimizer, module: nn.Module) -> optim.Optimizer:
     """Return a new optimizer for `module`, with the options of `optimizer`'s first group."""
     other = copy(optimizer)
     other.state = defaultdict(dict)
@@ -326,7 +325,7 @@ def alike(optimizer: Optimizer, module: nn.Module) -> Optimizer:
     return other
 
 
-def _step(module: nn.Module, optimizer: Optimizer | None = None) -> Run:
+def _step(module: nn.Module, optimizer: optim.Optimizer | None = None) -> Run:
     def step() -> None:
         module.zero_grad()
         module(torch.ones((), requires_grad=True)).backward()

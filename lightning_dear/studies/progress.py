@@ -1,7 +1,8 @@
 """Progress of a study, and the time that is left."""
 
+import math
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich import console, progress
 
@@ -21,19 +22,14 @@ class Progress:
 
     def __init__(self, num_steps: int, stream: TextIO | None = None) -> None:
         self._console = console.Console(file=stream or sys.stderr, highlight=False, markup=False)
-        self._bar = progress.Progress(
-            progress.TaskProgressColumn(),
-            progress.BarColumn(24),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("left, now {task.description}", markup=False),
-            console=self._console,
-            auto_refresh=False,
-            transient=True,
-            # The remaining time is estimated from the mean over all steps so far.
-            speed_estimate_period=float("inf"),
-        )
+        share, bar = progress.TaskProgressColumn(), progress.BarColumn(24)
+        left = progress.TimeRemainingColumn()
+        now = progress.TextColumn("left, now {task.description}", markup=False)
+        # The remaining time is estimated from the mean over all steps so far.
+        looks: Any = {"auto_refresh": False, "transient": True, "speed_estimate_period": math.inf}
+        self._bar = progress.Progress(share, bar, left, now, console=self._console, **looks)
         self._task = self._bar.add_task("", total=num_steps)
-        self._shown_s = float("-inf")
+        self._shown_s = -math.inf
 
     def begin(self, what: str) -> None:
         """Show `what` as the present work."""

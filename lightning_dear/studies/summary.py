@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_dear.studies.block import FIGURES, RankBlock
+from lightning_dear.studies.block import FIGURES, WAITS, RankBlock
 from lightning_dear.studies.files import Line
 from lightning_dear.studies.rounds import Turn
 
@@ -34,7 +34,7 @@ MAX_REPLAY_USE = 0.6
 """CPU use of the machine, 0 to 1. Above it, ranks of a replay may wait for a core, and the row is
 void."""
 
-_WAITS = ("compute_s", "exposed_reduce_scatter_s", "exposed_all_gather_s")
+_WAITS = ("compute_s", *WAITS)
 
 _LOADS: Mapping[str, Callable[[list[Any]], Any]] = {
     "host_bytes": mean,
@@ -66,7 +66,7 @@ def block_of(turn: Turn, ranks: Sequence[RankBlock], number: int = 0, note: str 
     """
     steps = np.mean([rank.steps for rank in ranks], axis=0)
     columns = dict(zip(FIGURES, steps.T, strict=True))
-    columns["compute_s"] = columns["step_s"] - sum(columns[name] for name in _WAITS[1:])
+    columns["compute_s"] = columns["step_s"] - sum(columns[name] for name in WAITS)
     rounds = {name: column.reshape(-1, ranks[0].period) for name, column in columns.items()}
     figures = {name: float(np.median(of.mean(axis=1))) for name, of in rounds.items()}
     figures |= _loads([rank.load for rank in ranks])
@@ -94,10 +94,8 @@ def raw_lines(point: Line, block: Line, ranks: Sequence[RankBlock]) -> list[Line
     """Return a line of raw.csv for every rank and step of one block, to the microsecond."""
     place = {name: block[name] for name in ("round", "place", "entry")}
     return [
-        {
-            **{**point, **place, "rank": rank.rank, "step": number},
-            **{name: _rounded(value) for name, value in zip(FIGURES, step, strict=True)},
-        }
+        {**point, **place, "rank": rank.rank, "step": number}
+        | dict(zip(FIGURES, map(_rounded, step), strict=True))
         for rank in ranks
         for number, step in enumerate(rank.steps)
     ]

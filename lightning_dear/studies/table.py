@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from io import StringIO
+from typing import Any
 
 from rich.box import HORIZONTALS
 from rich.console import Console
@@ -32,12 +33,9 @@ def format_table(
     for number, title in enumerate(titles):
         is_last = number == len(titles) - 1
         narrow = max(map(len, (*title.split(), *(row[number] for row in cells))), default=0)
-        table.add_column(
-            title,
-            justify="left" if is_last or number == 0 else "right",
-            width=None if is_last or width is None else narrow,
-            no_wrap=width is None,
-        )
+        justify: Any = "left" if is_last or number == 0 else "right"
+        fixed = None if is_last or width is None else narrow
+        table.add_column(title, justify=justify, width=fixed, no_wrap=width is None)
     for row in cells:
         table.add_row(*row)
     stream = StringIO()

@@ -5,7 +5,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -21,29 +20,8 @@ from lightning_dear.exchange.base import GradientsNotFinite
 from lightning_dear.studies import block, competitors
 
 
-@dataclass(frozen=True)
-class Ending:
-    """Result of a training on this rank.
-
-    Attributes:
-        steps: Figures of every step, [steps, 3] fp64 on the CPU: this rank's loss; seconds from the
-            beginning of the first step until this step's loss was computed (on an accelerator,
-            until it was launched, since the host does not wait); bytes sent since then, nan if
-            unknown.
-        metrics: Test metrics over all ranks. None means that the training broke off, because
-            gradients were not finite and could not be encoded.
-        batches: Digest of this rank's training batches, in order.
-        train_s: Seconds of the fit, from the beginning of its first step to its end.
-    """
-
-    steps: Tensor
-    metrics: Mapping[str, float] | None
-    batches: str
-    train_s: float
-
-
 class Recorder:
-    """Records the batches, loss, time and sent bytes of every step.
+    """Records a training on this rank: the batches, loss, time and sent bytes of every step.
 
     Wraps the module's `training_step`. It is no callback because `strategy="dear"` gathers all
     parameters before it calls an unknown callback, and steps would take longer.
@@ -53,7 +31,9 @@ class Recorder:
         sent_bytes: Returns the bytes sent so far; nan if unknown.
 
     Attributes:
-        seconds: Seconds from the beginning of the first step to the end of `watching`; nan before.
+        metrics: Test metrics over all ranks. None means that the training broke off, because
+            gradients were not finite and could not be encoded.
+        train_s: Seconds from the beginning of the first step to the end of `watching`; nan before.
     """
 
     def __init__(self, on_step: Callable[[], None], sent_bytes: Callable[[], float]) -> None:
@@ -62,20 +42,25 @@ class Recorder:
         self._losses: list[Tensor] = []
         self._marks: list[tuple[float, float]] = []
         self._checksum = 0
-        self.seconds = float("nan")
+        self.metrics: Mapping[str, float] | None = None
+        self.train_s = float("nan")
 
     @property
     def steps(self) -> Tensor:
-        """Same as `Ending.steps`, for the steps so far."""
+        """Figures of every step so far, [steps, 3] fp64 on the CPU.
+
+        They are this rank's loss; seconds from the beginning of the first step until this step's
+        loss was computed (on an accelerator, until it was launched, since the host does not wait);
+        bytes sent since then, nan if unknown.
+        """
         losses = torch.tensor([float(loss) for loss in self._losses], dtype=torch.float64)
         # The first mark is the beginning of the first step, so there is one mark more than losses.
         marks = torch.tensor(self._marks, dtype=torch.float64).reshape(-1, 2)
-        since = marks[1 : len(losses) + 1] - marks[:1]
-        return torch.cat([losses[:, None], since], dim=1)
+        return torch.cat([losses[:, None], marks[1 : len(losses) + 1] - marks[:1]], dim=1)
 
     @property
     def batches(self) -> str:
-        """Digest of all batches so far."""
+        """Digest of this rank's training batches so far, in order."""
         return f"{self._checksum:08x}"
 
     @contextmanager
@@ -103,7 +88,7 @@ class Recorder:
         finally:
             del module.training_step
             began_s = self._marks[0][0] if self._marks else float("nan")
-            self.seconds = time.perf_counter() - began_s
+            self.train_s = time.perf_counter() - began_s
 
     def _mark(self) -> None:
         sent_bytes = self._sent_bytes()
@@ -116,8 +101,8 @@ def run_training(
     datamodule: LightningDataModule,
     on_step: Callable[[], None] = lambda: None,
     sent_bytes: Callable[[], float] = lambda: float("nan"),
-) -> Ending:
-    """Fit and test `module`. Collective. Blocks.
+) -> Recorder:
+    """Fit and test `module`; return what was recorded. Collective. Blocks.
 
     Args:
         new_trainer: Makes a trainer that does not save, log or validate.
@@ -127,15 +112,14 @@ def run_training(
         sent_bytes: Returns the bytes that this rank has sent so far; nan if unknown.
     """
     recorder = Recorder(on_step, sent_bytes)
-    metrics = None
     with block.quiet_lightning():
         trainer = new_trainer()
         with suppress(GradientsNotFinite):
             with recorder.watching(module):
                 trainer.fit(module, datamodule=datamodule)
-            (metrics,) = trainer.test(module, datamodule=datamodule, verbose=False)
+            (recorder.metrics,) = trainer.test(module, datamodule=datamodule, verbose=False)
     competitors.forget_mesh(trainer.strategy)
-    return Ending(recorder.steps, metrics, recorder.batches, recorder.seconds)
+    return recorder
 
 
 def digest_of(module: LightningModule) -> str:

@@ -183,5 +183,4 @@ def clock_of(device: torch.device, *, in_threads: bool = False) -> Clock:
 
     For a CUDA device, blocks until the device has done all of its work.
     """
-    is_cuda = device.type == "cuda"
-    return StreamClock(device, in_threads=in_threads) if is_cuda else HostClock()
+    return StreamClock(device, in_threads=in_threads) if device.type == "cuda" else HostClock()

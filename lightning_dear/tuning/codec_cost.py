@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from lightning_dear.bucket import allocate
 from lightning_dear.collectives.shards import shard_of, sum_in_source_order
@@ -75,28 +74,23 @@ def _cost(
     """
     options, collectives = pipeline.options, pipeline.collectives
     # Seconds of the four operations with the smaller bucket, then with the larger one.
-    own_s = [one_s for size in sizes for one_s in _Probe(pipeline, codec, size).times_s()]
+    own_s = [one_s for size in sizes for one_s in _own_seconds(pipeline, codec, size)]
     times_s = slowest(collectives, own_s)
     shards = [numel // collectives.world.size for numel in sizes]
     # In two hops (first within each host, then between hosts) a rank encodes and decodes only a
     # part of its host's sum: 1 / `together` of a bucket. So the size that was measured, with all
     # elements encoded, stands for a bucket that is `together` times as large.
-    together = options.ranks_together(collectives)
-    of_ranks = [[together * size for size in sizes]] * 2
+    of_ranks = [[options.ranks_together(collectives) * size for size in sizes]] * 2
     encode, decode_sum, encode_shard, decode = (
         fitted_line(lengths, times_s[place::4])
         for place, lengths in enumerate((*of_ranks, shards, sizes))
     )
     row = fitted_line(shards, [codec.wire_bytes(shard) for shard in shards])
-    return CodecCost(
-        replace(encode, alpha=encode.alpha + launches_s[0]),
-        decode_sum,
-        replace(encode_shard, alpha=encode_shard.alpha + launches_s[1]),
-        decode,
-        reduce_bytes=row,
-        # If not, parameters or mean gradients are gathered uncompressed.
-        gather_bytes=row if options.encodes_both and not codec.is_identity else None,
-    )
+    encode = replace(encode, alpha=encode.alpha + launches_s[0])
+    encode_shard = replace(encode_shard, alpha=encode_shard.alpha + launches_s[1])
+    # If not, parameters or mean gradients are gathered uncompressed.
+    gathered = row if options.encodes_both and not codec.is_identity else None
+    return CodecCost(encode, decode_sum, encode_shard, decode, row, gathered)
 
 
 def fitted_line(sizes: Sequence[int], values: Sequence[float]) -> Linear:
@@ -114,7 +108,8 @@ def fitted_line(sizes: Sequence[int], values: Sequence[float]) -> Linear:
     return Linear(0.0, high / large) if low < beta * small else Linear(low - beta * small, beta)
 
 
-class _Probe:
+@torch.no_grad()
+def _own_seconds(pipeline: Pipeline, codec: Codec, numel: int) -> list[float]:
     """Measures encoding and decoding of one bucket on this rank, without communication. Local.
 
     The code that runs is the exchange of the training, with new tensors. Only its collectives are
@@ -124,67 +119,51 @@ class _Probe:
         pipeline: Training whose options and device are used.
         codec: Codec to measure: the training's, or `Fp32` in place of it.
         numel: Elements of the bucket.
+
+    Returns:
+        Median seconds of four operations: to encode the bucket's gradients, to decode and sum them,
+        to encode this rank's shard, and to decode what was gathered.
     """
+    options, world = pipeline.options, pipeline.collectives.world
+    like = pipeline.parts[0].parameters[0]
+    clock, generator = clock_of(like.device), torch.Generator(like.device).manual_seed(world.rank)
+    # Random values and not zeros, since a sparse codec would find no elements to select in zeros.
+    noise = torch.randn(numel, device=like.device, generator=generator).to(like.dtype)
+    tensor = TensorSpec(0, "probe", numel, like.element_size(), "probe", 0, 0)
+    plan, parameters = NoFusion().plan([tensor], world.size), [torch.nn.Parameter(noise.clone())]
+    role_of = partial(options.role_of, plan)
+    flat = allocate(plan, parameters, role_of, world.rank, lambda _: 0, keeps_gradients=True)
+    silent: Any = _SilentCollectives(pipeline.collectives)
+    # `Fp32` is measured as a bucket that a plan leaves uncompressed. Such a bucket still has the
+    # memory (residual) of the training's codec.
+    left = (0,) if codec.is_identity else ()
+    traffic = Traffic(silent, 0, flat, options.is_of_gradients, left)
+    bucket, exchange = flat.buckets[0], new_exchange(options, [None], traffic)
 
-    @torch.no_grad()
-    def __init__(self, pipeline: Pipeline, codec: Codec, numel: int) -> None:
-        options, collectives = pipeline.options, pipeline.collectives
-        rank, world_size = collectives.world.rank, collectives.world.size
-        like = pipeline.parts[0].parameters[0]
-        device = like.device
-        self._clock = clock_of(device)
-        generator = torch.Generator(device).manual_seed(rank)
-        # Random values and not zeros, since a sparse codec would find no elements to select in
-        # zeros.
-        self._noise = torch.randn(numel, device=device, generator=generator).to(like.dtype)
-        tensor = TensorSpec(0, "probe", numel, like.element_size(), "probe", 0, 0)
-        plan, parameters = NoFusion().plan([tensor], world_size), [Parameter(self._noise.clone())]
-        role_of = partial(options.role_of, plan)
-        flat = allocate(plan, parameters, role_of, rank, lambda _: 0, keeps_gradients=True)
-        self._bucket = flat.buckets[0]
-        self._silent = _SilentCollectives(collectives)
-        silent = cast(Collectives, self._silent)
-        # `Fp32` is measured as a bucket that a plan leaves uncompressed. Such a bucket still has
-        # the memory (residual) of the training's codec.
-        left = (0,) if codec.is_identity else ()
-        traffic = Traffic(silent, 0, flat, options.is_of_gradients, left)
-        self._exchange = new_exchange(options, [None], traffic)
-
-    def times_s(self) -> list[float]:
-        """Returns the median seconds of four operations. Blocks.
-
-        They are, in this order: to encode the bucket's gradients, to decode and sum them, to encode
-        this rank's shard, and to decode what was gathered.
-        """
-        rounds = [self._exchanged() for _ in range(_NUM_REPEATS)][1:]
-        return [median(times_s) for times_s in zip(*rounds, strict=True)]
-
-    @torch.no_grad()
-    def _exchanged(self) -> list[float]:
-        """Does the four operations of `times_s` once, and returns the seconds of each. Blocks."""
-        bucket, exchange, clock = self._bucket, self._exchange, self._clock
+    def exchanged() -> list[float]:
         marks: list[Any] = []
 
         def timed(run: Callable[[], T]) -> T:
-            """Calls `run` between two marks, and returns its result."""
             marks.append(clock.mark())
             returned = run()
             marks.append(clock.mark())
             return returned
 
-        bucket.gradients.copy_(self._noise)
+        bucket.gradients.copy_(noise)
         work = timed(partial(exchange.launch_reduce, bucket))
-        self._silent.deliver()
+        silent.deliver()
         timed(work.wait)
-        # Stands in for the optimizer step. Without it, differences of parameters, if these are
-        # sent, would be 0.
+        # Stands in for the optimizer step. Without it, differences of parameters would be 0.
         bucket.shard.add_(bucket.mean, alpha=1e-3)
         work = timed(partial(exchange.launch_gather, bucket))
-        self._silent.deliver()
+        silent.deliver()
         timed(work.wait)
         exchange.commit()
         moments = [clock.seconds(mark) for mark in marks]
         return [end - begin for begin, end in zip(moments[::2], moments[1::2], strict=True)]
+
+    rounds = [exchanged() for _ in range(_NUM_REPEATS)][1:]
+    return [median(times_s) for times_s in zip(*rounds, strict=True)]
 
 
 class _SilentCollectives:

@@ -3,7 +3,7 @@
 See `collectives/staged.py` for the way: a copy down, the network, sums on the host, a copy up.
 """
 
-import time
+import timeit
 from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
@@ -85,8 +85,7 @@ def measure_host_path(collectives: Collectives, streams: Streams, nbytes: int) -
     Returns:
         The same on all ranks.
     """
-    size = collectives.world.size
-    most = aligned(min(nbytes, _MOST_BYTES) // 4, ALIGNMENT * size)
+    most = aligned(min(nbytes, _MOST_BYTES) // 4, ALIGNMENT * collectives.world.size)
     memory = streams.host_memory(most, torch.float32).zero_()
     tensor, other = memory.to(streams.device, copy=True), torch.zeros_like(memory)
 
@@ -123,9 +122,4 @@ def network_s(collectives: Collectives, memory: torch.Tensor) -> float:
 
 def _median_s(run: Callable[[], object]) -> float:
     """Returns the median seconds of `run`, after one run as a warm-up."""
-    seconds = []
-    for _ in range(1 + _NUM_REPEATS):
-        begin = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - begin)
-    return median(seconds[1:])
+    return median(timeit.repeat(run, repeat=1 + _NUM_REPEATS, number=1)[1:])

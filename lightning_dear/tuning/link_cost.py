@@ -130,8 +130,7 @@ def train_times(
                 for work in [launch(place) for place in range(count)]:
                     work.wait()
                 marks.append(clock.mark())
-            moments = [clock.seconds(mark) for mark in marks]
-            *both, whole = (end - begin for begin, end in pairwise(moments))
+            *both, whole = (end - begin for begin, end in pairwise(map(clock.seconds, marks)))
             halves += both
             all_reduces.append(whole)
     return halves, all_reduces

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dear.names import need
@@ -152,7 +151,7 @@ class SourceCorpusDataModule(SplitDataModule):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not valid. Choose 1 or more.")
 
-    def load(self) -> Sequence[Tensor]:
+    def load(self) -> Sequence[torch.Tensor]:
         """Return windows of the files (about 15 MB).
 
         Raises:
@@ -170,7 +169,7 @@ class SourceCorpusDataModule(SplitDataModule):
         train, val, test = (windows_of(paths, self.context_length) for paths in splits.values())
         return train, self._spread(val), self._spread(test)
 
-    def _spread(self, windows: Tensor) -> Tensor:
+    def _spread(self, windows: torch.Tensor) -> torch.Tensor:
         count = min(self.num_eval_windows, len(windows))
         return windows[torch.arange(count) * len(windows) // count]
 
@@ -222,7 +221,7 @@ class ImageFolderDataModule(SplitDataModule):
         return datasets.ImageFolder(str(folder), transforms.Compose([*crop, *tail]))
 
 
-def windows_of(paths: list[Path], context_length: int) -> Tensor:
+def windows_of(paths: list[Path], context_length: int) -> torch.Tensor:
     """Return all windows of the files' bytes, [windows, context_length + 1] uint8, as one view.
 
     Two neighbouring windows share one byte: it is the last target of one and the first input of the
@@ -242,11 +241,8 @@ def windows_of(paths: list[Path], context_length: int) -> Tensor:
 
 def source_files(root: Path) -> list[Path]:
     """Return the ``.py`` files under ``root`` without tests, in an order equal on all machines."""
-    return sorted(
-        path
-        for path in root.rglob("*.py")
-        if not EXCLUDED_FOLDERS.intersection(path.relative_to(root).parts)
-    )
+    paths = root.rglob("*.py")
+    return sorted(one for one in paths if not EXCLUDED_FOLDERS & {*one.relative_to(root).parts})
 
 
 def split_of(name: str) -> str:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from torch import Tensor, arange, nn
-from torch.nn import functional as F
 
 NUM_BYTES = 256
 
@@ -23,7 +22,7 @@ class Attention(nn.Module):
         batch, time, width = hidden.shape
         heads = self.query_key_value(hidden).view(batch, time, 3, self.num_heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         output: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, time, width))
         return output
 
@@ -114,8 +113,8 @@ class ResidualBlock(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Map (batch, in_channels, h, w) to (batch, out_channels, h / stride, w / stride)."""
-        hidden = F.relu(self.norm1(self.conv1(images)))
-        return F.relu(self.norm2(self.conv2(hidden)) + self.shortcut(images))
+        hidden = nn.functional.relu(self.norm1(self.conv1(images)))
+        return nn.functional.relu(self.norm2(self.conv2(hidden)) + self.shortcut(images))
 
 
 class ResNet(nn.Module):
@@ -154,7 +153,7 @@ class ResNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Map (batch, in_channels, height, width) to logits (batch, num_classes)."""
-        hidden = self.blocks(F.relu(self.norm(self.stem(images))))
+        hidden = self.blocks(nn.functional.relu(self.norm(self.stem(images))))
         logits: Tensor = self.head(hidden.mean(dim=(2, 3)))
         return logits
 

@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from omegaconf import DictConfig
 
 from lightning_dear.apps.recipe.report import Claim, Report, Rows, Sibling
-
-Floats = NDArray[np.float64]
+from lightning_dear.studies.block import Floats
 
 
 @dataclass(frozen=True)
@@ -184,13 +182,9 @@ def _draw(axes: Any, model: str, runs: Runs, target: float, reference: str) -> N
         losses = np.mean([run.losses[:length] for run in by_seed.values()], axis=0)
         (line,) = axes.plot(times_s, losses, label=entry, linewidth=1.6)
         # Neighbours stand at different heights.
-        end = {
-            "xytext": (3, 9 * (number % 3 - 1)),
-            "textcoords": "offset points",
-            "va": "center",
-            "fontsize": 9,
-        }
-        axes.annotate(entry, (times_s[-1], losses[-1]), color=line.get_color(), **end)
+        end, aside = (times_s[-1], losses[-1]), (3, 9 * (number % 3 - 1))
+        look = {"color": line.get_color(), "va": "center", "fontsize": 9}
+        axes.annotate(entry, end, aside, textcoords="offset points", **look)
         # The y axis leaves out early, high losses, which would flatten the curves near the target.
         lasts += [losses[-1], *([losses[length // 5]] if entry == reference else [])]
     bottom, top = np.nanmin([*lasts, target]), np.nanmax([*lasts, target])

@@ -9,10 +9,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_dear.apps.recipe.report import Claim, Report, Sibling, grouped_bars, is_plausible
-from lightning_dear.apps.recipe.simulated import fitted, listed
-from lightning_dear.simulator import Link, ranking, strategies
-
-from .cases import UNFUSED, WITH_BUFFERS, Case, cases_of
+from lightning_dear.apps.recipe.simulated import fitted, listed, networks_of, progress, workload_of
+from lightning_dear.simulator import Link, Network, Workload, ranking, simulate, strategies
+from lightning_dear.workloads.replay.profile import ModelProfile, load_profile
 
 ETHERNET, INFINIBAND = 0.83, 0.15
 """Largest gains over other strategies on 64 GPUs with each network, from the paper's abstract."""
@@ -22,6 +21,54 @@ BOUND = 1 / 3
 
 TOLERANCE = 1e-3
 """Relative error of fitted values: the step jumps when a tensor falls into another cycle."""
+
+UNFUSED = "dear_paper, nothing fused"
+WITH_BUFFERS = "ddp, with module buffers"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a network.
+
+    Attributes:
+        network_name: Name of the cluster, and how the network differs from it.
+        network: Costs of messages.
+        workload: Model to train.
+        buffers_s: Seconds for which DDP's forward waits for module buffers.
+        caps_mb: Bucket caps, in MiB, from which DeAR chooses the best.
+        steps_s: Name of a strategy or variant -> seconds of a step.
+    """
+
+    network_name: str
+    network: Network
+    workload: Workload
+    buffers_s: float
+    caps_mb: tuple[float, ...]
+    steps_s: Mapping[str, float]
+
+    @property
+    def rate(self) -> float:
+        """Rate of a link between nodes, in bit/s."""
+        return 8 / self.network.between.beta_s
+
+    @property
+    def dear_s(self) -> float:
+        """Seconds of DeAR's step with its best cap."""
+        return min(self.steps_s[_capped(cap_mb)] for cap_mb in self.caps_mb)
+
+    def gain(self, *others: str) -> float:
+        """Return the fastest of `others`' step time over DeAR's with its best cap, minus 1."""
+        return min(self.steps_s[other] for other in others) / self.dear_s - 1
+
+    def step_s(self, build: strategies.Builder, network: Network | None = None) -> float:
+        """Simulate a step and return its seconds. None means the case's own network."""
+        network = network or self.network
+        return simulate(build(self.workload, network)).step_s
+
+    def tuned_s(self, network: Network) -> float:
+        """Return the seconds of DeAR's step with its best cap on another network."""
+        return min(self.step_s(strategies.as_published(cap_mb), network) for cap_mb in self.caps_mb)
+
 
 Cases = Mapping[str, Sequence[Case]]
 """Name of a network -> its cases, one for each model."""
@@ -50,7 +97,7 @@ class Assumption:
         what, unit, scale = self.words
         checked = f"{scale * self.known:.3g} {unit}, {self.source}"
         try:
-            found = fitted(self.gain, published, *self.between, "the gain", TOLERANCE)
+            found = fitted(self.gain, published, self.between, "the gain", TOLERANCE)
             must, is_close = f"{what} {scale * found:.3g} {unit}", is_plausible(found, self.known)
         except ValueError:
             low, high = (scale * end for end in self.between)
@@ -82,6 +129,81 @@ def _rows(cases: Cases) -> Iterator[dict[str, Any]]:
                     "step_s": step_s,
                     "dear_gain": case.gain(way),
                 }
+
+
+# --- cases ----------------------------------------------------------------------------------------
+
+
+def cases_of(cfg: DictConfig) -> Iterator[Case]:
+    """Yield all cases of the config, simulated. Shows progress on stderr.
+
+    Raises:
+        ValueError: If the config has an unknown name.
+    """
+    builders, networks = _builders(cfg), _networks(cfg)
+    pairs = [(name, *model) for name in networks for model in _models(cfg)]
+    for name, profile, workload in progress(pairs, "simulating"):
+        network = networks[name]
+        buffers_s, caps_mb = _buffers_s(profile, network), tuple(map(float, cfg.caps_mb))
+        case = Case(name, network, workload, buffers_s, caps_mb, {})
+        steps_s = {way: case.step_s(build) for way, build in builders.items()}
+        if "ddp" in steps_s:
+            steps_s[WITH_BUFFERS] = steps_s["ddp"] + buffers_s
+        yield replace(case, steps_s=steps_s)
+
+
+def _builders(cfg: DictConfig) -> dict[str, strategies.Builder]:
+    """Return name of a strategy or variant -> builder of its step."""
+    names = *listed(cfg, "baselines"), *listed(cfg, "ours")
+    made = {name: strategies.resolve_strategy(name).build for name in names}
+    horovod, given = strategies.horovod_program, cfg.horovod
+    made |= {f"horovod, {one:g} ms": partial(horovod, cycle_s=one / 1e3) for one in given.cycles_ms}
+    made |= {f"horovod, {one:g} MB": partial(horovod, fusion_mb=one) for one in given.fusion_mb}
+    made |= {_capped(cap_mb): strategies.as_published(float(cap_mb)) for cap_mb in cfg.caps_mb}
+    return made | {UNFUSED: strategies.as_published(None)}
+
+
+def _capped(cap_mb: float) -> str:
+    return f"dear_paper, {cap_mb:g} MB"
+
+
+def _networks(cfg: DictConfig) -> dict[str, Network]:
+    """Return name -> network of each cluster, and variants of it.
+
+    If NCCL could use trees, there is a variant with rings only; and one of that with several NICs,
+    if the config has their number.
+    """
+    networks = {}
+    for name, network in networks_of(cfg, cfg.world_size).items():
+        networks[name] = network
+        if network.algorithm == "nccl":
+            networks[f"{name}, rings"] = rings = replace(network, algorithm="ring")
+            if num_nics := cfg.nics.get(name):
+                link = Link(network.between.alpha_s, network.between.beta_s / num_nics)
+                networks[f"{name}, rings, {num_nics} NICs"] = replace(rings, between=link)
+    return networks
+
+
+def _models(cfg: DictConfig) -> Iterator[tuple[ModelProfile, Workload]]:
+    """Yield each profile with its workload, and again with public seconds if there are any."""
+    for name in listed(cfg, "models"):
+        profile = load_profile(name)
+        yield profile, workload_of(profile, float(cfg.compute_factor))
+        if (public_s := cfg.public_compute_s.get(name)) is not None:
+            workload = workload_of(profile, public_s / (profile.forward_s + profile.backward_s))
+            yield profile, replace(workload, name=f"{name}, public speed")
+
+
+def _buffers_s(profile: ModelProfile, network: Network) -> float:
+    """Return the seconds of DDP's two broadcasts: BatchNorm statistics, and counts of batches.
+
+    A broadcast passes all ranks, and costs as much as a half of a ring all-reduce.
+    """
+    shapes = [layer.shapes for layer in profile.layers]
+    if not any(len(shape) > 2 for owned in shapes for shape in owned):
+        return 0.0  # Without convolutions these are layer norms, which have none.
+    widths = [owned[0][0] for owned in shapes if len(owned) == 2 and owned[0] == owned[1]]
+    return network.half_s(2 * 4 * sum(widths)) + network.half_s(8 * len(widths))
 
 
 # --- claims ---------------------------------------------------------------------------------------
@@ -202,12 +324,12 @@ def _signed(share: float) -> str:
 def _picture(cases: Cases) -> Any:
     """Draw gains over strategies with fusion, on Ethernet networks, or on all if there is none."""
     shown = [name for name in cases if "ethernet" in name] or list(cases)
-    first = cases[shown[0]]
-    models = [case.workload.name for case in first]
-    ways = [way for way in first[0].steps_s if way.startswith(("ddp", "horovod", "mgwfbp"))]
-    panels = {
-        name: {way: [100 * case.gain(way) for case in cases[name]] for way in ways}
+    gains = {
+        (name, way, case.workload.name): 100 * case.gain(way)
         for name in shown
+        for case in cases[name]
+        for way in case.steps_s
+        if way.startswith(("ddp", "horovod", "mgwfbp"))
     }
     title = "DeAR with its best cap over others, simulated; the line is at 83 %"
-    return grouped_bars(panels, models, "%", title, 100 * ETHERNET)
+    return grouped_bars(gains, "%", title, 100 * ETHERNET)

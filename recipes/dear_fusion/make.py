@@ -114,16 +114,9 @@ def _measured_claims(siblings: Mapping[str, Sibling]) -> Iterator[Claim]:
 
 
 def _picture(summary: Sequence[Row]) -> Any:
-    clusters, models, fusions = (
-        list(dict.fromkeys(row[key] for row in summary)) for key in ("cluster", "model", "fusion")
-    )
-    losses = {(row["cluster"], row["model"], row["fusion"]): 100 * row["loss"] for row in summary}
-    panels = {
-        cluster: {
-            fusion: [min(losses[cluster, model, fusion], HIGHEST) for model in models]
-            for fusion in fusions
-        }
-        for cluster in clusters
+    losses = {
+        (row["cluster"], row["fusion"], row["model"]): min(100 * row["loss"], HIGHEST)
+        for row in summary
     }
     title = f"How much longer than the best one's a step is, simulated; bars end at {HIGHEST} %"
-    return grouped_bars(panels, models, "%", title, None)
+    return grouped_bars(losses, "%", title, None)

@@ -85,11 +85,15 @@ def _claims(
     cfg: DictConfig, rows: Mapping[Run, Mapping[str, str]], summary: Rows
 ) -> Iterator[Claim]:
     """Yield a claim for each list of trainings in the config: what differs, and the ratios."""
-    times = {(row["model"], row["setting"], row["steps"]): row["times_steps"] for row in summary}
+    times = _times_of(summary)
     for what, one in cfg.claims.items():
         runs = [(one.model, *word.split()) for word in one.runs]
         said = [_ratio(times, (model, setting, int(steps))) for model, setting, steps in runs]
         yield Claim(what, "ours", ", ".join(said), "measured")
+
+
+def _times_of(summary: Rows) -> dict[Run, float | None]:
+    return {(row["model"], row["setting"], row["steps"]): row["times_steps"] for row in summary}
 
 
 def _ratio(times: Mapping[Run, float | None], run: Run) -> str:
@@ -101,20 +105,10 @@ def _ratio(times: Mapping[Run, float | None], run: Run) -> str:
 
 def _picture(summary: Rows) -> Any:
     """Draw the ratios of each model: a group for each setting, a bar for each number of steps."""
-    times = {
-        (row["model"], row["setting"], row["steps"]): row["times_steps"]
-        for row in summary
-        if row["setting"] != REFERENCE
-    }
-    if not times:
-        return None
-    models, settings, lengths = (list(dict.fromkeys(part)) for part in zip(*times, strict=True))
-    panels = {
-        str(model): {
-            f"{steps} steps": [times.get((model, setting, steps)) for setting in settings]
-            for steps in lengths
-        }
-        for model in models
+    heights = {
+        (model, f"{steps} steps", setting): times
+        for (model, setting, steps), times in _times_of(summary).items()
+        if setting != REFERENCE
     }
     what = "Steps to the same loss, over DDP's"
-    return grouped_bars(panels, [str(one) for one in settings], "steps over DDP's", what, 1)
+    return grouped_bars(heights, "steps over DDP's", what, 1) if heights else None

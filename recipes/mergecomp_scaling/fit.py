@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig
 
-from lightning_dear.apps.recipe.report import read_rows
 from lightning_dear.apps.recipe.simulated import fitted, networks_of, workload_of
-from lightning_dear.simulator import Link, Network, Workload, strategies
-from lightning_dear.simulator.ranking import alone_s, predicted
+from lightning_dear.simulator import Link, Network, Workload, ranking, strategies
+from lightning_dear.studies.files import read_rows
 from lightning_dear.workloads.replay.profile import load_profile
 
 Pair = tuple[float, float]
@@ -88,20 +87,11 @@ class Host(NamedTuple):
     per_tensor_s: float
     per_byte_s: float
 
-    @classmethod
-    def of(cls, workload: Workload, pair: Pair) -> "Host":
-        """Return the host that gives a model these scaling factors; the inverse of `scaling`."""
-        layerwise_s, scheduled_s = (alone_s(workload) / one for one in pair)
-        return cls(
-            (layerwise_s - scheduled_s) / (len(workload.tensors) - GROUPS),
-            (scheduled_s - alone_s(workload)) / workload.nbytes,
-        )
-
     def scaling(self, workload: Workload) -> Pair:
         """Return the two scaling factors of a model with this host."""
-        scheduled_s = alone_s(workload) + self.per_byte_s * workload.nbytes
+        scheduled_s = ranking.alone_s(workload) + self.per_byte_s * workload.nbytes
         layerwise_s = scheduled_s + self.per_tensor_s * (len(workload.tensors) - GROUPS)
-        return alone_s(workload) / layerwise_s, alone_s(workload) / scheduled_s
+        return ranking.alone_s(workload) / layerwise_s, ranking.alone_s(workload) / scheduled_s
 
 
 @dataclass(frozen=True)
@@ -135,21 +125,26 @@ class Server:
             return scaling(LAYERWISE, first, at(beta_s))
 
         words = f"FP32's scaling factor of {FITTED}"
-        network = at(fitted(scaling_at, goals[FITTED], *_BETAS_S, words, _TOLERANCE))
+        network = at(fitted(scaling_at, goals[FITTED], _BETAS_S, words, _TOLERANCE))
         others = {model: _scaled_to(goals[model], model, network) for model in OTHERS}
         return cls(network, {FITTED: first, **others})
 
     def waits_s(self, one: Figure) -> float:
         """Return the seconds of a layer-by-layer step beyond computing."""
-        compute_s = alone_s(self.workloads[one.model])
+        compute_s = ranking.alone_s(self.workloads[one.model])
         return compute_s / one.pair[0] - compute_s
 
     def host(self, one: Figure) -> Host:
-        """Return the host that gives a figure. All of FP32's waits count as time per tensor."""
+        """Return the host that gives a figure: the inverse of `Host.scaling`.
+
+        All of FP32's waits count as time per tensor.
+        """
         workload = self.workloads[one.model]
         if one.compressor == FP32:
             return Host(self.waits_s(one) / len(workload.tensors), 0.0)
-        return Host.of(workload, one.pair)
+        layerwise_s, scheduled_s = (ranking.alone_s(workload) / share for share in one.pair)
+        per_tensor_s = (layerwise_s - scheduled_s) / (len(workload.tensors) - GROUPS)
+        return Host(per_tensor_s, (scheduled_s - ranking.alone_s(workload)) / workload.nbytes)
 
     def predicted(self, figures: Figures) -> Iterator[Figure]:
         """Yield the other models' scaling factors, predicted from the hosts fitted to ResNet-50."""
@@ -167,7 +162,7 @@ def _scaled_to(goal: float, model: str, network: Network) -> Workload:
         return scaling(LAYERWISE, computing(model, seconds), network)
 
     words = f"FP32's scaling factor of {model}"
-    return computing(model, fitted(scaling_with, goal, *_LENGTHS_S, words, _TOLERANCE))
+    return computing(model, fitted(scaling_with, goal, _LENGTHS_S, words, _TOLERANCE))
 
 
 def computing(model: str, seconds: float) -> Workload:
@@ -178,4 +173,4 @@ def computing(model: str, seconds: float) -> Workload:
 
 def scaling(strategy: strategies.Strategy, workload: Workload, network: Network) -> float:
     """Return a simulated scaling factor, 0 to 1: one GPU's step alone over that of all GPUs."""
-    return alone_s(workload) / predicted(strategy, workload, network).step.step_s
+    return ranking.alone_s(workload) / ranking.predicted(strategy, workload, network).step.step_s

@@ -7,14 +7,14 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_dear.apps.plan.config import device_of
-from lightning_dear.apps.recipe.report import Answer, Claim, Report, Sibling, check, read_rows
+from lightning_dear.apps.recipe.report import Answer, Claim, Report, Sibling, check
 from lightning_dear.apps.recipe.simulated import fitted, networks_of, workload_of
 from lightning_dear.compression import SparseAllReduce, resolve_compressor
 from lightning_dear.paths import recipes_dir
 from lightning_dear.planning import SingleFusion
-from lightning_dear.simulator import Link, Network, Workload, ranking
-from lightning_dear.simulator.strategies import Strategy, planned
+from lightning_dear.simulator import Link, Network, Workload, ranking, strategies
 from lightning_dear.studies.device_costs import compressed
+from lightning_dear.studies.files import read_rows
 from lightning_dear.workloads.replay.profile import load_profile
 
 Row = dict[str, Any]
@@ -28,7 +28,8 @@ LEAST_OVER, MOST_OVER = "topkdsa", "gaussiank"
 
 OTHERS = (DENSE, LEAST_OVER, "topka", MOST_OVER, "gtopk")
 
-AT_ONCE = Strategy("at_once", planned(SingleFusion().plan, all_reduces=True), compresses="whole")
+_IN_ONE = strategies.planned(SingleFusion().plan, all_reduces=True)
+AT_ONCE = strategies.Strategy("at_once", _IN_ONE, compresses="whole")
 """The paper's schedule: one bucket, sent after backward."""
 
 _RATES = 1e6, 1e12
@@ -90,7 +91,7 @@ class Case:
         Raises:
             ValueError: If there is no such rate.
         """
-        return fitted(lambda rate: self.gain(over, rate), gain, *_RATES, f"The gain over {over}")
+        return fitted(lambda rate: self.gain(over, rate), gain, _RATES, f"The gain over {over}")
 
     def compute_s_for(self, over: str, gain: float) -> float:
         """Return the seconds of computing at which the speed-up is `gain`, at the nominal rate.

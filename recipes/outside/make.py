@@ -1,7 +1,6 @@
 """Somebody else's clusters: published figures beside what is predicted from the stated facts."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -60,8 +59,8 @@ def _workload(facts: Row) -> Workload:
         for _ in range(repeats)
     ]
     profile = ModelProfile(facts["claim"], "stated", "", tuple(layers))
-    tensors, times = planned(profile.with_compute(facts["compute_s"]))
-    return Workload(profile.name, tensors, replace(times, step_s=facts["step_s"]))
+    timed = profile.with_compute(facts["compute_s"])
+    return Workload(profile.name, *planned(timed, facts["step_s"]))
 
 
 def _step_s(cfg: DictConfig, way: str, workload: Workload, network: Network) -> float:
@@ -90,8 +89,7 @@ def _claim(rows: Sequence[Row]) -> Claim:
 def _picture(rows: Sequence[Row]) -> Any:
     """Draw the errors of the first publication by rate."""
     own = [row for row in rows if row["source"] == rows[0]["source"]]
-    errors = {(row["claim"], row["rate_mbit"]): 100 * row["error"] for row in own}
-    claims, rates = (dict.fromkeys(row[key] for row in own) for key in ("claim", "rate_mbit"))
-    bars = {name: [errors.get((name, rate)) for rate in rates] for name in claims}
-    title = "Simulated steps over published ones, minus 1"
-    return grouped_bars({rows[0]["source"]: bars}, [f"{one} Mb/s" for one in rates], "%", title, 0)
+    errors = {
+        (row["source"], row["claim"], f"{row['rate_mbit']} Mb/s"): 100 * row["error"] for row in own
+    }
+    return grouped_bars(errors, "%", "Simulated steps over published ones, minus 1", 0)

@@ -14,8 +14,8 @@ from lightning_dear.apps.plan.config import measured_network, network_of, world_
 from lightning_dear.planning import LinkCost
 from lightning_dear.planning.predict import StepModel
 from lightning_dear.simulator import Curve, Link
-from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.saved import load_workload
+from lightning_dear.simulator.workload import units_of
 from lightning_dear.studies.probes import Costs
 from tests.apps.test_train import QUICK, run
 from tests.planning.models import chain

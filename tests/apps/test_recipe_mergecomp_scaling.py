@@ -132,9 +132,8 @@ def test_two_groups_are_no_slower_than_any_other_two(server: Any) -> None:
     encoded = RECIPE._compressed(config(), workload, "signsgd", network)
     best = RECIPE._merged(encoded, network)
     assert best > RECIPE.fit.scaling(RECIPE.fit.LAYERWISE, encoded, network)
-    single = RECIPE.Strategy(
-        "single", RECIPE.planned(SingleFusion().plan, all_reduces=True), compresses="whole"
-    )
+    build = RECIPE.strategies.planned(SingleFusion().plan, all_reduces=True)
+    single = RECIPE.strategies.Strategy("single", build, compresses="whole")
     assert best > RECIPE.fit.scaling(single, encoded, network)
 
 

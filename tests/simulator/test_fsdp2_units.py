@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dear.simulator import Link, Network, Workload
-from lightning_dear.simulator.fsdp2_units import units_of
 from lightning_dear.simulator.strategies import STRATEGIES
+from lightning_dear.simulator.workload import units_of
 from lightning_dear.workloads.replay import ReplayModel, load_profile
 from lightning_dear.workloads.replay.profile import planned
 from tests.planning.models import ITEMSIZE, UNIT, chain

@@ -275,7 +275,7 @@ def test_seconds_of_a_training_are_counted_from_its_first_step_on() -> None:
 def test_a_training_without_steps_has_none() -> None:
     recorder = Recorder(lambda: None, lambda: NAN)
     assert recorder.steps.shape == (0, 3)
-    assert math.isnan(recorder.seconds)
+    assert math.isnan(recorder.train_s)
 
 
 def test_the_table_says_what_was_chosen_and_found(tmp_path: Path) -> None:

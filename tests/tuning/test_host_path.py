@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from unittest import mock
@@ -14,7 +15,6 @@ from typing_extensions import override
 from lightning_dear.collectives import factory
 from lightning_dear.collectives.staged import StagedCollectives
 from lightning_dear.collectives.streams import Pairs, Streams
-from lightning_dear.tuning import host_path
 from lightning_dear.tuning.host_path import HostPath, measure_host_path
 from tests.distributed.harness import distributed
 from tests.distributed.rank import on_hosts
@@ -51,11 +51,11 @@ class _SlowBus(Streams):
 
     @override
     def copy_down(self, tensor: Tensor, host: Tensor) -> Callable[[], None]:
-        return lambda: host_path.time.sleep(0.02)
+        return lambda: time.sleep(0.02)
 
     @override
     def copy_up(self, pairs: Pairs) -> Callable[[], None]:
-        return lambda: host_path.time.sleep(0.04)
+        return lambda: time.sleep(0.04)
 
 
 @distributed((2, 4))

@@ -76,20 +76,10 @@ def round_of(cfg: DictConfig) -> int:
 
 def build_trainer(cfg: DictConfig, strategy: Any, **options: Any) -> Trainer:
     """Build a trainer that only trains, until ``max_steps``."""
-    trainer: Trainer = instantiate(
-        cfg.trainer,
-        strategy=strategy,
-        max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-        fast_dev_run=False,
-        _convert_="all",
-        **options,
-    )
+    off = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
+    none = dict.fromkeys(("limit_val_batches", "num_sanity_val_steps"), 0)
+    only = {"max_epochs": -1, **dict.fromkeys((*off, "fast_dev_run"), False), **none, **options}
+    trainer: Trainer = instantiate(cfg.trainer, strategy=strategy, **only, _convert_="all")
     return trainer
 
 

@@ -18,11 +18,9 @@ from lightning_dear.apps.bench import build, config
 from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.planning import BucketPlan
-from lightning_dear.studies import comparison, summary
+from lightning_dear.studies import comparison, files, rounds, summary
 from lightning_dear.studies.block import BlockLength, RankBlock, Rig, run_block
-from lightning_dear.studies.files import Line, append_lines
 from lightning_dear.studies.report import Report
-from lightning_dear.studies.rounds import TUNING_ROUND, Turn, find_best, turns
 
 Run = Callable[[], RankBlock]
 """Fits a fresh module and returns this rank's measurements. Collective. Blocks."""
@@ -48,7 +46,7 @@ class Comparison:
     rig: Rig
     root_device: device
     report: Report
-    known: Sequence[Line]
+    known: Sequence[files.Line]
 
     def __post_init__(self) -> None:
         """Compose the point's config, describe the point and load the batches."""
@@ -60,7 +58,7 @@ class Comparison:
         self._usual = BlockLength(self.cfg.warm_up_steps, self.cfg.steps)
         # Ratios are to the first row, so COMPUTE_ALONE, which is no competitor, comes last.
         most = {entry.name: min(entry.rounds, self.cfg.rounds) for entry in self.entries}
-        self._turns = list(turns({**most, summary.COMPUTE_ALONE: self.cfg.rounds}))
+        self._turns = list(rounds.turns({**most, summary.COMPUTE_ALONE: self.cfg.rounds}))
         self._replay = build.replay_overrides(self.cfg, self.rig.world_size)
         model, label = build.build_model(self._composed(())), config.label_of(self.setting)
         self.point = build.point_of(self.cfg, label, model, self.rig.world_size)
@@ -94,7 +92,7 @@ class Comparison:
             run, note = runs[turn.entry]
             self._measure(turn, run, list(runs).index(turn.entry), note)
 
-    def rows(self) -> list[Line]:
+    def rows(self) -> list[files.Line]:
         """Return the rows of all blocks that have been measured so far."""
         return summary.summarize(self.point, self.blocks)
 
@@ -120,10 +118,10 @@ class Comparison:
         tries = {f"{entry.name} ({more})": more for more in entry.grid}
         runs = {one: self._runner((*entry.overrides, more), length) for one, more in tries.items()}
 
-        def measure(turn: Turn) -> float:
+        def measure(turn: rounds.Turn) -> float:
             return float(self._measure(turn, runs[turn.entry])["step_s"])
 
-        return tries[find_best(list(runs), self.cfg.grid_rounds, measure)]
+        return tries[rounds.find_best(list(runs), self.cfg.grid_rounds, measure)]
 
     def _tuned(self, entry: config.Entry, overrides: Sequence[str]) -> tuple[BucketPlan, str]:
         """Let the strategy search for its plan in one long fit. All blocks then use that plan."""
@@ -131,7 +129,7 @@ class Comparison:
         strategy = build.build_strategy(search)
         length = BlockLength(self.cfg.warm_up_steps, entry.tuning_steps)
         run = partial(self._fit, search, strategy, length)
-        self._measure(Turn(entry.name, TUNING_ROUND, 0), run)
+        self._measure(rounds.Turn(entry.name, rounds.TUNING_ROUND, 0), run)
         plan, note = found_plan(entry.name, strategy)
         if self.rig.rank == 0:
             self._keep(plan, entry.name)
@@ -171,7 +169,7 @@ class Comparison:
         on_step = self.report.progress.step
         return run_block(self.rig, new_trainer, model, self._batches, length, on_step)
 
-    def _measure(self, turn: Turn, run: Run, number: int = 0, note: str = "") -> Line:
+    def _measure(self, turn: rounds.Turn, run: Run, number: int = 0, note: str = "") -> files.Line:
         """Run one block on all ranks, write it, and return it. Collective. Blocks."""
         what = f"{turn.entry}, round {turn.round + 1} of {self.cfg.rounds}"
         if turn.round < 0:
@@ -185,8 +183,8 @@ class Comparison:
             self.blocks.append(block)
             if self.rig.rank == 0:
                 folder = self.report.folder
-                append_lines(folder / "raw.csv", summary.raw_lines(self.point, block, ranks))
-                append_lines(folder / "blocks.csv", [{**self.point, **block}])
+                files.append_lines(folder / "raw.csv", summary.raw_lines(self.point, block, ranks))
+                files.append_lines(folder / "blocks.csv", [{**self.point, **block}])
                 self.report.write()
         if block["round"] >= 0:
             self.report.progress.say(comparison.said_of(block, self.rows()))

@@ -1,7 +1,7 @@
 """Reads `conf/bench.yaml`: its entries, its points, and the config of each of them."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
 from typing import Any
@@ -75,23 +75,18 @@ def named(cfg: DictConfig, spelt_out: Callable[[str], Mapping[str, Any]]) -> lis
 
 
 def _entry(cfg: DictConfig, one: Mapping[str, Any]) -> Entry:
-    settings = {key: value for key, value in one.items() if key not in _OWN_KEYS}
     if len(grid := one.get("grid") or {}) > 1:
         raise ValueError(f"grid of {one['name']} has {', '.join(grid)}. Keep only one option.")
-    return Entry(
-        name=str(one["name"]),
-        overrides=overrides_of(settings),
-        length=BlockLength(one.get("warm_up_steps", cfg.warm_up_steps), cfg.steps),
-        rounds=one.get("rounds", cfg.rounds),
-        grid=tuple(as_override(key, value) for key, values in grid.items() for value in values),
-        tuning_steps=one.get("tuning_steps", 0),
-        plan_of=overrides_of(one.get("plan_of", {})),
-    )
+    overrides, plan_of = overrides_of(one, _OWN_KEYS), overrides_of(one.get("plan_of", {}))
+    length = BlockLength(one.get("warm_up_steps", cfg.warm_up_steps), cfg.steps)
+    rounds, tuning_steps = one.get("rounds", cfg.rounds), one.get("tuning_steps", 0)
+    tries = tuple(as_override(key, value) for key, values in grid.items() for value in values)
+    return Entry(str(one["name"]), overrides, length, rounds, tries, tuning_steps, plan_of)
 
 
-def overrides_of(settings: Mapping[Any, Any]) -> tuple[str, ...]:
-    """Return settings as Hydra overrides."""
-    return tuple(as_override(str(key), value) for key, value in settings.items())
+def overrides_of(settings: Mapping[Any, Any], but: Collection[str] = ()) -> tuple[str, ...]:
+    """Return settings as Hydra overrides, without the keys `but`."""
+    return tuple(as_override(str(key), one) for key, one in settings.items() if key not in but)
 
 
 def as_override(key: str, value: Any) -> str:

@@ -17,8 +17,7 @@ from lightning_dear.apps.program import Program
 from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.emulation.launch import HOST_VARIABLE
 from lightning_dear.strategy.launchers import job_arguments
-from lightning_dear.studies import block, comparison, progress, summary
-from lightning_dear.studies.files import OTHER_FOLDER, Line, read_lines
+from lightning_dear.studies import block, comparison, files, progress, summary
 from lightning_dear.studies.report import Report
 
 MODULE = "lightning_dear.apps.bench"
@@ -48,7 +47,7 @@ def run_job(cfg: DictConfig, program: Program) -> None:
 def _run(cfg: DictConfig, points: Sequence[config.Setting], program: Program) -> None:
     done: list[Comparison] = []
 
-    def rows() -> list[Line]:
+    def rows() -> list[files.Line]:
         return [row for one in done for row in one.rows()]
 
     report = Report(program.folder, rows, comparison.text_of, comparison.draw)
@@ -57,8 +56,8 @@ def _run(cfg: DictConfig, points: Sequence[config.Setting], program: Program) ->
         interface = block.interface_of(starter.num_nodes) if starter.num_nodes > 1 else ""
         on_machine = starter.world_size if HOST_VARIABLE in os.environ else starter.num_devices
         rig = block.Rig(starter.global_rank, starter.world_size, interface, on_machine)
-        known = read_lines(program.folder / "blocks.csv", summary.WORDS) if rig.rank == 0 else []
-        known = from_all_ranks(known)[0]
+        path = program.folder / "blocks.csv"
+        known = from_all_ranks(files.read_lines(path, summary.WORDS) if rig.rank == 0 else [])[0]
         for point in points:
             own = Comparison(point, rig, starter.strategy.root_device, report, known)
             if rig.rank == 0 and not done:
@@ -113,7 +112,7 @@ def check_goes_on(folder: Path, cfg: DictConfig) -> None:
     if changed := [key for key, value in now.items() if before.get(key) != value]:
         raise ValueError(
             f"{folder} has the raw.csv of an earlier run with other values of"
-            f" {', '.join(changed)}. {OTHER_FOLDER}"
+            f" {', '.join(changed)}. {files.OTHER_FOLDER}"
         )
 
 

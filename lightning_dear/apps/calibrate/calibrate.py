@@ -28,8 +28,8 @@ from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.emulation import emulated_rig
 from lightning_dear.planning import LinkCost, PlanSearch, ThresholdFusion, measured, search
 from lightning_dear.planning.predict import StepModel
-from lightning_dear.simulator import fsdp2_units, saved
-from lightning_dear.simulator.workload import BLOCKS, Workload
+from lightning_dear.simulator import saved
+from lightning_dear.simulator.workload import BLOCKS, Workload, units_of
 from lightning_dear.studies.interrupts import INTERRUPTS
 from lightning_dear.studies.probes import Costs, measure
 
@@ -53,8 +53,7 @@ class Calibration(ThresholdFusion, search.StepModelPlanner):
     def search_for(self, model: StepModel) -> PlanSearch:
         """Keep `model`, and return a search that ends at once; called on rank 0 only."""
         self.found = model
-        plan = self.plan(model.tensors, model.world_size)
-        return search.NoContest(plan, "calibration: measured")
+        return search.NoContest(self.plan(model.tensors, model.world_size), "calibration: measured")
 
 
 class ExchangeProbe(Callback):
@@ -80,19 +79,14 @@ class ExchangeProbe(Callback):
         if trainer.world_size == 1 or told is None:
             return
         tensors, times = told.tensors, told.times
-        workload = Workload(
-            "",
-            tensors,
-            # Only the step of a shard was measured, not that of all parameters. So it counts as
-            # `fixed_step_s`, which is the same for all strategies.
-            replace(times, step_s=0.0),
-            told.codecs,
-            fixed_step_s=times.step_s,
-            # `ReplayModel` has this attribute. In other models FSDP2 shards the numbered blocks.
-            shard_unit_mb=getattr(pl_module, "shard_unit_mb", BLOCKS),
-        )
+        # `ReplayModel` has this attribute. In other models FSDP2 shards the numbered blocks.
+        unit_mb: Any = getattr(pl_module, "shard_unit_mb", BLOCKS)
+        # Only the step of a shard was measured, not that of all parameters. So it counts as
+        # `fixed_step_s`, which is the same for all strategies.
+        workload = Workload("", tensors, replace(times, step_s=0.0), told.codecs)
+        workload = replace(workload, fixed_step_s=times.step_s, shard_unit_mb=unit_mb)
         numels = {one.index: -(-one.numel * one.itemsize // _BYTES_PER_ELEMENT) for one in tensors}
-        units = [[numels[index] for index in unit] for unit in fsdp2_units.units_of(workload)]
+        units = [[numels[index] for index in unit] for unit in units_of(workload)]
 
         def begin(what: str) -> None:
             if trainer.is_global_zero:
@@ -103,13 +97,17 @@ class ExchangeProbe(Callback):
         self.found = replace(workload, copies_s=costs.ddp_s, sharding_s=costs.sharding_s), costs
 
 
-def calibrate(cfg: DictConfig) -> None:
+def run_job(cfg: DictConfig, program: Program) -> None:
     """Train some steps of ``cfg``, measure, and write the results. Starts the ranks. Blocks.
+
+    Does so on emulated hosts if the config asks for these.
 
     Raises:
         ValueError: If the job has one rank, which has no network, or a strategy without a fusion.
         RuntimeError: If training ended before everything was measured.
     """
+    if emulated.restart_on_cluster(cfg, "lightning_dear.apps.calibrate"):
+        return
     train.check(cfg)
     if not (OmegaConf.is_config(cfg.strategy) and "fusion" in cfg.strategy):
         raise ValueError("dear-plan calibrate measures with strategy=dear. Leave strategy=... out.")
@@ -208,9 +206,3 @@ def _curve(times_s: Mapping[int, list[float]], world_size: int) -> dict[str, lis
     # A longer message cannot take less time. If noise made it shorter, both get their mean.
     rising = isotonic_regression([median(repeats) for repeats in times_s.values()])
     return {"sizes_bytes": sent, "seconds": rising.x.tolist()}
-
-
-def run_job(cfg: DictConfig, program: Program) -> None:
-    """Run one job of ``dear-plan calibrate``, on emulated hosts if the config asks for these."""
-    if not emulated.restart_on_cluster(cfg, "lightning_dear.apps.calibrate"):
-        calibrate(cfg)

@@ -11,8 +11,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dear.apps.bench.build import build_strategy
-from lightning_dear.apps.bench.config import as_override, composed, merged, named, overrides_of
+from lightning_dear.apps.bench import build, config
 from lightning_dear.engine.trained_parameters import check_momentum
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.studies.convergence import Asked
@@ -64,17 +63,17 @@ def entries_of(cfg: DictConfig) -> list[Entry]:
             options of a compressor that exclude each other.
     """
     entries: list[Entry] = []
-    for one in named(cfg, lambda name: {"compressor": "none" if name == "dense" else name}):
+    for one in config.named(cfg, lambda name: {"compressor": "none" if name == "dense" else name}):
         entries.append(_entry(cfg, one, entries))
         for buckets in buckets_of(cfg).values():
-            build_strategy(composed((*entries[-1].overrides, *buckets)))
+            build.build_strategy(config.composed((*entries[-1].overrides, *buckets)))
     return sorted(entries, key=lambda entry: entry.reference is not None)
 
 
 def _entry(cfg: DictConfig, one: Any, before: Sequence[Entry]) -> Entry:
     name = str(one["name"])
-    overrides = overrides_of({key: value for key, value in one.items() if key not in _OWN_KEYS})
-    own = composed(overrides)
+    overrides = config.overrides_of(one, _OWN_KEYS)
+    own = config.composed(overrides)
     codec = instantiate(own.compressor)
     is_dense = str(own.compressor._target_).endswith(".NoCompression")
     votes = getattr(codec, "kind", None) == "vote"
@@ -161,7 +160,7 @@ def _tries_of(cfg: DictConfig, one: Any, *, goes_dense: bool) -> tuple[Options, 
 def buckets_of(cfg: DictConfig) -> dict[str, tuple[str, ...]]:
     """Return name -> overrides of every bucketing. Tries use the last bucketing only."""
     buckets: Any = OmegaConf.to_container(cfg.buckets)
-    return {str(name): overrides_of(overrides) for name, overrides in buckets.items()}
+    return {str(name): config.overrides_of(overrides) for name, overrides in buckets.items()}
 
 
 def config_of(entry: Entry, buckets: Sequence[str], options: Options, lr: float) -> DictConfig:
@@ -177,8 +176,8 @@ def config_of(entry: Entry, buckets: Sequence[str], options: Options, lr: float)
     if dense_steps := round(options.dense_share * entry.max_steps):
         target = "lightning_dear.callbacks.CompressionSchedule"
         schedule = {"_target_": target, "dense_steps": dense_steps}
-        overrides.append(as_override("strategy.compression_schedule", schedule))
-    return composed(merged(overrides, [as_override("optimizer.lr", lr)]))
+        overrides.append(config.as_override("strategy.compression_schedule", schedule))
+    return config.composed(config.merged(overrides, [config.as_override("optimizer.lr", lr)]))
 
 
 def key_of(cfg: DictConfig, *others: Any) -> str:

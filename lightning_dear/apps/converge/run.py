@@ -14,8 +14,7 @@ from lightning_dear.apps.bench import build
 from lightning_dear.apps.converge import config
 from lightning_dear.apps.program import Program
 from lightning_dear.emulation import emulated_rig
-from lightning_dear.studies import block, convergence, machine, progress, report, training
-from lightning_dear.studies.files import Line
+from lightning_dear.studies import block, convergence, files, machine, progress, report, training
 
 
 def run_job(cfg: DictConfig, program: Program) -> None:
@@ -55,8 +54,8 @@ class Study:
         self._entries = entries
         self._buckets = config.buckets_of(cfg)
         self._metric = convergence.Metric(**cfg.metric)
-        self._starts: dict[int, Line] = {}
-        self.trials: list[Line] = []
+        self._starts: dict[int, files.Line] = {}
+        self.trials: list[files.Line] = []
         self.report = report.Report(folder, self._rows, _text_of, convergence.draw)
 
     def run(self, starter: Trainer) -> None:
@@ -69,7 +68,7 @@ class Study:
         self._strategy: Any = starter.strategy
         self._datamodule = instantiate(self._cfg.data, _convert_="all")
         known = convergence.read_trials(self.report.folder) if starter.is_global_zero else {}
-        self._known: dict[str, Line] = self._strategy.broadcast(known)
+        self._known: dict[str, files.Line] = self._strategy.broadcast(known)
         if starter.is_global_zero:
             self.report.progress = progress.Progress(self._num_steps)
         lrs: dict[str | None, float] = {}
@@ -81,7 +80,7 @@ class Study:
                 for seed in self._cfg.seeds:
                     self._trial(entry, options, base_lr, buckets, seed)
 
-    def _rows(self) -> list[Line]:
+    def _rows(self) -> list[files.Line]:
         """Return the rows of all trainings so far."""
         return convergence.summarize(self._entries, self.trials, self._metric, len(self._cfg.seeds))
 
@@ -105,17 +104,15 @@ class Study:
 
     def _trial(
         self, entry: config.Entry, options: config.Options, base_lr: float, buckets: str, seed: int
-    ) -> Line:
+    ) -> files.Line:
         """Return a training: the folder's, or a new one. Collective. Blocks if it is new."""
         lr = base_lr * options.lr_factor
         # Tuning seeds are disjoint from `seeds`, so the seed tells the phase.
         phase = "final" if seed in self._cfg.seeds else "tuning"
         cfg = config.config_of(entry, self._buckets[buckets], options, lr)
         key = config.key_of(cfg, seed, self._metric.name, self._cfg.loss_steps)
-        labels = {
-            **{"key": key, "entry": entry.name, "buckets": buckets, "phase": phase, "seed": seed},
-            **{"lr_factor": options.lr_factor, "lr": lr, "dense_share": options.dense_share},
-        }
+        labels = {"key": key, "entry": entry.name, "buckets": buckets, "phase": phase, "seed": seed}
+        labels |= {"lr_factor": options.lr_factor, "lr": lr, "dense_share": options.dense_share}
         is_known = key in self._known
         if is_known:
             self.report.progress.leave_out(entry.max_steps)
@@ -131,7 +128,7 @@ class Study:
             self.report.write()
         return trial
 
-    def _train(self, cfg: DictConfig, labels: Line) -> Line:
+    def _train(self, cfg: DictConfig, labels: files.Line) -> files.Line:
         seed_everything(labels["seed"], workers=True, verbose=False)
         model = build.build_model(cfg)
         weights = training.digest_of(model)
@@ -164,7 +161,7 @@ class Study:
         num_hosts, world_size = int(self._cfg.cluster.num_nodes), float(self._strategy.world_size)
         return machine.sent_bytes(block.interface_of(num_hosts)) * num_hosts / world_size
 
-    def _check_start(self, trial: Line) -> None:
+    def _check_start(self, trial: files.Line) -> None:
         first = self._starts.setdefault(trial["seed"], trial)
         names = "weights", "batches", "num_steps"
         weights, batches, num_steps = (trial[name] == first[name] for name in names)
@@ -178,5 +175,5 @@ class Study:
             )
 
 
-def _text_of(rows: Sequence[Line]) -> str:
+def _text_of(rows: Sequence[files.Line]) -> str:
     return "\n".join(filter(None, (emulated_rig(), convergence.text_of(rows))))

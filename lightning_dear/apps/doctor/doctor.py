@@ -43,8 +43,6 @@ _MANY_STEPS = 2.0
 """Times as many steps as others local steps may need. They are proposed where a step with int8
 takes longer than computing alone by more than this factor: elsewhere they may gain nothing."""
 
-_MB = 1e6
-
 _PARTS = 8
 """Number of parts of a rank's batch. The proposed split moves whole parts."""
 
@@ -91,8 +89,7 @@ def examine(strategy: Any, cfg: DictConfig) -> Findings:
     if not isinstance(strategy, ParallelStrategy) or strategy.world_size == 1:
         compute = measure_compute(cfg, strategy.root_device)
         table = [*version_rows([facts_of()]), *compute_rows(compute)]
-        said = "One rank sends nothing: strategy=single would do as well."
-        return Findings([], table, said)
+        return Findings([], table, "One rank sends nothing: strategy=single would do as well.")
     strategy._timeout = timedelta(seconds=cfg.doctor_timeout_s)  # type: ignore[attr-defined]
     strategy.set_world_ranks()  # type: ignore[attr-defined]
     environment = strategy.cluster_environment
@@ -140,14 +137,13 @@ def _examine_all(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictCon
     table += link_rows(cost, pairs, collectives.world.hosts)
     # What exchanges at once cost does not tell how long one of them is on its way.
     far = replace(cost, alpha_s=cost.alpha_s + max(pair.round_trip_s for pair in pairs) / 2)
-    devices = measured_devices(strategy.root_device)
     case = Case(
         own.tensors,
         own.times.times.scaled(max(computing)[0] / total_s),
         _accumulated(cfg),
         cost,
         meeting.world_size,
-        devices,
+        measured_devices(strategy.root_device),
         rest_s=0.0,
         is_gloo=collectives.wait_blocks_host,
         running="ddp",
@@ -257,7 +253,7 @@ def compute_rows(compute: Compute) -> Rows:
     """Return rows for the gradients and this rank's forward and backward."""
     times = compute.times.times
     return [
-        ("gradients", f"{compute.gradient_bytes / _MB:.2f} MB"),
+        ("gradients", f"{compute.gradient_bytes / 1e6:.2f} MB"),
         ("forward (median)", _milli(times.forward_s)),
         ("backward (median)", _milli(times.backward_s)),
     ]

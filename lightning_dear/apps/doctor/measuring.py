@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from hydra.utils import instantiate
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch import Callback, Trainer, strategies
 from omegaconf import DictConfig
 from typing_extensions import override
 
@@ -73,7 +72,7 @@ def measure_compute(cfg: DictConfig, device: torch.device) -> Compute:
     with quiet_lightning():
         trainer = build_trainer(
             cfg,
-            SingleDeviceStrategy(device=device),
+            strategies.SingleDeviceStrategy(device=device),
             callbacks=[timing],
             devices=1 if device.index is None else [device.index],
             num_nodes=1,

@@ -36,8 +36,7 @@ def workload_of(cfg: DictConfig) -> Workload:
             f"The profile {profile.name!r} takes no time. Record it again with record_profile, or"
             " choose another profile. Exchanges are compared with the time of forward and backward."
         )
-    tensors, times = planned(profile)
-    return Workload(profile.name, tensors, replace(times, step_s=float(cfg.step_s)))
+    return Workload(profile.name, *planned(profile, float(cfg.step_s)))
 
 
 def workloads_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[Workload]:
@@ -60,8 +59,7 @@ def workloads_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[W
             f"This model was measured with {workload.compressor!r}. Leave compressors out, or"
             " run dear-plan calibrate without a compressor."
         )
-    device = device_of(cfg)
-    return [workload, *(compressed(workload, name, device, world_size) for name in names)]
+    return [workload, *(compressed(workload, name, device_of(cfg), world_size) for name in names)]
 
 
 def device_of(cfg: DictConfig) -> Device:
@@ -275,8 +273,7 @@ def cases_of(cfg: DictConfig, workload: Workload, network: Network) -> list[rank
     for hooked, (strategy, name) in strategies.HOOKS.items():
         is_asked = strategy in chosen or hooked in (asked or ())
         if is_asked and (strategy.name, name) not in there:
-            device, size = device_of(cfg), network.world_size
-            one = compressed(workload.uncompressed, name, device, size)
+            one = compressed(workload.uncompressed, name, device_of(cfg), network.world_size)
             cases.append((strategy, one))
     # A pair that encodes is left out if dear-train cannot run it, unless the config names it.
     return [

@@ -5,28 +5,20 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf, log2
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from lightning_dear.apps import job
-from lightning_dear.apps.plan.config import (
-    backend_of,
-    cases_of,
-    network_for,
-    workload_of,
-    world_sizes_of,
-)
+from lightning_dear.apps.plan import config
 from lightning_dear.apps.program import Program
 from lightning_dear.planning.predict import KNOWN_ERROR
 from lightning_dear.planning.step import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from lightning_dear.simulator import Network, Workload, ranking, strategies
-from lightning_dear.studies.files import Line, write_lines
-from lightning_dear.studies.plot import picture
+from lightning_dear.studies import files, plot, table
 from lightning_dear.studies.progress import Progress
-from lightning_dear.studies.table import MISSING, format_table
 
 _WIDTH = 100
 
@@ -167,7 +159,7 @@ class Report:
         lossy = [row for row in can_run if not _is_as_good(row)]
         last = _NEEDS if self.need else "MB/step"
         titles = "strategy", "step ms", "waits ms", "x ddp", "scaling", last, ""
-        lines = format_table(titles, [self._cells(row) for row in (*safe, *lossy)]).splitlines()
+        lines = table.format_table(titles, [*map(self._cells, (*safe, *lossy))]).splitlines()
         if safe and lossy:
             # 3 lines come before the rows: a rule, the titles and another rule.
             lines.insert(3 + len(safe), lines[0])
@@ -178,8 +170,7 @@ class Report:
         return "\n".join([*lines, _wrapped(*notes)])
 
     def _notes(self) -> Iterator[str]:
-        encodes = any(row.compressor != "none" for row in self.rows)
-        if self.network.has_nccl_hosts and encodes:
+        if self.network.has_nccl_hosts and any(row.compressor != "none" for row in self.rows):
             yield (
                 "Encoded rows of dear are not summed on their way: a host's link carries"
                 f" {self.network.ranks_in_node} times the bytes of one rank. So encoding can cost"
@@ -195,16 +186,11 @@ class Report:
     def _cells(self, row: ranking.Ranked) -> list[str]:
         step, ddp_s = row.step, self._step_of(ranking.BASELINE)
         sent, rate = f"{step.program.sent_bytes / 1e6:.1f}", row.needed_bits_per_s
-        needs = MISSING if rate is None else "no rate" if rate == inf else f"{rate / 1e9:.3g}"
-        return [
-            row.name,
-            _ms(step.step_s),
-            _ms(sum(step.exposed_s.values())),
-            MISSING if ddp_s is None else f"{ddp_s / step.step_s:.3f}",
-            f"{row.efficiency(self.workload):.1%}",
-            needs if self.need else sent,
-            quality_of(row),
-        ]
+        needs = table.MISSING if rate is None else "no rate" if rate == inf else f"{rate / 1e9:.3g}"
+        gain = table.MISSING if ddp_s is None else f"{ddp_s / step.step_s:.3f}"
+        times = _ms(step.step_s), _ms(sum(step.exposed_s.values())), gain
+        last = f"{row.efficiency(self.workload):.1%}", needs if self.need else sent
+        return [row.name, *times, *last, quality_of(row)]
 
     def _step_of(self, name: str) -> float | None:
         return next((row.step.step_s for row in self.rows if row.name == name), None)
@@ -233,10 +219,9 @@ class Report:
         return "\n".join([_wrapped(*said), *commands, *self._lossless_command()])
 
     def _sureness(self) -> str:
-        best_s = self.best.step.step_s
+        name, best_s = self.best.name, self.best.step.step_s
         others = [row for row in self._choices if row is not self.best]
         near = [row.name for row in others if abs(row.step.step_s / best_s - 1) <= KNOWN_ERROR]
-        name = self.best.name
         found = f"every other row differs from {name} by more than that"
         if near:
             found = f"{', '.join(near)}: no real difference from {name}; the other rows do differ"
@@ -272,7 +257,7 @@ class Report:
             }
             for row in self.rows
         ]
-        write_lines(path, figures)
+        files.write_lines(path, figures)
 
     def write_curves(self, path: Path, points: Sequence[Point], column: str, label: str) -> None:
         """Write a CSV file, and a picture beside it: efficiency over ranks, or over the rate.
@@ -285,13 +270,13 @@ class Report:
         """
         from matplotlib import colormaps
 
-        figures: list[Line] = []
+        figures: list[files.Line] = []
         curves: dict[str, dict[float, float]] = {}
         for place, row in points:
             figures.append({"strategy": row.name, column: place, "step_s": row.step.step_s})
             curves.setdefault(row.name, {})[place] = 100 * row.efficiency(self.workload)
-        write_lines(path, figures)
-        with picture(path.with_suffix(".png"), [14]) as (axis,):
+        files.write_lines(path, figures)
+        with plot.picture(path.with_suffix(".png"), [14]) as (axis,):
             lines = ["-"] * 20 + [":"] * 20
             axis.set_prop_cycle(color=[*colormaps["tab20"](range(20))] * 2, linestyle=lines)
             for name, shares in curves.items():
@@ -300,12 +285,11 @@ class Report:
             axis.set_xscale("log", base=2)
             places = list(dict.fromkeys(place for place, _ in points))
             axis.set_xticks(places, [f"{place:.4g}" for place in places])
-            axis.set_xlabel(label)
-            axis.set_ylabel("scaling efficiency, % (one rank's step over this step)")
-            axis.set_ylim(bottom=0)
+            ylabel = "scaling efficiency, % (one rank's step over this step)"
+            title = f"{self.workload.name}: weak scaling over {label}, simulated"
+            axis.set(xlabel=label, ylabel=ylabel, ylim=(0, None), title=title)
             # `picture` inverts the y axis for bars listed from top to bottom; this undoes it.
             axis.invert_yaxis()
-            axis.set_title(f"{self.workload.name}: weak scaling over {label}, simulated")
 
 
 def _backends_said(dear_s: Mapping[str, float]) -> str:
@@ -346,16 +330,17 @@ def plan(cfg: DictConfig, folder: Path) -> ranking.Ranked:
     Raises:
         ValueError: If the config names something unknown, or lacks a figure of the cluster.
     """
-    workload, network = workload_of(cfg), network_for(cfg)
-    cases = cases_of(cfg, workload, network)
-    own, sizes = network.world_size, world_sizes_of(cfg)
+    workload, network = config.workload_of(cfg), config.network_for(cfg)
+    cases_on = partial(config.cases_of, cfg, workload)
+    cases = cases_on(network)
+    own, sizes = network.world_size, config.world_sizes_of(cfg)
     fixed = [case for case in cases if cfg.need and not case[0].searches]
     middle = round(log2(8e-9 / (network.outer_link.beta_s or 8e-9)))
     rates = [2.0 ** (middle + power) for power in range(-6, 7)] if cfg.need else []
     with closing(Progress(len(cases) * len(sizes) + len(fixed) * len(rates))) as progress:
         every = list(_each(cases, network, progress, cfg.need))
         rows = sorted(every, key=lambda row: row.step.step_s)
-        ways = backend_of(cfg), _dear_s(cfg, workload)
+        ways = config.backend_of(cfg), _dear_s(cfg, workload)
         found = Report(rows, workload, network, cfg.enough, *ways, cfg.need)
         hosts = int(cfg.cluster.num_nodes)
         source = str(cfg.cluster.get("source") or "its file names no source")
@@ -369,8 +354,8 @@ def plan(cfg: DictConfig, folder: Path) -> ranking.Ranked:
         print("That is the answer. Curves follow, of more predictions.", flush=True)
         scaled: list[Point] = []
         for size in sizes:
-            net = network_for(cfg, size)
-            some = every if size == own else _each(cases_of(cfg, workload, net), net, progress)
+            net = config.network_for(cfg, size)
+            some = every if size == own else _each(cases_on(net), net, progress)
             scaled += ((size, row) for row in some)
         nets = {rate: network.at_rate(1e9 * rate) for rate in rates}
         rated = [(rate, row) for rate in nets for row in _each(fixed, nets[rate], progress)]
@@ -383,10 +368,10 @@ def plan(cfg: DictConfig, folder: Path) -> ranking.Ranked:
 
 def _dear_s(cfg: DictConfig, workload: Workload) -> dict[str, float]:
     """Return backend -> step of `strategy="dear"`, for both of GPUs; {} on other clusters."""
-    if backend_of(cfg) == "gloo" or cfg.cluster.get("measured") is not None:
+    if config.backend_of(cfg) == "gloo" or cfg.cluster.get("measured") is not None:
         return {}
     dear, plain = strategies.STRATEGIES["dear"], workload.uncompressed
-    networks = {one: network_for(cfg, backend=one) for one in ("nccl", "staged")}
+    networks = {one: config.network_for(cfg, backend=one) for one in ("nccl", "staged")}
     steps = {one: ranking.predicted(dear, plain, net).step for one, net in networks.items()}
     return {one: step.step_s for one, step in steps.items()}
 

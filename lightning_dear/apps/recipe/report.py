@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from lightning_dear.studies.files import read_rows
+
 Kind = Literal["simulated", "measured"]
 
 Answer = Literal["yes", "no", "not known"]
@@ -29,8 +31,8 @@ RELATIVE_TOLERANCE = 1e-6
 PLAUSIBLE = 1.5
 """A fitted value is plausible if an independent value is within this factor of it."""
 
-Bars = Mapping[str, Sequence[float | None]]
-"""Series -> a height for each group. None means no bar."""
+Heights = Mapping[tuple[str, str, str], float | None]
+"""Names of a panel, a series and a group -> height of the bar. None means no bar."""
 
 _MOST_DIFFERENCES = 10
 
@@ -99,12 +101,9 @@ class Report:
         for title in ("claimed", "here", "must be true", "checked"):
             table.add_column(title, ratio=1, overflow="fold")
         for one in self.claims:
-            table.add_row(
-                f"{one.claim}: {one.published}",
-                f"{one.kind}: {one.here}",
-                one.must_be_true or "nothing more",
-                f"{one.checked} (plausible: {one.plausible})",
-            )
+            claimed, here = f"{one.claim}: {one.published}", f"{one.kind}: {one.here}"
+            checked = f"{one.checked} (plausible: {one.plausible})"
+            table.add_row(claimed, here, one.must_be_true or "nothing more", checked)
         text = StringIO()
         Console(file=text, width=WIDTH, color_system=None).print(table)
         return text.getvalue().rstrip()
@@ -116,14 +115,6 @@ class Report:
         _write_csv(folder / "summary.csv", self.summary)
         if self.figure is not None:
             self.figure.savefig(folder / f"{name}.png", dpi=130)
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file; an empty list if there is no such file."""
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 class Sibling(NamedTuple):
@@ -177,14 +168,11 @@ def _write_csv(path: Path, rows: Rows) -> None:
 # --- pictures -------------------------------------------------------------------------------------
 
 
-def grouped_bars(
-    panels: Mapping[str, Bars], groups: Sequence[str], ylabel: str, title: str, line: float | None
-) -> Any:
-    """Draw bars; a panel for each cluster, one below the other.
+def grouped_bars(heights: Heights, ylabel: str, title: str, line: float | None) -> Any:
+    """Draw bars in panels, one below the other. All have the same series and groups.
 
     Args:
-        panels: Title of a panel -> its bars.
-        groups: Names of the groups along the x axis.
+        heights: Heights of the bars. Panels, series and groups are in the order in which they come.
         ylabel: Quantity on the y axis.
         title: Title of the figure.
         line: Height of a horizontal line, such as 1 for no gain. None means no line.
@@ -195,13 +183,15 @@ def grouped_bars(
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
+    panels, series, groups = (list(dict.fromkeys(part)) for part in zip(*heights, strict=True))
     figure = Figure(figsize=(9, 1 + 2.6 * len(panels)), layout="constrained")
     all_axes = figure.subplots(len(panels), squeeze=False, sharex=True)[:, 0]
-    for axes, (panel, bars) in zip(all_axes, panels.items(), strict=True):
-        width = 0.85 / max(len(bars), 1)
-        for number, (name, heights) in enumerate(bars.items()):
-            places = [group + (number + 0.5) * width - 0.425 for group in range(len(groups))]
-            drawn = {at: height for at, height in zip(places, heights, strict=True) if height}
+    width = 0.85 / len(series)
+    for axes, panel in zip(all_axes, panels, strict=True):
+        for number, name in enumerate(series):
+            places = {at + (number + 0.5) * width - 0.425: one for at, one in enumerate(groups)}
+            bars = {at: heights.get((panel, name, group)) for at, group in places.items()}
+            drawn = {at: height for at, height in bars.items() if height}
             color = colormaps["tab20"](number % 20)
             axes.bar(list(drawn), list(drawn.values()), width, label=name, color=color)
         axes.margins(y=0.25)

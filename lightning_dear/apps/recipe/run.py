@@ -19,9 +19,10 @@ from omegaconf import DictConfig
 
 from lightning_dear.apps import job
 from lightning_dear.apps.program import Program
-from lightning_dear.apps.recipe.report import Report, Sibling, compared, read_rows
+from lightning_dear.apps.recipe.report import Report, Sibling, compared
 from lightning_dear.emulation import why_unavailable
 from lightning_dear.paths import recipes_dir
+from lightning_dear.studies.files import read_rows
 
 MEASURED = "measured"
 """Folder with the measurements of a recipe's siblings, one folder for each sibling."""

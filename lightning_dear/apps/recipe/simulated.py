@@ -17,6 +17,8 @@ from lightning_dear.workloads.replay.profile import ModelProfile, load_profile, 
 
 T = TypeVar("T")
 
+Range = tuple[float, float]
+
 
 def progress(work: Sequence[T], what: str) -> Iterator[T]:
     """Yield the items of `work`; show on stderr the progress and the time that is left."""
@@ -44,36 +46,30 @@ def workload_of(profile: ModelProfile, factor: float) -> Workload:
 
 
 def fitted(
-    of: Callable[[float], float],
-    goal: float,
-    low: float,
-    high: float,
-    what: str,
-    tolerance: float = 2e-12,
+    of: Callable[[float], float], goal: float, between: Range, what: str, tolerance: float = 2e-12
 ) -> float:
     """Return the positive number x for which `of(x)` equals a published figure.
 
     Args:
         of: A monotonic function of one positive number.
         goal: Published figure.
-        low: Least number to try.
-        high: Largest number to try.
+        between: Least and largest number to try.
         what: Name of the quantity `of(x)`, for the error message.
         tolerance: Relative error that x may have.
 
     Raises:
-        ValueError: If `of` does not reach `goal` between `low` and `high`.
+        ValueError: If `of` does not reach `goal` between them.
     """
     from scipy.optimize import brentq
 
     def missing(logarithm: float) -> float:
         return of(math.exp(logarithm)) - goal
 
-    ends = math.log(low), math.log(high)
+    ends = [math.log(end) for end in between]
     if missing(ends[0]) * missing(ends[1]) > 0:
         raise ValueError(
-            f"{what} is never {goal:g} from {low:g} to {high:g}, the limits of the fit. Leave out"
-            " options that differ from the set-up of the published figure."
+            f"{what} is never {goal:g} from {between[0]:g} to {between[1]:g}, the limits of the"
+            " fit. Leave out options that differ from the set-up of the published figure."
         )
     return math.exp(brentq(missing, *ends, xtol=tolerance))
 

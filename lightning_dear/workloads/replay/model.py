@@ -21,7 +21,6 @@ from lightning_dear.workloads.replay.profile import LayerProfile, ModelProfile, 
 from lightning_dear.workloads.replay.waiter import Waiter
 
 _NUM_BEGINNINGS = 1 << 20
-_DEFAULT_OPTIMIZER = partial(torch.optim.SGD, lr=0.01)
 
 
 class Zeros:
@@ -232,7 +231,7 @@ class ReplayModel(task.Task):
         gradients = Zeros() if gradient_seed is None else Noise(gradient_seed, longest)
         waiter = Waiter(encoding_scale - 1, quick_batches)
         net = ReplayNet(profile, waiter, gradients)
-        super().__init__(net, optimizer or _DEFAULT_OPTIMIZER, scheduler)
+        super().__init__(net, optimizer or partial(torch.optim.SGD, lr=0.01), scheduler)
         self._waiter = waiter
         self.profile = profile
         self.shard_unit_mb = shard_unit_mb / scale

@@ -176,11 +176,11 @@ def load_profile(name_or_path: str | Path) -> ModelProfile:
         raise ValueError(f"{path} is no profile: {error}. Make it with record_profile.") from error
 
 
-def planned(profile: ModelProfile) -> tuple[list[TensorSpec], ModelTimes]:
+def planned(profile: ModelProfile, step_s: float = 0.0) -> tuple[list[TensorSpec], ModelTimes]:
     """Return a profile's tensors and times, as a recorded and timed step of its replay has them.
 
     Forward reads a layer's tensors when the layer begins. Their gradients are ready when its
-    backward ends. The optimizer's step takes no time. Indices of tensors are those of the replay's
+    backward ends. The optimizer's step takes `step_s`. Indices of tensors are those of the replay's
     parameters.
     """
     begins_s = accumulate((layer.forward_s for layer in profile.layers), initial=0.0)
@@ -197,7 +197,8 @@ def planned(profile: ModelProfile) -> tuple[list[TensorSpec], ModelTimes]:
             ready = profile.num_tensors - 1 - index
             spec = TensorSpec(index, name, numel, _BYTES_PER_ELEMENT, "float32", index, ready)
             tensors.append(spec)
-    return tensors, ModelTimes(profile.forward_s, profile.backward_s, first_use_s, ready_s)
+    forward_s, backward_s = profile.forward_s, profile.backward_s
+    return tensors, ModelTimes(forward_s, backward_s, first_use_s, ready_s, step_s)
 
 
 def _layer(shapes: Sequence[Sequence[int]], **fields: object) -> LayerProfile:

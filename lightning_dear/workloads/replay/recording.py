@@ -56,14 +56,9 @@ def record_profile(
     steps = [_time_step(module, owned, run, clock) for _ in range(num_warm_up + num_steps)]
     module.train(was_training)
     forward, backward = map(_medians, zip(*steps[num_warm_up:], strict=True))
-    layers = (
-        LayerProfile(
-            layer or type(module).__name__,
-            tuple(tuple(parameter.shape) for parameter in parameters),
-            *seconds,
-        )
-        for (layer, parameters), *seconds in zip(owned.items(), forward, backward, strict=True)
-    )
+    names = [layer or type(module).__name__ for layer in owned]
+    shapes = [tuple(tuple(one.shape) for one in parameters) for parameters in owned.values()]
+    layers = map(LayerProfile, names, shapes, forward, backward)
     note = f"Medians of {num_steps} steps on {_describe(device)}."
     return ModelProfile(type(module).__name__, "measured", note, tuple(layers))
 
