@@ -149,7 +149,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256()
     for name, one in sorted(tensors.items()):
         found.update(f"{name} {one.dtype} {tuple(one.shape)}".encode())
-        found.update(one.reshape(-1).view(torch.uint8).numpy())
+        found.update(one.reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
