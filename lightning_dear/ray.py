@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @cache
 def _made() -> type[DearStrategy]:
     need("RayDearStrategy", "ray", extra="ray")
-    from ray.train.lightning import RayDDPStrategy  # type: ignore[import-not-found]
+    from ray.train.lightning import RayDDPStrategy
 
     class RayDearStrategy(DearStrategy, RayDDPStrategy):  # type: ignore[misc]
         """`DearStrategy` for Ray Train's workers, where `prepare_trainer` accepts it.
