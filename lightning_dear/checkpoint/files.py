@@ -106,12 +106,17 @@ def forget_masters(checkpoint: Mapping[str, Any]) -> None:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def write(value: object, target: Path) -> None:
-    """Writes `value` with torch.save, to a temporary file that is then renamed. Local. Blocks.
+def write(value: Any, target: Path, save: Callable[[Any, IO[bytes]], object] = torch.save) -> None:
+    """Writes `value` to a temporary file that is then renamed. Local. Blocks.
 
     The file gets the name `target` only when all data is on the disk. Until then a file that had
     this name before is still there. A temporary file that a killed call for the same path has left
     behind is overwritten and removed. Missing parent folders are made.
+
+    Args:
+        value: What to write.
+        target: Path of the file.
+        save: Writes `value` to a stream.
 
     Raises:
         OSError: If writing fails, for instance since the disk is full. The error has the system's
@@ -123,7 +128,7 @@ def write(value: object, target: Path) -> None:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with unfinished.open("wb") as file:
-                torch.save(value, file)
+                save(value, file)
                 file.flush()
                 # Synced before the rename: otherwise a crash of the machine could leave a file
                 # that has its final name and lacks its data.

@@ -121,11 +121,13 @@ class PipelineStrategy(ABC):
         Raises:
             ValueError: See `starting.check_start`.
         """
-        host: Any = self
-        starting.check_start(host.cluster_environment, host.parallel_devices, host.num_nodes)
+        self._check_start(self)
         super()._configure_launcher()  # type: ignore[misc]
         if private_names.CHECKPOINT_IO.of(self) is None:
             private_names.CHECKPOINT_IO.replace_in(self, checkpoint_io.AtomicCheckpointIO())
+
+    def _check_start(self, host: Any) -> None:
+        starting.check_start(host.cluster_environment, host.parallel_devices, host.num_nodes)
 
     @contextmanager
     def _meeting(self) -> Generator[None, None, None]:

@@ -11,11 +11,13 @@ from hydra.utils import instantiate
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
+from torch.nn import Module
 
 from lightning_dear.apps import checks, emulated, job
 from lightning_dear.apps.doctor import doctor
 from lightning_dear.apps.program import Program
 from lightning_dear.apps.train import report
+from lightning_dear.checkpoint import weights
 from lightning_dear.strategy.launchers import configure_launcher
 
 log = logging.getLogger(__name__)
@@ -37,12 +39,16 @@ def train(cfg: DictConfig) -> dict[str, float]:
     check(cfg)
     if cfg.eval and cfg.ckpt_path is None:
         raise ValueError("eval=true tests a checkpoint, but has none. Add ckpt_path=FILE.")
+    if cfg.init_from is not None and cfg.ckpt_path is not None:
+        raise ValueError("ckpt_path has weights of its own. Leave out init_from, or ckpt_path.")
     seed_everything(cfg.seed, workers=True, verbose=False)
     if cfg.doctor:
         doctor.examine_job(cfg, build_trainer(cfg))
         return {}
     datamodule = instantiate(cfg.data, _convert_="all")
     model = instantiate(cfg.model, _convert_="all")
+    if cfg.init_from is not None:
+        _load_weights(model, cfg.init_from)
     trainer = build_trainer(cfg, callbacks=[report.EpochLines()])
     rank_zero_only(job.folder_with)(cfg)
     for logger in trainer.loggers:
@@ -55,6 +61,13 @@ def train(cfg: DictConfig) -> dict[str, float]:
     if trainer.is_global_zero:
         report.end_of_job(cfg, trainer, metrics)
     return dict(metrics)
+
+
+def _load_weights(model: Module, path: str) -> None:
+    try:
+        model.load_state_dict(weights.read(path))
+    except RuntimeError as error:
+        raise ValueError(f"init_from={path} has weights of another model. {error}") from error
 
 
 jobs_end = report.jobs_end
