@@ -141,11 +141,10 @@ class ResidualKeeper:
                 saved = own.get(FACTORS, self._parameters[index])
                 if saved is not None and saved.shape == factor.shape:
                     factor.copy_(saved)
-            worker, owner = bucket.worker, bucket.owner
-            for name in worker.names:
-                worker.load(name, bucket.part_of(self._collected(bucket, ("worker", name), own)))
-            for name in owner.names:
-                owner.load(name, self._collected(bucket, ("owner", name), own)[bucket.own])
+            for name, kept in bucket.worker.kept.items():
+                kept.copy_(bucket.part_of(self._collected(bucket, ("worker", name), own)))
+            for name, kept in bucket.owner.kept.items():
+                kept.copy_(self._collected(bucket, ("owner", name), own)[bucket.own])
 
     def _collected(
         self, bucket: CompressedBucket, kind: residuals.ResidualKind, own: Residuals

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import partial, partialmethod
 from itertools import accumulate
 from math import ceil
 from operator import itemgetter
@@ -431,12 +431,6 @@ class PairwiseCollectives(Collectives):
             )
         return self._receive(lane, rows, tag) if receives is None else receives
 
-    def _sends(self, lane: str, outgoing: RankRows, tag: int) -> Waits:
-        return self._post("dst", lane, outgoing, tag)
-
-    def _receive(self, lane: str, rows: RankRows, tag: int) -> Waits:
-        return self._post("src", lane, rows, tag)
-
     def _post(self, end: str, lane: str, rows: RankRows, tag: int) -> Waits:
         """Posts messages, of which the peers are at the `end` "dst" or "src".
 
@@ -453,3 +447,5 @@ class PairwiseCollectives(Collectives):
                 how = blamed(peer, 0.0, str(error))
                 raise RuntimeError(f"{lane.replace('_', '-')}: {how}") from error
         return posted
+
+    _sends, _receive = partialmethod(_post, "dst"), partialmethod(_post, "src")

@@ -19,6 +19,8 @@ import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from functools import partial
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,6 +43,12 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 
 _MOST_PINNED = 0.5
 """Share of a host's memory above which pinned memory is warned of."""
+
+
+def _of_host(name: str) -> Any:
+    """Returns a property that reads and writes the attribute `name` of the host's collectives."""
+    read = attrgetter(f"_host.{name}")
+    return property(read, lambda self, value: setattr(self._host, name, value))
 
 
 class StagedCollectives(Collectives):
@@ -83,28 +91,10 @@ class StagedCollectives(Collectives):
 
     # --- what the host's collectives know ---------------------------------------------------------
 
-    @property
-    def ledger(self) -> Any:
-        """The ledger of the host's collectives, which count what they send."""
-        return self._host.ledger
-
-    @ledger.setter
-    def ledger(self, ledger: Any) -> None:
-        self._host.ledger = ledger
-
-    @property
-    def has_given_up(self) -> bool:
-        """Whether a wait of the host's collectives, or a rank, has failed."""
-        return self._host.has_given_up
-
-    @has_given_up.setter
-    def has_given_up(self, has: bool) -> None:
-        self._host.has_given_up = has
-
-    @property
-    @override
-    def favors_all_reduce(self) -> bool:
-        return self._host.favors_all_reduce
+    # The ledger counts what the host's collectives send, and a failed wait of theirs is this one's.
+    ledger, has_given_up, favors_all_reduce = map(
+        _of_host, ("ledger", "has_given_up", "favors_all_reduce")
+    )
 
     @override
     def expect_max(self, num_flags: int, tag: int) -> None:
@@ -418,7 +408,9 @@ class _SendsBehindCopies:
 
     def _call(self, call: Callable[[], Any], tensor: Tensor) -> Any:
         if (copied := getattr(self._present, "copied", None)) is not None:
-            return _Launching(self._launcher.submit(partial(_after, copied, call)))
+            launched = self._launcher.submit(partial(_after, copied, call))
+            # torch's work of a call that a thread makes.
+            return SimpleNamespace(wait=lambda *limit: launched.result().wait(*limit))
         return _after(partial(self.wait_for, tensor), call)
 
     def wait_for(self, memory: Tensor) -> None:
@@ -429,18 +421,3 @@ class _SendsBehindCopies:
 def _after(copied: Callable[[], None], call: Callable[[], Any]) -> Any:
     copied()
     return call()
-
-
-class _Launching:
-    """torch's work of a call that a thread makes.
-
-    Args:
-        launched: Gets torch's work.
-    """
-
-    def __init__(self, launched: Future[Any]) -> None:
-        self._launched = launched
-
-    def wait(self, *limit: Any) -> None:
-        """Blocks until the call's work has ended, or the time limit has passed."""
-        self._launched.result().wait(*limit)

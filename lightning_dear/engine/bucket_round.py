@@ -187,7 +187,7 @@ class BucketRound:
     def watch(self, numbers: Collection[int]) -> None:
         """Lets a thread wait for these buckets, once they are launched.
 
-        Without that, `is_on_host` is False for a bucket until `wait_for` has been called. To be
+        Without that, `is_on_host` of a bucket's work is False until it has been waited for. To be
         called before they are launched. Holds until the step ends. Does nothing on NCCL: there the
         stream that waits must be the one that reads.
 
@@ -242,33 +242,6 @@ class BucketRound:
         work = self.launched[bucket.number] = self.exchange.launch_reduce(bucket)
         if bucket.number in self.watched:
             work.await_in(self._waiter.submit)
-
-    # --- how far a bucket is --------------------------------------------------------------------
-
-    def has_launched(self, number: int) -> bool:
-        """Whether bucket `number` was launched in this round.
-
-        From then on until `finish` its gradients must not be written.
-        """
-        return number in self.launched
-
-    def is_on_host(self, number: int) -> bool:
-        """Whether bucket `number` was launched, and waiting for it is known not to block the host.
-
-        False if that is not known: the bucket is not watched (`watch`) and was not waited for.
-        """
-        return number in self.launched and self.launched[number].is_on_host
-
-    def has_arrived(self, number: int) -> bool:
-        """Whether the mean of bucket `number` may be read: its work was waited for in this round.
-
-        False after `finish`, which begins the next round: see `has_means`.
-        """
-        return number in self.launched and self.launched[number].is_done
-
-    def wait_for(self, number: int) -> None:
-        """Blocks until the mean of bucket `number` may be read. It must have been launched."""
-        self.launched[number].wait()
 
     # --- ending a round -------------------------------------------------------------------------
 

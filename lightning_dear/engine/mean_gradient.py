@@ -66,7 +66,7 @@ class MeanGradient:
 
     def _conceal(self) -> None:
         active = self.plans.present
-        active.whole_gradients.conceal()
+        active.conceal_gradients()
         self.stepper.set_gradients(active.round.used)
         self.progress.enter(StepState.CHANGED)
 
@@ -124,7 +124,7 @@ class MeanGradient:
         if self.progress.state is StepState.EXPOSED:
             return
         self._bring()
-        self.plans.present.whole_gradients.expose()
+        self.plans.present.expose_gradients()
         self.progress.enter(StepState.EXPOSED)
 
     def expose_to_hooks(self, *, is_here: bool) -> bool:
@@ -176,8 +176,8 @@ class MeanGradient:
             # If nothing was changed, buckets still hold the whole mean, which needs no gather. With
             # regions (Ok-Topk) they do not.
             is_lost = mutates or self.training.options.is_scattered
-            whole = self.plans.present.whole_gradients
-            whole.expose() if is_lost else whole.show()
+            active = self.plans.present
+            active.expose_gradients() if is_lost else active.show_gradients()
             self.progress.enter(StepState.EXPOSED)
 
     def before_state_access(self, reads: bool) -> None:

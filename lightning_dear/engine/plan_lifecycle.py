@@ -23,7 +23,6 @@ from lightning_dear.engine.parameter_gatherer import ParameterGatherer
 from lightning_dear.engine.shared_end import BatchesAhead
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.engine.training import Training
-from lightning_dear.engine.whole_gradients import WholeGradients
 from lightning_dear.exchange import LossScale, Traffic, new_exchange
 from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, drop_masters
 from lightning_dear.optimizers.pieces import SpreadState
@@ -186,11 +185,10 @@ class PlanLifecycle:
         bucket_round = BucketRound(flat, order, exchange, names, self._notes, for_gradients)
         bucket_round.weights = training.weights
         collector = GradientCollector(recording.expected, bucket_round)
-        whole = WholeGradients(bucket_round)
         where = training.module, flat, exchange, recording.ungated
         on_arrival = self._on_arrival if options.is_of_gradients else None
         gatherer = ParameterGatherer(*where, partial(waiting, "all_gather"), on_arrival)
-        return ActivePlan(plan, flat, collector, bucket_round, whole, gatherer, exchange)
+        return ActivePlan(plan, flat, collector, bucket_round, gatherer, exchange)
 
     def follow_parameters(self) -> None:
         """Looks for parameters and modules that were replaced in the trained module. Local.
