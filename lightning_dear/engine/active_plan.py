@@ -117,7 +117,8 @@ class ActivePlan:
         """Puts the whole mean gradient of each parameter into its `.grad`. Collective, blocks.
 
         `.grad` becomes None if no rank had a gradient for the parameter. Afterwards changes to
-        `.grad` count: the next `conceal_gradients`, or the next round after another backward, reads it.
+        `.grad` count: the next `conceal_gradients` reads it, or the next round after another
+        backward.
         """
         buckets = self.flat.buckets
         for bucket in buckets:
