@@ -14,8 +14,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
+from torch import Tensor, nn
 
 from lightning_dear.planning.plan import BucketPlan, BucketSpec
 from lightning_dear.torch_modes import saves_calls
@@ -190,7 +189,7 @@ class Placement:
             None means that it was not shared.
     """
 
-    parameter: Parameter
+    parameter: nn.Parameter
     view: Tensor
     gradient: Tensor | None
     buckets: tuple[int, ...]
@@ -233,12 +232,12 @@ class FlatBuffers:
     placements: list[Placement]
 
     @property
-    def lagging(self) -> list[Parameter]:
+    def lagging(self) -> list[nn.Parameter]:
         """Returns the parameters in buckets that lag; see `Role.lags`."""
         return [p.parameter for p in self.placements if self.buckets[p.buckets[0]].role.lags]
 
     @cached_property
-    def _addresses(self) -> tuple[list[Parameter], list[int]]:
+    def _addresses(self) -> tuple[list[nn.Parameter], list[int]]:
         return [p.parameter for p in self.placements], [p.data_ptr for p in self.placements]
 
     @property
@@ -270,7 +269,7 @@ class FlatBuffers:
 
 def allocate(
     plan: BucketPlan,
-    parameters: Sequence[Parameter],
+    parameters: Sequence[nn.Parameter],
     role_of: Callable[[int, torch.dtype], Role],
     rank: int,
     scratch_numel: Callable[[int], int],
@@ -374,7 +373,7 @@ def _bucket(
 
 
 def _move_data(
-    plan: BucketPlan, begins: Mapping[int, int], parameters: Sequence[Parameter], flat: Tensor
+    plan: BucketPlan, begins: Mapping[int, int], parameters: Sequence[nn.Parameter], flat: Tensor
 ) -> dict[int, int]:
     """Moves parameters into `flat`, where bucket b begins at element `begins[b]`.
 
@@ -457,7 +456,7 @@ def shard_pieces(bucket: Bucket) -> list[Piece]:
     return pieces
 
 
-def cut_state(key: str, value: Any, parameter: Parameter, piece: Piece) -> Any:
+def cut_state(key: str, value: Any, parameter: nn.Parameter, piece: Piece) -> Any:
     """Returns a copy of the part of an optimizer's state that belongs to `piece`.
 
     Args:

@@ -27,14 +27,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.collectives.background import Background
-from lightning_dear.collectives.gloo import PairwiseCollectives
-from lightning_dear.collectives.launch_log import (
-    BUCKET_TAGS,
-    BUFFERS_TAG,
-    TAGS_OF_ONE_OPTIMIZER,
-)
-from lightning_dear.collectives.shards import shard_of
+from lightning_dear.collectives import background, gloo, launch_log, shards
 from lightning_dear.collectives.streams import Pairs, Streams
 from lightning_dear.collectives.work import Begun, Collectives, Encode, SplitTensor, Work
 
@@ -73,7 +66,7 @@ class StagedCollectives(Collectives):
     # Lengths would be known on the device only.
     has_variable_lengths = False
 
-    def __init__(self, host: PairwiseCollectives, streams: Streams) -> None:
+    def __init__(self, host: gloo.PairwiseCollectives, streams: Streams) -> None:
         self._host = host
         self._calls = _SendsBehindCopies(host.calls)
         groups = host.reduce_group, host.gather_group, host.object_group
@@ -87,7 +80,7 @@ class StagedCollectives(Collectives):
         # (half, tag) -> the bucket's last message. Removed where it has been waited for.
         self._under_way: dict[tuple[str, int], Work] = {}
         # (half, number of the optimizer) -> the thread that waits for arrivals.
-        self._arrivals: dict[tuple[str, int], Background] = {}
+        self._arrivals: dict[tuple[str, int], background.Background] = {}
 
     # --- what the host's collectives know ---------------------------------------------------------
 
@@ -146,7 +139,7 @@ class StagedCollectives(Collectives):
         return memory if tensor.ndim == 1 else memory.view_as(tensor)
 
     def _memory(self, elements: int, dtype: torch.dtype, tag: int, use: str) -> Tensor:
-        if tag >= BUCKET_TAGS:
+        if tag >= launch_log.BUCKET_TAGS:
             return self.streams.host_memory(elements, dtype)
         key = tag, use, dtype, elements
         if key not in self._pinned:
@@ -185,7 +178,7 @@ class StagedCollectives(Collectives):
                 earlier.wait()
         copied = _nothing if down is None else self.streams.copy_down(*down)
         work = launch() if down is None else self._calls.behind(copied, down[1], launch)
-        is_bucket = tag < BUCKET_TAGS
+        is_bucket = tag < launch_log.BUCKET_TAGS
 
         def arrive() -> Callable[[], None]:
             # First, to raise what a copy raises: nothing is sent then, and nothing may arrive.
@@ -195,7 +188,7 @@ class StagedCollectives(Collectives):
 
         key = lane, _optimizer(tag) if is_bucket else -1
         if key not in self._arrivals:
-            self._arrivals[key] = Background(f"dear {lane}, arrivals, {key[1]}")
+            self._arrivals[key] = background.Background(f"dear {lane}, arrivals, {key[1]}")
         arrival = self._arrivals[key].submit(arrive)
         # What `wait` calls is not observed: a timeline's thread would call it, too.
         seen: Any = (lambda: arrival.result()()) if is_bucket else arrival.result
@@ -234,9 +227,9 @@ class StagedCollectives(Collectives):
         whole = self._like(buffer, tag)
         elements = self._host.scratch_numel(buffer.numel())
         scratch = self._memory(elements, buffer.dtype, tag, "received")
-        if tag < BUCKET_TAGS:
+        if tag < launch_log.BUCKET_TAGS:
             self._scratch[tag] = scratch
-        mean = shard_of(whole, self.world.rank, self.world.size)
+        mean = shards.shard_of(whole, self.world.rank, self.world.size)
         if out.dtype != mean.dtype:
             mean = self._like(out, tag, "mean")
         launch = partial(self._host.launch_reduce_scatter, whole, scratch, mean, tag)
@@ -279,7 +272,7 @@ class StagedCollectives(Collectives):
     def expect_all_gather(self, buffer: Tensor, tag: int) -> None:
         # Other ranks' shards must not arrive in gradients that are still being sent. A gather that
         # is still under way does not matter: the next reduce half waits for it.
-        if tag < BUCKET_TAGS and ("reduce_scatter", tag) not in self._under_way:
+        if tag < launch_log.BUCKET_TAGS and ("reduce_scatter", tag) not in self._under_way:
             self._host.expect_all_gather(self._like(buffer, tag), tag)
 
     @override
@@ -335,7 +328,7 @@ class StagedCollectives(Collectives):
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
-        tag, is_first = BUFFERS_TAG + index, self.world.rank == 0
+        tag, is_first = launch_log.BUFFERS_TAG + index, self.world.rank == 0
         pair = buffer, self._like(buffer, tag)
         launch = partial(self._host.launch_broadcast, pair[1], index)
         down, up = (pair, []) if is_first else (None, [pair])
@@ -344,7 +337,7 @@ class StagedCollectives(Collectives):
 
 def _optimizer(tag: int) -> int:
     """Returns the number of the optimizer whose bucket has `tag`."""
-    return tag // TAGS_OF_ONE_OPTIMIZER
+    return tag // launch_log.TAGS_OF_ONE_OPTIMIZER
 
 
 def _nothing() -> None:
@@ -370,7 +363,7 @@ class _SendsBehindCopies:
 
     def __init__(self, calls: Any) -> None:
         self._calls = calls
-        self._launcher = Background("dear-launches")
+        self._launcher = background.Background("dear-launches")
         # Address of pinned memory -> function that blocks until the last copy into it has ended.
         self._copied: dict[int, Callable[[], None]] = {}
         # In a thread that is within `behind`: its `copied`.

@@ -6,18 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Module, Parameter
-from torch.optim import Optimizer
+from torch import Tensor, nn, optim
 
 from lightning_dear.bucket import FlatBuffers, Piece
 from lightning_dear.collectives.launch_log import NORM_TAG
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec
+from lightning_dear.engine import gradient_collector, parameter_gatherer, read_order
 from lightning_dear.engine.bucket_round import BucketRound, of_any_rank
-from lightning_dear.engine.gradient_collector import GradientCollector
-from lightning_dear.engine.parameter_gatherer import ParameterGatherer
-from lightning_dear.engine.read_order import ReadMode
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.exchange import Exchange
 from lightning_dear.exchange.options import ExchangeOptions
@@ -46,9 +42,9 @@ class ActivePlan:
 
     plan: BucketPlan
     flat: FlatBuffers
-    collector: GradientCollector
+    collector: gradient_collector.GradientCollector
     round: BucketRound
-    gatherer: ParameterGatherer
+    gatherer: parameter_gatherer.ParameterGatherer
     exchange: Exchange
 
     def encoding_figures(self) -> dict[str, Tensor | float]:
@@ -176,7 +172,7 @@ class ActivePlan:
         for bucket in self.flat.buckets:
             self.exchange.sync(bucket)
 
-    def unscale(self, unscale: Callable[[Optimizer], None], shards: SteppedPieces) -> None:
+    def unscale(self, unscale: Callable[[optim.Optimizer], None], shards: SteppedPieces) -> None:
         """Calls a GradScaler's `unscale_` on this rank's pieces. Collective, blocks.
 
         If any rank has inf or nan in its pieces, the scalers of all ranks find inf, so that all
@@ -199,7 +195,7 @@ class ActivePlan:
         with shards.on_shards(vote):
             unscale(shards.optimizer)
 
-    def release(self) -> Sequence[tuple[Parameter, Tensor | None]]:
+    def release(self) -> Sequence[tuple[nn.Parameter, Tensor | None]]:
         """Removes forward pre-hooks and gates, and ends the round's thread. Local.
 
         Returns:
@@ -245,7 +241,7 @@ class Recording:
 
     tensors: list[TensorSpec]
     expected: list[int]
-    ungated: Mapping[int, Module | None]
+    ungated: Mapping[int, nn.Module | None]
     codecs: list[Codec | None]
     seed: int
 
@@ -311,7 +307,7 @@ class Recording:
                 )
 
 
-def audit(trained: TrainedParameters, active: ActivePlan) -> ReadMode:
+def audit(trained: TrainedParameters, active: ActivePlan) -> read_order.ReadMode:
     """A context in which reading a parameter that is still being gathered raises.
 
     It also sees reads that no gate sees, under `no_grad` and through `.data`. Without this context
@@ -344,4 +340,4 @@ def audit(trained: TrainedParameters, active: ActivePlan) -> ReadMode:
                 " before. It was read through a reference that strategy='dear' cannot see."
             )
 
-    return ReadMode(check)
+    return read_order.ReadMode(check)

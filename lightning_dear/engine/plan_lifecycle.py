@@ -24,10 +24,9 @@ from lightning_dear.engine.shared_end import BatchesAhead
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.engine.training import Training
 from lightning_dear.exchange import LossScale, Traffic, new_exchange
+from lightning_dear.optimizers import replicated, sharded
 from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, drop_masters
 from lightning_dear.optimizers.pieces import SpreadState
-from lightning_dear.optimizers.replicated import ReplicatedOptimizer
-from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, TensorSpec, with_whole_tensors
 
 
@@ -71,7 +70,7 @@ class PlanLifecycle:
     def __init__(
         self,
         training: Training,
-        stepper: ShardedOptimizer | ReplicatedOptimizer,
+        stepper: sharded.ShardedOptimizer | replicated.ReplicatedOptimizer,
         number: int,
         on_gradient: OnGradient,
         on_arrival: Callable[[int], None],
@@ -344,7 +343,7 @@ class PlanLifecycle:
                 self._stepper.guard()
                 lagging = was_written.keys() & set(self._training.module.parameters())
                 self._sync(left.take(MASTER_KEY, lagging - set(self.trained.parameters)))
-        if isinstance(self._stepper, ReplicatedOptimizer):
+        if isinstance(self._stepper, replicated.ReplicatedOptimizer):
             # Whole tensors are stepped now: state of an ended training that stays in shards would
             # be of no use. Every rank needs memory for all of it.
             own = spread_state(self._stepper, collectives)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dear.bucket import Bucket
-from lightning_dear.compression import Compressor
-from lightning_dear.compression.error_feedback import Memory
+from lightning_dear.compression import Compressor, error_feedback
 from lightning_dear.exchange.sparse.figures import Tally
 
 NO_SEED = -1
@@ -57,8 +56,8 @@ class CompressedBucket(ABC):
         self,
         bucket: Bucket,
         compressor: Compressor,
-        worker: Memory,
-        owner: Memory,
+        worker: error_feedback.Memory,
+        owner: error_feedback.Memory,
         world_size: int,
         encoded: Sequence[slice] | None = None,
     ) -> None:

@@ -23,13 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities import distributed
-from lightning.pytorch import strategies
-from lightning.pytorch.utilities import exceptions
+from lightning.pytorch import strategies, utilities
 from typing_extensions import override
 
 from lightning_dear import private_names
-from lightning_dear.collectives.factory import hang_up, leave_process_groups
-from lightning_dear.collectives.store import default_store
+from lightning_dear.collectives import factory, store
 from lightning_dear.strategy import failure_watch, failures
 
 if TYPE_CHECKING:
@@ -39,7 +37,7 @@ log = logging.getLogger(__name__)
 
 _MultiProcessingLauncher: Any = private_names.TRAINER_LAUNCHER.of(strategies.launchers)
 _SubprocessScriptLauncher: Any = private_names.SCRIPT_LAUNCHER.of(strategies.launchers)
-_TunerExitException: Any = private_names.TUNER_EXIT.of(exceptions)
+_TunerExitException: Any = private_names.TUNER_EXIT.of(utilities.exceptions)
 
 POLL_S = 0.2
 """Seconds between two checks of the child processes."""
@@ -137,7 +135,7 @@ def job_end() -> Callable[[], None]:
     def end() -> None:
         while _launched:
             _launched.pop().end_job()
-        leave_process_groups()
+        factory.leave_process_groups()
         for name in absent:
             os.environ.pop(name, None)
         torch.set_num_threads(num_threads)
@@ -199,7 +197,7 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
             if not isinstance(error, _TunerExitException):
                 self._is_failing.set()
                 # Started now, since no thread can be started at exit.
-                threading.Thread(target=hang_up, args=[self._is_over], daemon=True).start()
+                threading.Thread(target=factory.hang_up, args=[self._is_over], daemon=True).start()
             raise
 
     @override
@@ -254,7 +252,7 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
         """
         is_failing = self._is_failing.is_set()
         # Held until the children have ended: in the store they read which rank failed first.
-        _store = default_store()
+        _store = store.default_store()
         if is_failing:
             self._is_over.set()
         codes = end_processes(self.procs, GRACE_S if is_failing else END_S)
@@ -471,7 +469,7 @@ def _reporting(
 ) -> Any:
     try:
         return function(*args, **kwargs)
-    except exceptions.SIGTERMException as end:
+    except utilities.exceptions.SIGTERMException as end:
         report(end)
         # Returned, because the starting process would wait for ever for the result of a rank that
         # raises SystemExit.
