@@ -240,15 +240,6 @@ class FlatBuffers:
     def _addresses(self) -> tuple[list[nn.Parameter], list[int]]:
         return [p.parameter for p in self.placements], [p.data_ptr for p in self.placements]
 
-    @property
-    def replaced(self) -> list[Placement]:
-        """Returns the placements whose `parameter.data` the user has replaced."""
-        parameters, addresses = self._addresses
-        # Usually none. Comparing all addresses at once is faster than a call for each placement.
-        if [*map(Tensor.data_ptr, parameters)] == addresses:
-            return []
-        return [placement for placement in self.placements if placement.was_replaced()]
-
     @torch.no_grad()
     def adopt_writes(self) -> bool:
         """Takes over values that the user wrote to parameters, or set as new `data` of them. Local.
@@ -258,7 +249,10 @@ class FlatBuffers:
         Returns:
             Whether the `data` of a parameter was replaced.
         """
-        replaced = self.replaced
+        parameters, addresses = self._addresses
+        # Usually none. Comparing all addresses at once is faster than a call for each placement.
+        is_any = [*map(Tensor.data_ptr, parameters)] != addresses
+        replaced = [one for one in self.placements if one.was_replaced()] if is_any else []
         for placement in replaced:
             placement.view.copy_(placement.parameter.data)
             placement.parameter.data = placement.view

@@ -99,8 +99,7 @@ class CompletionGuard(Callback):
         key = hook, tuple(map(id, owners))
         if key not in self._readers:
             # Compared by exact class, because a subclass of a known callback may read weights.
-            known = {CompletionGuard, *_NON_READERS}
-            unknown = (one for one in owners if type(one) not in known)
+            unknown = (one for one in owners if type(one) not in {CompletionGuard, *_NON_READERS})
             readers = (type(one).__name__ for one in unknown if is_overridden(hook, one))
             self._readers[key] = next(readers, None)
         return self._readers[key]

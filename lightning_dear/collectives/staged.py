@@ -39,7 +39,7 @@ _MOST_PINNED = 0.5
 
 
 def _of_host(name: str) -> Any:
-    """Returns a property that reads and writes the attribute `name` of the host's collectives."""
+    """Returns a property that stands for what the host's collectives have as `name`."""
     read = attrgetter(f"_host.{name}")
     return property(read, lambda self, value: setattr(self._host, name, value))
 
@@ -85,17 +85,9 @@ class StagedCollectives(Collectives):
     # --- what the host's collectives know ---------------------------------------------------------
 
     # The ledger counts what the host's collectives send, and a failed wait of theirs is this one's.
-    ledger, has_given_up, favors_all_reduce = map(
-        _of_host, ("ledger", "has_given_up", "favors_all_reduce")
-    )
-
-    @override
-    def expect_max(self, num_flags: int, tag: int) -> None:
-        self._host.expect_max(num_flags, tag)
-
-    @override
-    def end_training(self) -> None:
-        self._host.end_training()
+    ledger, has_given_up = map(_of_host, ("ledger", "has_given_up"))
+    favors_all_reduce = _of_host("favors_all_reduce")
+    expect_max, end_training = map(_of_host, ("expect_max", "end_training"))
 
     @override
     def forget_groups(self) -> None:
@@ -122,8 +114,7 @@ class StagedCollectives(Collectives):
     @override
     def begin_plan(self, first_tag: int) -> None:
         optimizer = _optimizer(first_tag)
-        of_others = {k: one for k, one in self._pinned.items() if _optimizer(k[0]) != optimizer}
-        self._pinned = of_others
+        self._pinned = {k: one for k, one in self._pinned.items() if _optimizer(k[0]) != optimizer}
         self._scratch = {k: one for k, one in self._scratch.items() if _optimizer(k) != optimizer}
 
     def _like(self, tensor: Tensor, tag: int, use: str = "whole") -> Tensor:
@@ -283,8 +274,7 @@ class StagedCollectives(Collectives):
         size = buffer.numel() // self.world.size
         ends = [self.world.rank * size, (self.world.rank + 1) * size]
         # The shards before this rank's, this rank's, and those after it.
-        both = buffer.tensor_split(ends), whole.tensor_split(ends)
-        before, own, after = zip(*both, strict=True)
+        before, own, after = zip(buffer.tensor_split(ends), whole.tensor_split(ends), strict=True)
         launch = partial(self._host.launch_all_gather, whole, tag)
         return self._stage("all_gather", tag, own, launch, [before, after])
 

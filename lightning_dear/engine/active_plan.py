@@ -16,8 +16,8 @@ from lightning_dear.engine import gradient_collector, parameter_gatherer, read_o
 from lightning_dear.engine.bucket_round import BucketRound, of_any_rank
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.exchange import Exchange
+from lightning_dear.exchange.compressed_bucket import figures_of
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.exchange.sparse.figures import figures_of
 from lightning_dear.optimizers.pieces import SteppedPieces
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, check_plan

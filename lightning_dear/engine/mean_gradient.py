@@ -58,13 +58,10 @@ class MeanGradient:
         """
         self._bring()
         if self.progress.state is StepState.EXPOSED:
-            self._conceal()
-
-    def _conceal(self) -> None:
-        active = self.plans.present
-        active.conceal_gradients()
-        self.stepper.set_gradients(active.round.used)
-        self.progress.enter(StepState.CHANGED)
+            active = self.plans.present
+            active.conceal_gradients()
+            self.stepper.set_gradients(active.round.used)
+            self.progress.enter(StepState.CHANGED)
 
     def _bring(self) -> None:
         """Does what `reduce` does, but leaves an exposed mean gradient in `.grad`."""
@@ -162,9 +159,7 @@ class MeanGradient:
             mutates: Whether the caller changes these gradients. If so, the state becomes CHANGED.
         """
         was_exposed = self.progress.state is StepState.EXPOSED
-        self._bring()
-        if was_exposed:
-            self._conceal()
+        self.reduce()
         if mutates:
             self.progress.enter(StepState.CHANGED)
         yield [piece.parameter for piece in self.stepper.pieces]

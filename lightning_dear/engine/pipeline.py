@@ -116,6 +116,8 @@ class Pipeline:
         instruments = Instruments(clock or clock_of(device, in_threads=blocks), collectives)
         what = options or ExchangeOptions(), instruments, module_tree.ModuleTree(module)
         training = self.training = Training(module, collectives, fusion, *what)
+        # It launches all messages of this training.
+        self.collectives = collectives
         self.remark: str | None = None
         # `int()` does nothing, and returns 0.
         self.before_change: Callable[[], object] = int
@@ -187,11 +189,6 @@ class Pipeline:
         training.weights.holds_gradients = lambda: any(
             part.progress.state not in idle for part in self.parts
         )
-
-    @property
-    def collectives(self) -> work.Collectives:
-        """Object that launches all messages of this training."""
-        return self.training.collectives
 
     @property
     def options(self) -> ExchangeOptions:

@@ -14,7 +14,6 @@ from torch import Tensor, nn, optim
 from lightning_dear import planning, private_names
 from lightning_dear.collectives.launch_log import UNHELD_TAG
 from lightning_dear.collectives.work import Collectives, Work
-from lightning_dear.collectives.world import World
 from lightning_dear.engine import batch_weights, gradient_collector, shared_end, trained_parameters
 from lightning_dear.engine.bucket_round import of_any_rank
 from lightning_dear.engine.module_tree import ModuleTree, aliased_names
@@ -76,6 +75,8 @@ class Training:
     end: shared_end.SharedEnd = field(default_factory=shared_end.SharedEnd)
 
     def __post_init__(self) -> None:
+        # The ranks that train: their number, their hosts, and this rank's number.
+        self.world = self.collectives.world
         waiting = partial(self.instruments.waiting, "reduce_scatter")
         self.weights = batch_weights.BatchWeights(self.collectives, waiting)
         self.unheld = UnheldGradients(self.collectives, self.weights)
@@ -106,11 +107,6 @@ class Training:
                 " before the fit: that memory is kept up to date.",
                 stacklevel=2,
             )
-
-    @property
-    def world(self) -> World:
-        """The ranks that train: their number, their hosts, and this rank's number."""
-        return self.collectives.world
 
     @property
     def uses_buckets(self) -> bool:

@@ -142,8 +142,7 @@ class Exchange:
         """Returns the buffer of the all-gather: every rank's shard is written into it, in place."""
         # When means are gathered, the local gradients are no longer needed: they have been reduced,
         # so that other ranks' means may overwrite them.
-        is_in_gradients = self._is_of_gradients or self._is_staged
-        return bucket.gradients if is_in_gradients else bucket.parameters
+        return bucket.gradients if self._is_of_gradients or self._is_staged else bucket.parameters
 
     def launch_gather_gradients(self, bucket: Bucket) -> Work:
         """Starts to gather the means of all shards into `bucket.gradients`, uncompressed.

@@ -241,8 +241,7 @@ class OptimizerRounds:
     @property
     def layout(self) -> list[Any]:
         """What must be the same for local state to be loaded: when what is sent and merged."""
-        names = [[list(one.names) for one in group] for group in self.groups]
-        return [*self.schedule[:3], names]
+        return [*self.schedule[:3], [[list(one.names) for one in group] for group in self.groups]]
 
     @property
     def progress(self) -> list[float]:

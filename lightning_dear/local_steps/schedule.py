@@ -284,8 +284,7 @@ def cut(
 def num_modules(module: nn.Module, parameters: Iterable[nn.Parameter]) -> int:
     """Returns how many modules own any of the parameters. A tied one counts for its first."""
     held = set(parameters)
-    named = module.named_parameters()
-    return len({name.rpartition(".")[0] for name, one in named if one in held})
+    return len({name.rpartition(".")[0] for name, one in module.named_parameters() if one in held})
 
 
 def _by_names(

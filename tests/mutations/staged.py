@@ -193,8 +193,8 @@ STAGED = [
     Mutation(
         "memory of a plan that is over",
         "StagedCollectives.begin_plan",
-        "self._pinned = of_others",
-        "pass",
+        " if _optimizer(k[0]) != optimizer}",
+        "}",
         (f"{SIMULATED}::test_a_new_plan_lets_go_of_the_memory_of_the_old_one",),
     ),
     Mutation(

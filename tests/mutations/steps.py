@@ -286,9 +286,9 @@ FLUSHES = [
     ),
     Mutation(
         "taking exposed gradients back",
-        "MeanGradient._conceal",
-        "        active.conceal_gradients()\n",
-        "        pass\n",
+        "MeanGradient.reduce",
+        "            active.conceal_gradients()\n",
+        "            pass\n",
         (f"{GRADIENTS}::test_what_is_done_to_exposed_gradients_counts",),
     ),
     Mutation(

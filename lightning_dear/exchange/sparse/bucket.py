@@ -13,7 +13,6 @@ from lightning_dear.collectives.work import Work
 from lightning_dear.compression import Fp32, SparseAllReduce, error_feedback, selectors
 from lightning_dear.exchange import base, compressed_bucket
 from lightning_dear.exchange.sparse.entries import Entries, Unsent, new_unsent, unpacked
-from lightning_dear.exchange.sparse.figures import Tally
 
 LaunchWithTag = Callable[[int], Work]
 """Launches a message: (tag of the bucket's messages) -> work."""
@@ -70,7 +69,7 @@ class SparseBucket(compressed_bucket.CompressedBucket):
     """
 
     worker: Unsent
-    tally: Tally
+    tally: compressed_bucket.Tally
     configured: SparseAllReduce
 
     _head_words = 1
@@ -91,7 +90,7 @@ class SparseBucket(compressed_bucket.CompressedBucket):
         self._collectives = collectives
         self._rank, self._world_size = collectives.world.rank, collectives.world.size
         self.numel = self.spec.numel
-        self.tally, self.is_filled = Tally(), False
+        self.tally, self.is_filled = compressed_bucket.Tally(), False
         # Entries that were sent in this step, until it is known which of them have had an effect.
         self._sent: list[Entries] = []
         # Sums that were left out of the mean in this step, to be added back if another round
@@ -180,7 +179,7 @@ class SparseBucket(compressed_bucket.CompressedBucket):
         All rounds of a step have the same number. A step that was discarded does not count.
         """
         most_words = self.sparse.most_words(self.numel, self._world_size)
-        self.tally = Tally(self.selection.k, most_words=most_words)
+        self.tally = compressed_bucket.Tally(self.selection.k, most_words=most_words)
         self.counts["reduce"] += not self._is_counted
         self._is_counted = True
         return self.counts["reduce"] - 1

@@ -74,8 +74,7 @@ class Entries(NamedTuple):
 
 def joined(parts: Sequence[Entries]) -> Entries:
     """Returns the entries of all `parts`, one part after another, not sorted by place."""
-    places, numbers = ([part.places for part in parts], [part.numbers for part in parts])
-    return Entries(torch.cat(places), torch.cat(numbers))
+    return Entries(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def unpacked(row: Tensor, num_notes: int = 0) -> Entries:

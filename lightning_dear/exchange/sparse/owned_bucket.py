@@ -347,8 +347,7 @@ class StaticBucket(SparseBucket):
         Sets the places of entries that fit into the messages to 0 in `waiting`.
         """
         room, places, numbers = self.selection.most_sent, selected.places, selected.numbers
-        is_number = (numbers != 0).long()
-        self.summary = summary_of(places, self.spec.padded_numel, is_number)
+        self.summary = summary_of(places, self.spec.padded_numel, (numbers != 0).long())
         region = torch.bucketize(places, self.edges[1:-1], right=True)
         order = _order_within(region, self._world_size)
         is_sent = (order < room) & (numbers != 0)
