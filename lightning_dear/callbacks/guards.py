@@ -15,19 +15,14 @@ from lightning_dear.callbacks.batch_split import BatchSplit
 _AFTER_BACKWARD = "on_after_backward"
 _BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
 
+_LIGHTNINGS = (
+    "DeviceStatsMonitor LearningRateMonitor ModelCheckpoint RichProgressBar TQDMProgressBar"
+    " ThroughputMonitor Timer"
+)
 _NON_READERS: set[type[Callback]] = {
-    BatchSplit,
-    compression_schedule.CompressionSchedule,
-    monitor.DearMonitor,
-    fusion_tuner.FusionTuner,
-    timeline.TimelineCallback,
-    callbacks.DeviceStatsMonitor,
-    callbacks.LearningRateMonitor,
-    callbacks.ModelCheckpoint,
-    callbacks.RichProgressBar,
-    callbacks.TQDMProgressBar,
-    callbacks.ThroughputMonitor,
-    callbacks.Timer,
+    *(BatchSplit, compression_schedule.CompressionSchedule, monitor.DearMonitor),
+    *(fusion_tuner.FusionTuner, timeline.TimelineCallback),
+    *(getattr(callbacks, name) for name in _LIGHTNINGS.split()),
 }
 """Callbacks before whose batch hooks `CompletionGuard` does not wait. The hooks read no weights, or
 read them only through `state_dict()`, which waits by itself. Most trainers have such a callback,

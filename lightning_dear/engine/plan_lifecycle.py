@@ -165,15 +165,10 @@ class PlanLifecycle:
         # Any stream may still read the former memory of parameters, which is freed here.
         collectives.streams.synchronize()
         collectives.begin_plan(self.number * MAX_BUCKETS)
-        flat = allocate(
-            plan,
-            self.trained.parameters,
-            partial(options.role_of, plan),
-            training.world.rank,
-            # Scratch is for receiving gradients. Encoded bytes are received in other buffers.
-            (lambda _: 0) if sends_bytes else collectives.scratch_numel,
-            keeps_gradients=training.uses_buckets,
-        )
+        # Scratch is for receiving gradients. Encoded bytes are received in other buffers.
+        place = training.world.rank, (lambda _: 0) if sends_bytes else collectives.scratch_numel
+        tensors = plan, self.trained.parameters, partial(options.role_of, plan)
+        flat = allocate(*tensors, *place, keeps_gradients=training.uses_buckets)
         codecs = [recording.codecs[bucket.slices[0].tensor] for bucket in plan.buckets]
         what = flat, options.is_of_gradients, plan.uncompressed, lambda: self.loss_scale()
         traffic = Traffic(collectives, self.number * MAX_BUCKETS, *what)

@@ -270,8 +270,7 @@ def cut(
     for name, parameter in named.items():
         runs.setdefault(name.rpartition(".")[0], {})[name] = parameter
     modules = [*runs.values()]
-    sizes = [sum(one.nbytes for one in its.values()) for its in modules]
-    ends = [0, *accumulate(sizes)]
+    ends = [0, *accumulate(sum(one.nbytes for one in its.values()) for its in modules)]
     cuts = [0]
     for turn in range(1, fragments):
         ideal = ends[-1] * turn / fragments

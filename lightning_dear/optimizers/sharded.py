@@ -202,8 +202,7 @@ class ShardedOptimizer(SteppedPieces):
     @override
     def before_write(self) -> Set[Any]:
         others = {key for key in self.shards.state if not isinstance(key, Tensor)}
-        left = () if self.left is None else self.left.entries
-        return others.union(self.shards.parameters, left)
+        return others.union(self.shards.parameters, () if self.left is None else self.left.entries)
 
     @override
     def before_copy(self) -> None:
