@@ -311,7 +311,9 @@ class BucketRound:
             for work in (*self.launched.values(), told):
                 work.wait()
         agreed = self._hear(says, absent, flags, found)
-        self._add_earlier(is_empty=not any(agreed))
+        for number, bucket in self._buckets.items() if self.has_means else ():
+            earlier = self._earlier.pop(number, None)
+            self.exchange.add_earlier(bucket, earlier, is_empty=not any(agreed))
         self.late = [index for index, flag in enumerate(agreed) if flag == LATE]
         self.used = [
             # Without a gradient buffer (world size 1) the step uses `.grad` as it is now, which a
@@ -325,18 +327,12 @@ class BucketRound:
         self._begin()
         return bool(self.late)
 
-    def _add_earlier(self, *, is_empty: bool) -> None:
-        if self.has_means:
-            for number, bucket in self._buckets.items():
-                earlier = self._earlier.pop(number, None)
-                self.exchange.add_earlier(bucket, earlier, is_empty=is_empty)
-
     @cached_property
     def _voted(self) -> Sequence[int]:
         """Indices of the parameters that ranks vote on; none if the compressor does not vote.
 
         Ranks vote if the compressor takes the majority of their signs. A rank without a gradient
-        cannot abstain: zeros in its bucket would be votes, too. So `_refuse_votes` refuses the step
+        cannot abstain: zeros in its bucket would be votes, too. So `_hear` refuses the step
         if only some ranks have a gradient.
         """
         voting = self.exchange.voting
@@ -369,7 +365,9 @@ class BucketRound:
     def _hear(
         self, says: Sequence[int], absent: Mapping[int, int], flags: Tensor, found: Tensor
     ) -> Sequence[int]:
-        """Passes the maxima in `flags` on to notes and exchange; see also `_refuse_votes`.
+        """Passes the maxima in `flags` on to notes and exchange.
+
+        Lets the step raise (`Exchange.check`) if only some ranks can vote on a parameter.
 
         Returns:
             For each parameter the maximum of its flag over ranks.
@@ -383,20 +381,12 @@ class BucketRound:
         if not is_free and not absent and all(flag == USED for flag in says):
             return says
         agreed = flags[:num_flags].tolist()
-        self._refuse_votes(agreed, dict(zip(absent, agreed[len(says) :], strict=True)))
-        return agreed[: len(says)]
-
-    def _refuse_votes(self, agreed: Sequence[int], absent: dict[int, int]) -> None:
-        """Lets the step raise (`Exchange.check`) if only some ranks can vote on a parameter.
-
-        Args:
-            agreed: For each parameter the maximum of its flag over ranks. UNUSED means that no rank
-                has a gradient. Such a parameter is not refused.
-            absent: Index of each parameter that ranks vote on -> whether any rank has no gradient.
-        """
-        split = [index for index, is_absent in absent.items() if is_absent and agreed[index]]
-        if split:
+        # Whether any rank has no gradient of a parameter that ranks vote on. If no rank has one
+        # (UNUSED), the parameter is not refused.
+        lacking = zip(absent, agreed[len(says) :], strict=True)
+        if split := [index for index, is_absent in lacking if is_absent and agreed[index]]:
             self.exchange.refuse_votes([self.names[index] for index in split])
+        return agreed[: len(says)]
 
 
 def of_any_rank(own: Sequence[bool], collectives: Collectives) -> Sequence[bool]:

@@ -299,7 +299,11 @@ class OptimizerRounds:
             one.launch()
         # Before the next send: what is merged first goes ahead on the link.
         for one in self._under_way:
-            self._advance(one)
+            # The outer optimizer steps if all sums have arrived. On NCCL it is at fixed steps: NCCL
+            # matches messages by their order, which must be the same on all ranks.
+            is_due = self.count - (one.sent_at or 0) >= (self.schedule.delay + 1) // 2
+            if one.round.is_complete if self.collectives.matches_by_tag else is_due:
+                one.step()
             # In the order of the sends, on all ranks: a timeline waits for messages in that order.
             if not one.is_stepped:
                 break
@@ -321,15 +325,6 @@ class OptimizerRounds:
         self.watch.before_send(fragment)
         samples = self._totals[-1] - self._totals[0]
         return fragment.send(self.count, samples if self._weights.is_on else None)
-
-    def _advance(self, fragment: Fragment) -> None:
-        """Lets the outer optimizer step if all sums have arrived. On NCCL it is at fixed steps.
-
-        NCCL matches messages by their order, which must be the same on all ranks.
-        """
-        is_due = self.count - (fragment.sent_at or 0) >= (self.schedule.delay + 1) // 2
-        if fragment.round.is_complete if self.collectives.matches_by_tag else is_due:
-            fragment.step()
 
     def _merge(self, fragment: Fragment, mix: float) -> None:
         rank = fragment.merge(mix)

@@ -95,9 +95,9 @@ CODED = [
     ),
     Mutation(
         "refusing votes of some ranks only",
-        "BucketRound._refuse_votes",
-        "if is_absent and agreed[index]]\n",
-        "if False]\n",
+        "BucketRound._hear",
+        "if is_absent and agreed[index]]:\n",
+        "if False]:\n",
         (f"{VOTES}::test_a_gradient_that_one_rank_lacks_is_refused_on_all",),
     ),
     Mutation(
