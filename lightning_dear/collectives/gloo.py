@@ -123,8 +123,7 @@ class PairwiseCollectives(Collectives):
         # Of n bytes, the R ranks of a host send R (P - R) / P n to other hosts in each half. A ring
         # all-reduce sends 2 (P - 1) / P n between hosts in both. If the ranks form a grid of hosts,
         # two hops send no more than that, so that an all-reduce has no advantage.
-        is_grid = self.world.ranks_a_host > 1
-        return self.world.fewest_on_a_host > 1 and not is_grid
+        return self.world.fewest_on_a_host > 1 and self.world.ranks_a_host == 1
 
     @override
     def scratch_numel(self, numel: int) -> int:

@@ -336,10 +336,9 @@ class NativeTwoHopCollectives(NativeCollectives):
         self, buffer: Tensor, received: Tensor, encode: Encode, incoming: Tensor, tag: int
     ) -> Begun:
         lane, own = "reduce_scatter", self._column(buffer)
-        sums = received.view(len(own), -1)
 
         def launch_second() -> Waits:
-            rows = encode(torch.stack(own, out=sums).float())
+            rows = encode(torch.stack(own, out=received.view(len(own), -1)).float())
             return self._start_across(lane, "all_to_all_single", incoming, rows, tag=tag)
 
         first = self._start_within(REDUCE_SCATTER, buffer, tag)

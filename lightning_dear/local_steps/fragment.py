@@ -344,10 +344,9 @@ class Fragment:
 
         No exchange may be under way. Entries of tensors that the fragment lacks are not used.
         """
-        optimizer = self.stepper.optimizer
         for name, shadow in zip(self.names, self.stepper.shards.parameters, strict=True):
             if own := state.get(name):
-                optimizer.state[shadow] = dict(own)
+                self.stepper.optimizer.state[shadow] = dict(own)
         self.stepper.adopt_state()
 
     def left_out(self) -> Residuals:

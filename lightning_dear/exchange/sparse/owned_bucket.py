@@ -415,8 +415,7 @@ class StaticBucket(SparseBucket):
         parts = _parts(gathered)
         for part in parts:
             # Places of unused entries are beyond the end; their values are 0.
-            places = part.places.clamp(max=last)
-            gradients.index_add_(0, places, part.numbers.to(gradients.dtype))
+            gradients.index_add_(0, part.places.clamp(max=last), part.numbers.to(gradients.dtype))
         self._shown = torch.cat([part.places for part in parts]).long().sort().values
         return self._shown
 
