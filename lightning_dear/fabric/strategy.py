@@ -19,7 +19,8 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies import launchers, strategy
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.pytorch import overrides, utilities
+from lightning.pytorch.overrides import distributed as overrides
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, device
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -387,7 +388,7 @@ class DearFabricStrategy(base.PipelineStrategy, DDPStrategy):
             for name, one in state.items() if isinstance(state, dict) else ():
                 remark, _ = _outer_of(one).load(rest, name)
                 if remark:
-                    utilities.rank_zero_info(remark)
+                    rank_zero_info(remark)
             rest.pop(CHECKPOINT_KEY, None)
         return rest
 
@@ -475,4 +476,4 @@ def _plain(module: Module) -> Module:
 
 def _sync(module: Module, world_size: int) -> None:
     if world_size > 1:
-        private_names.SYNC_MODULE_STATES.of(overrides.distributed)(module)
+        private_names.SYNC_MODULE_STATES.of(overrides)(module)

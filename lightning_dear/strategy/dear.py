@@ -15,8 +15,9 @@ from uuid import uuid4
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import accelerators, overrides, strategies
+from lightning.pytorch import accelerators, strategies
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.overrides import distributed as overrides
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -183,7 +184,7 @@ class DearStrategy(PipelineStrategy, strategies.DDPStrategy):
     def configure_ddp(self) -> None:
         assert self.model is not None
         refusals.check_module_states(self.model)
-        private_names.SYNC_MODULE_STATES.of(overrides.distributed)(self.model)
+        private_names.SYNC_MODULE_STATES.of(overrides)(self.model)
 
     @property
     def _trainer(self) -> pl.Trainer:

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities import distributed
-from lightning.pytorch import strategies, utilities
+from lightning.pytorch import strategies
+from lightning.pytorch.utilities import exceptions
 from typing_extensions import override
 
 from lightning_dear import private_names
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _MultiProcessingLauncher: Any = private_names.TRAINER_LAUNCHER.of(strategies.launchers)
 _SubprocessScriptLauncher: Any = private_names.SCRIPT_LAUNCHER.of(strategies.launchers)
-_TunerExitException: Any = private_names.TUNER_EXIT.of(utilities.exceptions)
+_TunerExitException: Any = private_names.TUNER_EXIT.of(exceptions)
 
 POLL_S = 0.2
 """Seconds between two checks of the child processes."""
@@ -469,7 +470,7 @@ def _reporting(
 ) -> Any:
     try:
         return function(*args, **kwargs)
-    except utilities.exceptions.SIGTERMException as end:
+    except exceptions.SIGTERMException as end:
         report(end)
         # Returned, because the starting process would wait for ever for the result of a rank that
         # raises SystemExit.
