@@ -15,7 +15,8 @@ from uuid import uuid4
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import accelerators, strategies
+from lightning.pytorch import strategies
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides import distributed as overrides
 from lightning.pytorch.plugins.precision import Precision
@@ -98,7 +99,7 @@ class DearStrategy(PipelineStrategy, strategies.DDPStrategy):
 
     def __init__(
         self,
-        accelerator: accelerators.Accelerator | None = None,
+        accelerator: Accelerator | None = None,
         parallel_devices: list[device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
