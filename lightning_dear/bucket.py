@@ -14,8 +14,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
+from torch import Tensor, nn
 
 from lightning_dear.planning.plan import BucketPlan, BucketSpec
 from lightning_dear.torch_modes import saves_calls
@@ -190,7 +189,7 @@ class Placement:
             None means that it was not shared.
     """
 
-    parameter: Parameter
+    parameter: nn.Parameter
     view: Tensor
     gradient: Tensor | None
     buckets: tuple[int, ...]
@@ -233,22 +232,13 @@ class FlatBuffers:
     placements: list[Placement]
 
     @property
-    def lagging(self) -> list[Parameter]:
+    def lagging(self) -> list[nn.Parameter]:
         """Returns the parameters in buckets that lag; see `Role.lags`."""
         return [p.parameter for p in self.placements if self.buckets[p.buckets[0]].role.lags]
 
     @cached_property
-    def _addresses(self) -> tuple[list[Parameter], list[int]]:
+    def _addresses(self) -> tuple[list[nn.Parameter], list[int]]:
         return [p.parameter for p in self.placements], [p.data_ptr for p in self.placements]
-
-    @property
-    def replaced(self) -> list[Placement]:
-        """Returns the placements whose `parameter.data` the user has replaced."""
-        parameters, addresses = self._addresses
-        # Usually none. Comparing all addresses at once is faster than a call for each placement.
-        if [*map(Tensor.data_ptr, parameters)] == addresses:
-            return []
-        return [placement for placement in self.placements if placement.was_replaced()]
 
     @torch.no_grad()
     def adopt_writes(self) -> bool:
@@ -259,7 +249,10 @@ class FlatBuffers:
         Returns:
             Whether the `data` of a parameter was replaced.
         """
-        replaced = self.replaced
+        parameters, addresses = self._addresses
+        # Usually none. Comparing all addresses at once is faster than a call for each placement.
+        is_any = [*map(Tensor.data_ptr, parameters)] != addresses
+        replaced = [one for one in self.placements if one.was_replaced()] if is_any else []
         for placement in replaced:
             placement.view.copy_(placement.parameter.data)
             placement.parameter.data = placement.view
@@ -270,7 +263,7 @@ class FlatBuffers:
 
 def allocate(
     plan: BucketPlan,
-    parameters: Sequence[Parameter],
+    parameters: Sequence[nn.Parameter],
     role_of: Callable[[int, torch.dtype], Role],
     rank: int,
     scratch_numel: Callable[[int], int],
@@ -374,7 +367,7 @@ def _bucket(
 
 
 def _move_data(
-    plan: BucketPlan, begins: Mapping[int, int], parameters: Sequence[Parameter], flat: Tensor
+    plan: BucketPlan, begins: Mapping[int, int], parameters: Sequence[nn.Parameter], flat: Tensor
 ) -> dict[int, int]:
     """Moves parameters into `flat`, where bucket b begins at element `begins[b]`.
 
@@ -457,7 +450,7 @@ def shard_pieces(bucket: Bucket) -> list[Piece]:
     return pieces
 
 
-def cut_state(key: str, value: Any, parameter: Parameter, piece: Piece) -> Any:
+def cut_state(key: str, value: Any, parameter: nn.Parameter, piece: Piece) -> Any:
     """Returns a copy of the part of an optimizer's state that belongs to `piece`.
 
     Args:

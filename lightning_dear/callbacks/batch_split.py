@@ -19,10 +19,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils import data
 from typing_extensions import override
 
-from lightning_dear import private_names
+from lightning_dear import planning, private_names
 from lightning_dear.callbacks.fusion_tuner import option_of
 from lightning_dear.collectives.store import from_all_ranks
-from lightning_dear.planning import FusionPlanner, SearchingPlanner
 from lightning_dear.telemetry.clock import Clock
 
 NUM_MEASURED = 20
@@ -145,14 +144,14 @@ class BatchSplit(Callback):
             would measure the first steps.
     """
 
-    def __init__(self, split: Any, fusion: FusionPlanner) -> None:
+    def __init__(self, split: Any, fusion: planning.FusionPlanner) -> None:
         words = f"split must be 'auto' or whole numbers > 0, such as [3, 1], got {split!r}."
         is_list = isinstance(split, list | tuple) and {type(one) for one in split} == {int}
         if not is_list and not isinstance(split, str):
             raise TypeError(words)
         if split != "auto" and (not is_list or min(split) < 1):
             raise ValueError(words)
-        if split == "auto" and isinstance(fusion, SearchingPlanner):
+        if split == "auto" and isinstance(fusion, planning.SearchingPlanner):
             raise ValueError(
                 f"split='auto' and {option_of(fusion)} would both measure the first steps of a fit."
                 " Use split='auto' first, and then split=[...] with the sizes that it prints."

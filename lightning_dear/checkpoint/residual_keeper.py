@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from lightning_dear.bucket import Chunk
-from lightning_dear.checkpoint import residuals
-from lightning_dear.checkpoint.optimizer_state import CLASS, ShardedState, check_class
+from lightning_dear.checkpoint import optimizer_state, residuals
 from lightning_dear.checkpoint.residuals import FACTORS, RESIDUALS_KEY, STEERING, Residuals
 from lightning_dear.collectives.work import STATE_TAGS, Collectives
 from lightning_dear.exchange import CompressedBucket
@@ -141,11 +140,10 @@ class ResidualKeeper:
                 saved = own.get(FACTORS, self._parameters[index])
                 if saved is not None and saved.shape == factor.shape:
                     factor.copy_(saved)
-            worker, owner = bucket.worker, bucket.owner
-            for name in worker.names:
-                worker.load(name, bucket.part_of(self._collected(bucket, ("worker", name), own)))
-            for name in owner.names:
-                owner.load(name, self._collected(bucket, ("owner", name), own)[bucket.own])
+            for name, kept in bucket.worker.kept.items():
+                kept.copy_(bucket.part_of(self._collected(bucket, ("worker", name), own)))
+            for name, kept in bucket.owner.kept.items():
+                kept.copy_(self._collected(bucket, ("owner", name), own)[bucket.own])
 
     def _collected(
         self, bucket: CompressedBucket, kind: residuals.ResidualKind, own: Residuals
@@ -266,13 +264,13 @@ class ResidualKeeper:
 
     # --- into and out of state dicts ------------------------------------------------------------
 
-    def add_to_sharded(self, state: ShardedState) -> ShardedState:
+    def add_to_sharded(self, state: optimizer_state.ShardedState) -> optimizer_state.ShardedState:
         """Adds stand-ins of all residuals, and this rank's chunks of them, to `state`. Local.
 
         Also adds the name of the optimizer's class. If there are no compressed buckets and no
         residuals, there is no entry for residuals. Returns `state`.
         """
-        state[CLASS] = type(self._optimizer).__name__
+        state[optimizer_state.CLASS] = type(self._optimizer).__name__
         if not self._coded and self._held is None:
             return state
         parameters = chain.from_iterable(one["params"] for one in self._optimizer.param_groups)
@@ -291,7 +289,7 @@ class ResidualKeeper:
         Raises:
             ValueError: If the state belongs to another optimizer class, see `check_class`.
         """
-        check_class(optimizer, state_dict)
+        optimizer_state.check_class(optimizer, state_dict)
         saved = [group["params"] for group in state_dict["param_groups"]]
         present = [group["params"] for group in optimizer.param_groups]
         if list(map(len, saved)) != list(map(len, present)):

@@ -267,8 +267,7 @@ class _SavePlanner(dcp.default_planner.DefaultSavePlanner):
     def create_local_plan(self) -> dcp.planner.SavePlan:
         items = []
         for name, stored in self.state_dict.items():
-            is_own = self.is_coordinator or not stored.is_rank_0s
-            for chunk in _cut(stored) if is_own else ():
+            for chunk in _cut(stored) if self.is_coordinator or not stored.is_rank_0s else ():
                 self._values[name, chunk.start] = chunk.values
                 items.append(_write_item(name, stored.stand_in, chunk))
         self.plan = dcp.planner.SavePlan(items)

@@ -25,11 +25,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_dear import private_names
-from lightning_dear.collectives.gloo import PairwiseCollectives
-from lightning_dear.collectives.nccl import NativeCollectives
-from lightning_dear.collectives.staged import StagedCollectives
+from lightning_dear.collectives import gloo, nccl, staged, two_hops
 from lightning_dear.collectives.streams import CudaStreams, Streams
-from lightning_dear.collectives.two_hops import NativeTwoHopCollectives, TwoHopCollectives
 from lightning_dear.collectives.work import Collectives, alive, reusable_groups, under_way
 from lightning_dear.collectives.world import RankPlace, World, hosts_of
 
@@ -77,7 +74,7 @@ def new_collectives(
             if `TORCH_NCCL_BLOCKING_WAIT` is set with NCCL.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return PairwiseCollectives(None, None, None, streams=_streams_of(device))
+        return gloo.PairwiseCollectives(None, None, None, streams=_streams_of(device))
     backend = _backend_of(device)
     _check_backend(backend, device)
     streams = _streams_of(device)
@@ -93,7 +90,7 @@ def new_collectives(
     is_staged = _is_staged(backend, device)
     of_backend: Any = kind(*subgroups, *three, world, streams=Streams() if is_staged else streams)
     collectives: Collectives
-    collectives = StagedCollectives(of_backend, streams) if is_staged else of_backend
+    collectives = staged.StagedCollectives(of_backend, streams) if is_staged else of_backend
     # Registered anew, to run before Lightning's own function, which destroys NCCL's groups.
     atexit.unregister(abort_after_failure)
     atexit.register(abort_after_failure)
@@ -127,12 +124,12 @@ def _streams_of(device: torch.device) -> Streams:
 
 def alone(others: Collectives) -> Collectives:
     """Makes collectives of this rank alone, on the device of `others`. Local."""
-    return PairwiseCollectives(None, None, None, streams=others.streams)
+    return gloo.PairwiseCollectives(None, None, None, streams=others.streams)
 
 
 def on_host(others: Collectives) -> Collectives:
     """Makes collectives over gloo among the same ranks, for tensors of the host. Local."""
-    if others.streams.device.type == "cpu" or isinstance(others, StagedCollectives):
+    if others.streams.device.type == "cpu" or isinstance(others, staged.StagedCollectives):
         return others
     groups = [others.object_group] * 3
     made: Collectives = _KINDS[True, others.world.ranks_a_host > 1](*groups, others.world)
@@ -143,10 +140,10 @@ _TRUE = ("1", "y", "yes", "t", "true")
 """What torch takes as true in the environment."""
 
 _KINDS: dict[tuple[bool, bool], Any] = {
-    (True, False): PairwiseCollectives,
-    (True, True): TwoHopCollectives,
-    (False, False): NativeCollectives,
-    (False, True): NativeTwoHopCollectives,
+    (True, False): gloo.PairwiseCollectives,
+    (True, True): two_hops.TwoHopCollectives,
+    (False, False): nccl.NativeCollectives,
+    (False, True): two_hops.NativeTwoHopCollectives,
 }
 """(whether the backend is gloo, whether there are two hops) -> class of the collectives."""
 

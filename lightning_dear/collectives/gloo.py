@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import partial, partialmethod
 from itertools import accumulate
 from math import ceil
 from operator import itemgetter
@@ -123,8 +123,7 @@ class PairwiseCollectives(Collectives):
         # Of n bytes, the R ranks of a host send R (P - R) / P n to other hosts in each half. A ring
         # all-reduce sends 2 (P - 1) / P n between hosts in both. If the ranks form a grid of hosts,
         # two hops send no more than that, so that an all-reduce has no advantage.
-        is_grid = self.world.ranks_a_host > 1
-        return self.world.fewest_on_a_host > 1 and not is_grid
+        return self.world.fewest_on_a_host > 1 and self.world.ranks_a_host == 1
 
     @override
     def scratch_numel(self, numel: int) -> int:
@@ -431,12 +430,6 @@ class PairwiseCollectives(Collectives):
             )
         return self._receive(lane, rows, tag) if receives is None else receives
 
-    def _sends(self, lane: str, outgoing: RankRows, tag: int) -> Waits:
-        return self._post("dst", lane, outgoing, tag)
-
-    def _receive(self, lane: str, rows: RankRows, tag: int) -> Waits:
-        return self._post("src", lane, rows, tag)
-
     def _post(self, end: str, lane: str, rows: RankRows, tag: int) -> Waits:
         """Posts messages, of which the peers are at the `end` "dst" or "src".
 
@@ -453,3 +446,5 @@ class PairwiseCollectives(Collectives):
                 how = blamed(peer, 0.0, str(error))
                 raise RuntimeError(f"{lane.replace('_', '-')}: {how}") from error
         return posted
+
+    _sends, _receive = partialmethod(_post, "dst"), partialmethod(_post, "src")

@@ -19,20 +19,15 @@ import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from functools import partial
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.collectives.background import Background
-from lightning_dear.collectives.gloo import PairwiseCollectives
-from lightning_dear.collectives.launch_log import (
-    BUCKET_TAGS,
-    BUFFERS_TAG,
-    TAGS_OF_ONE_OPTIMIZER,
-)
-from lightning_dear.collectives.shards import shard_of
+from lightning_dear.collectives import background, gloo, launch_log, shards
 from lightning_dear.collectives.streams import Pairs, Streams
 from lightning_dear.collectives.work import Begun, Collectives, Encode, SplitTensor, Work
 
@@ -41,6 +36,12 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 
 _MOST_PINNED = 0.5
 """Share of a host's memory above which pinned memory is warned of."""
+
+
+def _of_host(name: str) -> Any:
+    """Returns a property that stands for what the host's collectives have as `name`."""
+    read = attrgetter(f"_host.{name}")
+    return property(read, lambda self, value: setattr(self._host, name, value))
 
 
 class StagedCollectives(Collectives):
@@ -65,7 +66,7 @@ class StagedCollectives(Collectives):
     # Lengths would be known on the device only.
     has_variable_lengths = False
 
-    def __init__(self, host: PairwiseCollectives, streams: Streams) -> None:
+    def __init__(self, host: gloo.PairwiseCollectives, streams: Streams) -> None:
         self._host = host
         self._calls = _SendsBehindCopies(host.calls)
         groups = host.reduce_group, host.gather_group, host.object_group
@@ -79,40 +80,14 @@ class StagedCollectives(Collectives):
         # (half, tag) -> the bucket's last message. Removed where it has been waited for.
         self._under_way: dict[tuple[str, int], Work] = {}
         # (half, number of the optimizer) -> the thread that waits for arrivals.
-        self._arrivals: dict[tuple[str, int], Background] = {}
+        self._arrivals: dict[tuple[str, int], background.Background] = {}
 
     # --- what the host's collectives know ---------------------------------------------------------
 
-    @property
-    def ledger(self) -> Any:
-        """The ledger of the host's collectives, which count what they send."""
-        return self._host.ledger
-
-    @ledger.setter
-    def ledger(self, ledger: Any) -> None:
-        self._host.ledger = ledger
-
-    @property
-    def has_given_up(self) -> bool:
-        """Whether a wait of the host's collectives, or a rank, has failed."""
-        return self._host.has_given_up
-
-    @has_given_up.setter
-    def has_given_up(self, has: bool) -> None:
-        self._host.has_given_up = has
-
-    @property
-    @override
-    def favors_all_reduce(self) -> bool:
-        return self._host.favors_all_reduce
-
-    @override
-    def expect_max(self, num_flags: int, tag: int) -> None:
-        self._host.expect_max(num_flags, tag)
-
-    @override
-    def end_training(self) -> None:
-        self._host.end_training()
+    # The ledger counts what the host's collectives send, and a failed wait of theirs is this one's.
+    ledger, has_given_up = map(_of_host, ("ledger", "has_given_up"))
+    favors_all_reduce = _of_host("favors_all_reduce")
+    expect_max, end_training = map(_of_host, ("expect_max", "end_training"))
 
     @override
     def forget_groups(self) -> None:
@@ -139,8 +114,7 @@ class StagedCollectives(Collectives):
     @override
     def begin_plan(self, first_tag: int) -> None:
         optimizer = _optimizer(first_tag)
-        of_others = {k: one for k, one in self._pinned.items() if _optimizer(k[0]) != optimizer}
-        self._pinned = of_others
+        self._pinned = {k: one for k, one in self._pinned.items() if _optimizer(k[0]) != optimizer}
         self._scratch = {k: one for k, one in self._scratch.items() if _optimizer(k) != optimizer}
 
     def _like(self, tensor: Tensor, tag: int, use: str = "whole") -> Tensor:
@@ -156,7 +130,7 @@ class StagedCollectives(Collectives):
         return memory if tensor.ndim == 1 else memory.view_as(tensor)
 
     def _memory(self, elements: int, dtype: torch.dtype, tag: int, use: str) -> Tensor:
-        if tag >= BUCKET_TAGS:
+        if tag >= launch_log.BUCKET_TAGS:
             return self.streams.host_memory(elements, dtype)
         key = tag, use, dtype, elements
         if key not in self._pinned:
@@ -195,7 +169,7 @@ class StagedCollectives(Collectives):
                 earlier.wait()
         copied = _nothing if down is None else self.streams.copy_down(*down)
         work = launch() if down is None else self._calls.behind(copied, down[1], launch)
-        is_bucket = tag < BUCKET_TAGS
+        is_bucket = tag < launch_log.BUCKET_TAGS
 
         def arrive() -> Callable[[], None]:
             # First, to raise what a copy raises: nothing is sent then, and nothing may arrive.
@@ -205,7 +179,7 @@ class StagedCollectives(Collectives):
 
         key = lane, _optimizer(tag) if is_bucket else -1
         if key not in self._arrivals:
-            self._arrivals[key] = Background(f"dear {lane}, arrivals, {key[1]}")
+            self._arrivals[key] = background.Background(f"dear {lane}, arrivals, {key[1]}")
         arrival = self._arrivals[key].submit(arrive)
         # What `wait` calls is not observed: a timeline's thread would call it, too.
         seen: Any = (lambda: arrival.result()()) if is_bucket else arrival.result
@@ -244,9 +218,9 @@ class StagedCollectives(Collectives):
         whole = self._like(buffer, tag)
         elements = self._host.scratch_numel(buffer.numel())
         scratch = self._memory(elements, buffer.dtype, tag, "received")
-        if tag < BUCKET_TAGS:
+        if tag < launch_log.BUCKET_TAGS:
             self._scratch[tag] = scratch
-        mean = shard_of(whole, self.world.rank, self.world.size)
+        mean = shards.shard_of(whole, self.world.rank, self.world.size)
         if out.dtype != mean.dtype:
             mean = self._like(out, tag, "mean")
         launch = partial(self._host.launch_reduce_scatter, whole, scratch, mean, tag)
@@ -289,7 +263,7 @@ class StagedCollectives(Collectives):
     def expect_all_gather(self, buffer: Tensor, tag: int) -> None:
         # Other ranks' shards must not arrive in gradients that are still being sent. A gather that
         # is still under way does not matter: the next reduce half waits for it.
-        if tag < BUCKET_TAGS and ("reduce_scatter", tag) not in self._under_way:
+        if tag < launch_log.BUCKET_TAGS and ("reduce_scatter", tag) not in self._under_way:
             self._host.expect_all_gather(self._like(buffer, tag), tag)
 
     @override
@@ -300,8 +274,7 @@ class StagedCollectives(Collectives):
         size = buffer.numel() // self.world.size
         ends = [self.world.rank * size, (self.world.rank + 1) * size]
         # The shards before this rank's, this rank's, and those after it.
-        both = buffer.tensor_split(ends), whole.tensor_split(ends)
-        before, own, after = zip(*both, strict=True)
+        before, own, after = zip(buffer.tensor_split(ends), whole.tensor_split(ends), strict=True)
         launch = partial(self._host.launch_all_gather, whole, tag)
         return self._stage("all_gather", tag, own, launch, [before, after])
 
@@ -345,7 +318,7 @@ class StagedCollectives(Collectives):
 
     @override
     def launch_broadcast(self, buffer: Tensor, index: int) -> Work:
-        tag, is_first = BUFFERS_TAG + index, self.world.rank == 0
+        tag, is_first = launch_log.BUFFERS_TAG + index, self.world.rank == 0
         pair = buffer, self._like(buffer, tag)
         launch = partial(self._host.launch_broadcast, pair[1], index)
         down, up = (pair, []) if is_first else (None, [pair])
@@ -354,7 +327,7 @@ class StagedCollectives(Collectives):
 
 def _optimizer(tag: int) -> int:
     """Returns the number of the optimizer whose bucket has `tag`."""
-    return tag // TAGS_OF_ONE_OPTIMIZER
+    return tag // launch_log.TAGS_OF_ONE_OPTIMIZER
 
 
 def _nothing() -> None:
@@ -380,7 +353,7 @@ class _SendsBehindCopies:
 
     def __init__(self, calls: Any) -> None:
         self._calls = calls
-        self._launcher = Background("dear-launches")
+        self._launcher = background.Background("dear-launches")
         # Address of pinned memory -> function that blocks until the last copy into it has ended.
         self._copied: dict[int, Callable[[], None]] = {}
         # In a thread that is within `behind`: its `copied`.
@@ -418,7 +391,9 @@ class _SendsBehindCopies:
 
     def _call(self, call: Callable[[], Any], tensor: Tensor) -> Any:
         if (copied := getattr(self._present, "copied", None)) is not None:
-            return _Launching(self._launcher.submit(partial(_after, copied, call)))
+            launched = self._launcher.submit(partial(_after, copied, call))
+            # torch's work of a call that a thread makes.
+            return SimpleNamespace(wait=lambda *limit: launched.result().wait(*limit))
         return _after(partial(self.wait_for, tensor), call)
 
     def wait_for(self, memory: Tensor) -> None:
@@ -429,18 +404,3 @@ class _SendsBehindCopies:
 def _after(copied: Callable[[], None], call: Callable[[], Any]) -> Any:
     copied()
     return call()
-
-
-class _Launching:
-    """torch's work of a call that a thread makes.
-
-    Args:
-        launched: Gets torch's work.
-    """
-
-    def __init__(self, launched: Future[Any]) -> None:
-        self._launched = launched
-
-    def wait(self, *limit: Any) -> None:
-        """Blocks until the call's work has ended, or the time limit has passed."""
-        self._launched.result().wait(*limit)

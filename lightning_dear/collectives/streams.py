@@ -28,6 +28,8 @@ class Streams:
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
         self.readers: set[Any] = set()
+        # The second stream, once it has been used.
+        self._beside: list[Any] = []
 
     @property
     def model(self) -> str:
@@ -105,6 +107,7 @@ class Streams:
 
     def follow_beside(self) -> None:
         """Makes the current stream wait for all kernels launched so far on the second stream."""
+        self.follow(self._beside)
 
 
 class CudaStreams(Streams):
@@ -118,8 +121,6 @@ class CudaStreams(Streams):
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         super().__init__(device)
         self._cuda = cuda
-        # The second stream, once it has been used.
-        self._beside: list[Any] = []
         # The streams of copies to the host, and of copies to the device. Not made when first used:
         # two threads could make one each.
         self._down, self._up = cuda.Stream(device), cuda.Stream(device)
@@ -207,7 +208,3 @@ class CudaStreams(Streams):
             # for what they make: encoded sums.
             self._beside.append(self._cuda.Stream(self.device, priority=-1))
         return self._cuda.stream(self._beside[0])  # type: ignore[no-any-return]
-
-    @override
-    def follow_beside(self) -> None:
-        self.follow(self._beside)

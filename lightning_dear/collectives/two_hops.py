@@ -222,8 +222,7 @@ class TwoHopCollectives(PairwiseCollectives):
             # The wait that the observer returns is not used: the observer has one thread for first
             # hops of both halves, so that it would also wait for those of the other half.
             self.observer("first_hop", names[0], partial(_until_done, sent))
-        arrive = self.observed(lane, f"bucket {tag}", lambda: sent.result()())
-        return Work(arrive), sent.result
+        return Work(self.observed(lane, f"bucket {tag}", lambda: sent.result()())), sent.result
 
 
 def _until_done(sent: Future[Any]) -> None:
@@ -270,8 +269,7 @@ class NativeTwoHopCollectives(NativeCollectives):
 
     def _but_own(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Returns the rows, with an empty one for this host, whose own row need not travel."""
-        own = self.world.host
-        return [row[:0] if host == own else row for host, row in enumerate(rows)]
+        return [row[:0] if host == self.world.host else row for host, row in enumerate(rows)]
 
     def _start_within(self, call: str, buffer: Tensor, tag: int) -> Waits:
         """Launches `call` within this host, in place, for each host's shards in `buffer`."""
@@ -338,10 +336,9 @@ class NativeTwoHopCollectives(NativeCollectives):
         self, buffer: Tensor, received: Tensor, encode: Encode, incoming: Tensor, tag: int
     ) -> Begun:
         lane, own = "reduce_scatter", self._column(buffer)
-        sums = received.view(len(own), -1)
 
         def launch_second() -> Waits:
-            rows = encode(torch.stack(own, out=sums).float())
+            rows = encode(torch.stack(own, out=received.view(len(own), -1)).float())
             return self._start_across(lane, "all_to_all_single", incoming, rows, tag=tag)
 
         first = self._start_within(REDUCE_SCATTER, buffer, tag)

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dear.collectives.launch_log import LaunchLog, Logged
-from lightning_dear.collectives.shards import shard_of
+from lightning_dear.collectives import launch_log, shards
 from lightning_dear.collectives.streams import Streams
 from lightning_dear.collectives.world import World
 
@@ -211,7 +210,7 @@ class Collectives(ABC):
     def __post_init__(self) -> None:
         self.ledger = Counter[str]()
         self.in_rings = set[int]()
-        self.log = LaunchLog(matches_by_tag=self.matches_by_tag)
+        self.log = launch_log.LaunchLog(matches_by_tag=self.matches_by_tag)
         self.observer: WorkObserver | None = None
         self.showing: Callable[[str, str], AbstractContextManager[None]] | None = None
         self.was_discarded = self.was_aborted = self.has_given_up = self.sums_in_fp32 = False
@@ -220,7 +219,7 @@ class Collectives(ABC):
     def _column(self, buffer: Tensor, rank: int | None = None) -> list[Tensor]:
         """Returns, by host, the shards of the ranks with `rank`'s place. None means this rank."""
         owners = self.world.with_place(self.world.rank if rank is None else rank)
-        return [shard_of(buffer, owner, self.world.size) for owner in owners]
+        return [shards.shard_of(buffer, owner, self.world.size) for owner in owners]
 
     @abstractmethod
     def launch_reduce_scatter(
@@ -446,7 +445,7 @@ class Collectives(ABC):
         like = arguments[0] if isinstance(arguments[0], Tensor) else arguments[0][0]
         elements = like.numel() if has_one_length else None
         number = self.device_groups.index(group)
-        self.log.add(Logged(call, number, like.dtype, elements, tag, has_tag=False))
+        self.log.add(launch_log.Logged(call, number, like.dtype, elements, tag, has_tag=False))
         work = getattr(self.calls, call)(*arguments, group=group, async_op=True)
         return [(None, work, arguments)]
 

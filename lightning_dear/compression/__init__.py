@@ -128,35 +128,10 @@ def check_replaces(compressor: Compressor, configured: Compressor | None) -> Non
         )
 
 
-__all__ = [
-    "CODECS",
-    "COMPRESSORS",
-    "DGC",
-    "QSGD",
-    "Bf16",
-    "Codec",
-    "Compressor",
-    "EFSignSGD",
-    "Fp16",
-    "Fp32",
-    "GTopk",
-    "Gaussiank",
-    "Int4",
-    "Int8",
-    "LoCo",
-    "Natural",
-    "NoCompression",
-    "OkTopk",
-    "OneBit",
-    "PowerSGD",
-    "RandomK",
-    "SignSGD",
-    "Signum",
-    "SparseAllReduce",
-    "TernGrad",
-    "TopK",
-    "TopkA",
-    "TopkDSA",
-    "check_replaces",
-    "resolve_compressor",
-]
+__all__ = ["CODECS", "COMPRESSORS", "NoCompression", "check_replaces", "resolve_compressor"]
+__all__ += ["Codec", "Compressor", "SparseAllReduce"]
+__all__ += ["Bf16", "Fp16", "Fp32", "Int4", "Int8", "LoCo"]
+__all__ += ["EFSignSGD", "OneBit", "SignSGD", "Signum"]
+__all__ += ["QSGD", "Natural", "TernGrad"]
+__all__ += ["DGC", "RandomK", "TopK"]
+__all__ += ["GTopk", "Gaussiank", "OkTopk", "PowerSGD", "TopkA", "TopkDSA"]

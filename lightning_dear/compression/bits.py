@@ -57,7 +57,7 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
     """
     words = packed.flatten().to(torch.int64).mul_(_REPEAT_BYTE).bitwise_and_(_BIT_K_OF_BYTE_K)
     words.add_(_CARRY_BIT_K).bitwise_right_shift_(7).bitwise_and_(_REPEAT_BYTE)
-    return _rows(words.view(torch.uint8), packed, 8)[..., :numel]
+    return words.view(torch.uint8).view(*packed.shape[:-1], packed.shape[-1] * 8)[..., :numel]
 
 
 def pack_pairs(codes: Tensor, packed: Tensor) -> None:
@@ -83,7 +83,7 @@ def unpack_pairs(packed: Tensor, numel: int) -> Tensor:
     """
     words = packed.flatten().to(torch.int32).mul_(_SPREAD_HALVES).bitwise_and_(_HALVES)
     words.mul_(_SPREAD_PAIRS).bitwise_and_(_PAIRS)
-    return _rows(words.view(torch.uint8), packed, 4)[..., :numel]
+    return words.view(torch.uint8).view(*packed.shape[:-1], packed.shape[-1] * 4)[..., :numel]
 
 
 def _words(small: Tensor, size: int) -> Tensor:
@@ -99,8 +99,3 @@ def _words(small: Tensor, size: int) -> Tensor:
     padded = small.new_zeros((*small.shape[:-1], numel + -numel % size))
     padded[..., :numel].copy_(small)
     return padded.flatten()
-
-
-def _rows(flat: Tensor, packed: Tensor, size: int) -> Tensor:
-    """Returns flat unpacked values as a view [..., n x size], where `packed` is [..., n]."""
-    return flat.view(*packed.shape[:-1], packed.shape[-1] * size)

@@ -72,6 +72,9 @@ class Memory:
 
     Attributes:
         names: Names of the kept tensors, such as "residual". Empty means that nothing is kept.
+        kept: Name -> kept tensor, flat fp32, without pending changes. To be read and written
+            between steps: each `commit` exchanges these tensors with the pending ones, which the
+            next step overwrites.
         rate: Same as the argument.
         decay: Same as the argument.
     """
@@ -84,7 +87,7 @@ class Memory:
         # Two tensors for each name: encoding writes the pending one, so that the kept one is
         # unchanged if the step is left out.
         zeros = partial(torch.zeros, numel, dtype=torch.float32, device=device)
-        self._kept = {name: zeros() for name in self.names}
+        self.kept = {name: zeros() for name in self.names}
         self._pending = {name: zeros() for name in self.names}
         self._has_pending = False
         self.rate, self.decay = rate, decay
@@ -131,7 +134,7 @@ class Memory:
         if self._has_pending:
             # Swapped, not copied: the next encoding overwrites every element of the tensors that
             # were kept so far.
-            self._kept, self._pending = self._pending, self._kept
+            self.kept, self._pending = self._pending, self.kept
         self._has_pending = False
 
     def discard(self) -> None:
@@ -147,7 +150,7 @@ class Memory:
         if self._has_pending:
             for name in self.names:
                 for part in parts:
-                    self._pending[name][part] = self._kept[name][part]
+                    self._pending[name][part] = self.kept[name][part]
 
     def note_all_sent(self, but: Sequence[slice]) -> None:
         """Stores that all elements were sent uncompressed, the residual included, and commits.
@@ -156,7 +159,7 @@ class Memory:
         ranges `but`, which were not sent, they stay as they are. For memories that keep a residual
         and no momentum.
         """
-        for name, kept in self._kept.items():
+        for name, kept in self.kept.items():
             torch.mul(kept, 1 - self.rate, out=self._pending[name])
         self._has_pending = True
         self.keep(but)
@@ -176,29 +179,13 @@ class Memory:
             self._now["residual"][part].add_(values, alpha=self.rate)
 
     @property
-    def kept(self) -> dict[str, Tensor]:
-        """Returns name -> kept tensor, flat fp32, without pending changes. Not copied.
-
-        To be read between steps: each `commit` exchanges these tensors with the pending ones, which
-        are overwritten in the next step.
-        """
-        return dict(self._kept)
-
-    def load(self, name: str, flat: Tensor) -> None:
-        """Copies `flat` into the kept tensor `name`.
-
-        To be called between steps: pending values would overwrite it at the next `commit`.
-        """
-        self._kept[name].copy_(flat)
-
-    @property
     def _now(self) -> dict[str, Tensor]:
         """Returns name -> pending tensor if values are pending, and otherwise the kept tensors.
 
         Values are pending from the first encoding of a step on. A step encodes a second time if
         gradients come after their bucket was sent.
         """
-        return self._pending if self._has_pending else self._kept
+        return self._pending if self._has_pending else self.kept
 
     def _latest(self, name: str, like: Tensor) -> Tensor:
         """Returns the tensor `name` of `_now`, in the shape of `like`."""

@@ -7,28 +7,27 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_dear.compression.blocks import tiles
-from lightning_dear.compression.codec import Codec, Kind, Lag, field, padded_bytes
+from lightning_dear.compression import blocks, codec
 
 
-class _Float(Codec):
+class _Float(codec.Codec):
     """Base of codecs that send each value by itself, as a float of `wire_dtype`.
 
     Bytes of a row: the floats, then zeros up to a multiple of 4 bytes.
     """
 
-    kind: ClassVar[Kind] = "contractive"
-    lag: ClassVar[Lag] = "small"
+    kind: ClassVar[codec.Kind] = "contractive"
+    lag: ClassVar[codec.Lag] = "small"
     block_size: ClassVar[int] = 1
     wire_dtype: ClassVar[torch.dtype]
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        return padded_bytes(self.wire_dtype.itemsize * numel)
+        return codec.padded_bytes(self.wire_dtype.itemsize * numel)
 
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
-        rows.copy_(field(wire, self.wire_dtype, 0, rows.shape[1]))
+        rows.copy_(codec.field(wire, self.wire_dtype, 0, rows.shape[1]))
 
 
 class _HalfFloat(_Float):
@@ -41,13 +40,13 @@ class _HalfFloat(_Float):
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
         numel, largest = rows.shape[1], torch.finfo(self.wire_dtype).max
         wire[:, 2 * numel :].zero_()
-        narrow = field(wire, self.wire_dtype, 0, numel)
+        narrow = codec.field(wire, self.wire_dtype, 0, numel)
         if rows.device.type != "cpu":
             # Clamped in place: there is no temporary as large as the rows, and the host does not
             # wait for the device, as it would for the sum below.
             narrow.copy_(rows).clamp_(-largest, largest)
             return
-        for tile, place in tiles(rows, narrow):
+        for tile, place in blocks.tiles(rows, narrow):
             place.copy_(tile)
             # If the sum is finite, all values are. Then the tile needs no clamp, which would take
             # twice as long as the sum.
@@ -67,7 +66,7 @@ class Fp32(_Float):
 
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
-        field(wire, self.wire_dtype, 0, rows.shape[1]).copy_(rows)
+        codec.field(wire, self.wire_dtype, 0, rows.shape[1]).copy_(rows)
 
 
 class Bf16(_HalfFloat):

@@ -12,15 +12,13 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_dear.compression import error_feedback as feedback
-from lightning_dear.compression.blocks import BlockCodec, largest_of_blocks
-from lightning_dear.compression.codec import Kind, Lag
-from lightning_dear.torch_modes import saves_calls
+from lightning_dear import torch_modes
+from lightning_dear.compression import blocks, codec, error_feedback
 
 _FP32 = torch.finfo(torch.float32)
 
 
-class ScaledIntegers(BlockCodec):
+class ScaledIntegers(blocks.BlockCodec):
     """Base of codecs that send integers, and a scale for each block of elements.
 
     An element decodes to its integer times the scale of its block.
@@ -51,7 +49,7 @@ class ScaledIntegers(BlockCodec):
             [rows, blocks, elements of a block], of any dtype: `integers`, or another tensor.
         """
         own = values.view(torch.int8)
-        return own if saves_calls(values.device) else integers.copy_(own)
+        return own if torch_modes.saves_calls(values.device) else integers.copy_(own)
 
 
 class _BlockIntegers(ScaledIntegers):
@@ -68,8 +66,8 @@ class _BlockIntegers(ScaledIntegers):
     need no separate code. It is at most so large that L s cannot overflow.
     """
 
-    kind: ClassVar[Kind] = "contractive"
-    lag: ClassVar[Lag] = "small"
+    kind: ClassVar[codec.Kind] = "contractive"
+    lag: ClassVar[codec.Lag] = "small"
     _levels: ClassVar[int]
 
     @override
@@ -79,7 +77,7 @@ class _BlockIntegers(ScaledIntegers):
         # L x largest does not overflow.
         largest = _FP32.max / self._levels * (1 - _FP32.eps)
         for tile, values, scales, integers in self._tiles(rows, wire, num_scratch=1):
-            largest_of_blocks(tile, scales).div_(self._levels).clamp_(_FP32.tiny, largest)
+            blocks.largest_of_blocks(tile, scales).div_(self._levels).clamp_(_FP32.tiny, largest)
             # |x| / s needs no clamp: it exceeds L at most by a rounding error of fp32, which
             # `round_` removes.
             self._pack(torch.div(tile, scales, out=integers).round_(), values)
@@ -184,7 +182,7 @@ class LoCo(Int4):
             )
 
     @override
-    def owner_memory(self, numel: int, device: torch.device) -> feedback.Memory:
+    def owner_memory(self, numel: int, device: torch.device) -> error_feedback.Memory:
         if not self.has_feedback:
-            return feedback.Memory(numel, device)
-        return feedback.Residual(numel, device, self.rate)
+            return error_feedback.Memory(numel, device)
+        return error_feedback.Residual(numel, device, self.rate)

@@ -13,21 +13,18 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_dear.compression.bits import pack_bits, unpack_bits
-from lightning_dear.compression.blocks import BLOCK_SIZES, BlockCodec, Tiles, block_tiles
-from lightning_dear.compression.codec import Codec, Kind, padded_bytes
-from lightning_dear.compression.error_feedback import Memory
+from lightning_dear.compression import bits, blocks, codec, error_feedback
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
-class _BlockSigns(BlockCodec):
+class _BlockSigns(blocks.BlockCodec):
     """Base of codecs that send the signs of a block's elements, and fp32 statistics of the block.
 
     Subclasses say which statistics. Bit i of a row is 1 if x_i < 0.
     """
 
-    kind: ClassVar[Kind] = "contractive"
+    kind: ClassVar[codec.Kind] = "contractive"
     _bits: ClassVar[int] = 1
     _num_scratch: ClassVar[int] = 0
     """Number of temporary tensors in the shape of a tile that `_scale` needs."""
@@ -42,7 +39,7 @@ class _BlockSigns(BlockCodec):
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
         for tile, packed, scales, *scratch in self._tiles(rows, wire, self._num_scratch):
-            self._scale(unpack_bits(packed, tile.shape[2]), scales, tile, scratch)
+            self._scale(bits.unpack_bits(packed, tile.shape[2]), scales, tile, scratch)
 
     @abstractmethod
     def _measure(self, tile: Tensor, negative: Tensor, scales: Tensor) -> None:
@@ -143,7 +140,7 @@ class OneBit(_BlockSigns):
         tile.mul_(scales[..., :1]).add_(others)
 
 
-class SignSGD(Codec):
+class SignSGD(codec.Codec):
     """Sends the sign of each element, for a vote: C(x) = -1 if x < 0, and otherwise +1.
 
     Each rank sends signs, the owner of a shard adds them up, and the sign of the sum comes back.
@@ -160,12 +157,12 @@ class SignSGD(Codec):
     """
 
     name: ClassVar[str] = "signsgd"
-    kind: ClassVar[Kind] = "vote"
+    kind: ClassVar[codec.Kind] = "vote"
     block_size: ClassVar[int] = 1
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        return padded_bytes(_packed_bytes(numel))
+        return codec.padded_bytes(_packed_bytes(numel))
 
     @override
     def encode(self, rows: Tensor, wire: Tensor, generator: Generator | None = None) -> None:
@@ -176,16 +173,16 @@ class SignSGD(Codec):
     @override
     def decode(self, wire: Tensor, rows: Tensor, generator: Generator | None = None) -> None:
         for tile, packed in self._tiles(rows, wire):
-            tile.copy_(_signs(unpack_bits(packed, tile.shape[2])))
+            tile.copy_(_signs(bits.unpack_bits(packed, tile.shape[2])))
 
-    def _tiles(self, rows: Tensor, wire: Tensor, num_scratch: int = 0) -> Tiles:
+    def _tiles(self, rows: Tensor, wire: Tensor, num_scratch: int = 0) -> blocks.Tiles:
         """Yields tiles of `rows` and of their packed bits, and temporaries; see `block_tiles`.
 
         A tile is rows [r, b, elements], bits [r, b, bytes], then `num_scratch` temporaries in the
         shape of the rows. Blocks have 8 elements here, a byte of bits.
         """
-        packed, size = wire[:, : _packed_bytes(rows.shape[1])], BLOCK_SIZES[0]
-        return block_tiles(rows, packed, block_size=size, bits=1, num_scratch=num_scratch)
+        packed, size = wire[:, : _packed_bytes(rows.shape[1])], blocks.BLOCK_SIZES[0]
+        return blocks.block_tiles(rows, packed, block_size=size, bits=1, num_scratch=num_scratch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,11 +212,11 @@ class Signum(SignSGD):
         self._check_value("momentum", "in [0, 1)", is_valid=0 <= self.momentum < 1)
 
     @override
-    def worker_memory(self, numel: int, device: torch.device) -> Memory:
+    def worker_memory(self, numel: int, device: torch.device) -> error_feedback.Memory:
         return RunningMean(numel, device, decay=self.momentum)
 
 
-class RunningMean(Memory):
+class RunningMean(error_feedback.Memory):
     """Keeps the running mean of `Signum`, m = momentum m + (1 - momentum) g, whose signs are sent.
 
     g is the gradient of this rank. See Bernstein et al. 2018, "signSGD", algorithm 2.
@@ -251,7 +248,7 @@ def _pack(negative: Tensor, packed: Tensor) -> None:
 
     They are converted to int8 first, since CPUs convert fp32 slowly to bool or uint8.
     """
-    pack_bits(negative.to(torch.int8).view(torch.uint8), packed)
+    bits.pack_bits(negative.to(torch.int8).view(torch.uint8), packed)
 
 
 def _signs(negative: Tensor) -> Tensor:

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.compression import selectors
-from lightning_dear.compression.codec import FewOfMany, Setting
+from lightning_dear.compression import codec, selectors
 from lightning_dear.compression.selectors import LocalThreshold
 
 FEWEST_PER_RANK = 4
@@ -38,7 +37,7 @@ Found = tuple[Tensor, Tensor]
 """(places, values): [n] int64 places, and the [n] fp32 values in these places."""
 
 
-class SparseAllReduce(FewOfMany):
+class SparseAllReduce(codec.FewOfMany):
     """Base of sparse all-reduces: each rank sends about k values of its gradient plus residual.
 
     Values that are not sent stay in the residual. How many steps they wait is estimated in the
@@ -67,7 +66,7 @@ class SparseAllReduce(FewOfMany):
         return False
 
     @override
-    def check_with(self, setting: Setting) -> None:
+    def check_with(self, setting: codec.Setting) -> None:
         reason = "It sends the largest elements of the mean gradient, and no parameters."
         self._check_gathers_gradients(setting, reason)
         if not setting.decouple and not self.all_reduces:

@@ -6,23 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Module, Parameter
-from torch.optim import Optimizer
+from torch import Tensor, nn, optim
 
 from lightning_dear.bucket import FlatBuffers, Piece
 from lightning_dear.collectives.launch_log import NORM_TAG
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression import Codec
-from lightning_dear.engine.bucket_round import BucketRound
-from lightning_dear.engine.gradient_collector import GradientCollector
-from lightning_dear.engine.parameter_gatherer import ParameterGatherer
-from lightning_dear.engine.read_order import ReadMode
+from lightning_dear.engine import gradient_collector, parameter_gatherer, read_order
+from lightning_dear.engine.bucket_round import BucketRound, of_any_rank
 from lightning_dear.engine.trained_parameters import TrainedParameters
-from lightning_dear.engine.whole_gradients import WholeGradients
 from lightning_dear.exchange import Exchange
+from lightning_dear.exchange.compressed_bucket import figures_of
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.exchange.sparse.figures import figures_of
 from lightning_dear.optimizers.pieces import SteppedPieces
 from lightning_dear.planning import BucketPlan, TensorSpec
 from lightning_dear.planning.plan import MAX_BUCKETS, check_plan
@@ -32,7 +27,7 @@ from lightning_dear.planning.plan import MAX_BUCKETS, check_plan
 class ActivePlan:
     """Everything that one plan of one optimizer needs, until the next plan or the end.
 
-    `PlanLifecycle` makes it. A step uses `collector`, `round`, `whole_gradients` (if the user asks
+    `PlanLifecycle` makes it. A step uses `collector`, `round`, `expose_gradients` (if the user asks
     for mean gradients) and `gatherer`, in this order.
 
     Attributes:
@@ -40,7 +35,6 @@ class ActivePlan:
         flat: Buffers of its buckets. The parameters are views of them.
         collector: Copies gradients into buckets.
         round: Reduces full buckets to the means of their owners' shards.
-        whole_gradients: Shows mean gradients in `.grad`, and takes them back.
         gatherer: Gathers stepped parameters (or mean gradients), and makes reads of parameters
             wait.
         exchange: Launches the messages of buckets in the reduce half and in the gather half.
@@ -48,10 +42,9 @@ class ActivePlan:
 
     plan: BucketPlan
     flat: FlatBuffers
-    collector: GradientCollector
+    collector: gradient_collector.GradientCollector
     round: BucketRound
-    whole_gradients: WholeGradients
-    gatherer: ParameterGatherer
+    gatherer: parameter_gatherer.ParameterGatherer
     exchange: Exchange
 
     def encoding_figures(self) -> dict[str, Tensor | float]:
@@ -116,6 +109,59 @@ class ActivePlan:
         total = parts.max() if math.isinf(norm_type) else parts.sum().pow(1.0 / norm_type)
         return total.to(like.dtype)
 
+    def expose_gradients(self) -> None:
+        """Puts the whole mean gradient of each parameter into its `.grad`. Collective, blocks.
+
+        `.grad` becomes None if no rank had a gradient for the parameter. Afterwards changes to
+        `.grad` count: the next `conceal_gradients` reads it, or the next round after another
+        backward.
+        """
+        buckets = self.flat.buckets
+        for bucket in buckets:
+            if bucket.role.has_master:
+                bucket.gradients[bucket.own].copy_(bucket.mean)
+        works = [self.exchange.launch_gather_gradients(bucket) for bucket in buckets]
+        with self.round.waiting("whole gradients"):
+            for work in works:
+                work.wait()
+        self.show_gradients()
+
+    def show_gradients(self) -> None:
+        """Puts views of `Bucket.gradients` into `.grad`, whose values it does not change. Local.
+
+        To be called while these buffers hold the whole mean, such as after `expose_gradients`. Does
+        nothing for parameters without a gradient buffer (world size 1 without a compressor).
+        """
+        self.round.has_means = False
+        for used, placement in zip(self.round.used, self.flat.placements, strict=True):
+            if placement.gradient is not None:
+                placement.parameter.grad = placement.gradient.detach() if used else None
+
+    @torch.no_grad()
+    def conceal_gradients(self) -> None:
+        """Takes exposed gradients back from `.grad`, with the user's changes. Collective, blocks.
+
+        Afterwards `.grad` is None. A parameter counts as used if any rank had a `.grad` for it. If
+        some ranks had none, those ranks keep the mean that was exposed.
+        """
+        self.round.has_means = True
+        collectives, placements = self.exchange.collectives, self.flat.placements
+        # A maximum over ranks, since a hook may have cleared a `.grad` on some ranks only.
+        used = of_any_rank([one.parameter.grad is not None for one in placements], collectives)
+        for index, placement in enumerate(placements):
+            gradient, home = placement.parameter.grad, placement.gradient
+            is_used = bool(used[index]) and (home is not None or gradient is not None)
+            self.round.used[index] = is_used
+            if home is None:
+                continue
+            if gradient is not None and gradient.data_ptr() != home.data_ptr():
+                home.copy_(gradient)
+            placement.parameter.grad = None
+        for bucket in self.flat.buckets:
+            bucket.adopt_gradients()
+        self.exchange.look_again()
+        self.exchange.note_used(self.round.used, keeps=False)
+
     @torch.no_grad()
     def sync_replicas(self) -> None:
         """Makes lagging replicas equal to their owners' shards. Collective, blocks.
@@ -126,7 +172,7 @@ class ActivePlan:
         for bucket in self.flat.buckets:
             self.exchange.sync(bucket)
 
-    def unscale(self, unscale: Callable[[Optimizer], None], shards: SteppedPieces) -> None:
+    def unscale(self, unscale: Callable[[optim.Optimizer], None], shards: SteppedPieces) -> None:
         """Calls a GradScaler's `unscale_` on this rank's pieces. Collective, blocks.
 
         If any rank has inf or nan in its pieces, the scalers of all ranks find inf, so that all
@@ -149,7 +195,7 @@ class ActivePlan:
         with shards.on_shards(vote):
             unscale(shards.optimizer)
 
-    def release(self) -> Sequence[tuple[Parameter, Tensor | None]]:
+    def release(self) -> Sequence[tuple[nn.Parameter, Tensor | None]]:
         """Removes forward pre-hooks and gates, and ends the round's thread. Local.
 
         Returns:
@@ -195,7 +241,7 @@ class Recording:
 
     tensors: list[TensorSpec]
     expected: list[int]
-    ungated: Mapping[int, Module | None]
+    ungated: Mapping[int, nn.Module | None]
     codecs: list[Codec | None]
     seed: int
 
@@ -261,7 +307,7 @@ class Recording:
                 )
 
 
-def audit(trained: TrainedParameters, active: ActivePlan) -> ReadMode:
+def audit(trained: TrainedParameters, active: ActivePlan) -> read_order.ReadMode:
     """A context in which reading a parameter that is still being gathered raises.
 
     It also sees reads that no gate sees, under `no_grad` and through `.data`. Without this context
@@ -294,4 +340,4 @@ def audit(trained: TrainedParameters, active: ActivePlan) -> ReadMode:
                 " before. It was read through a reference that strategy='dear' cannot see."
             )
 
-    return ReadMode(check)
+    return read_order.ReadMode(check)

@@ -5,8 +5,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
+from torch import Tensor, nn
 
 from lightning_dear.collectives.launch_log import WEIGHTS_TAG
 from lightning_dear.collectives.work import Collectives, Work
@@ -168,7 +167,7 @@ class BatchWeights:
             )
 
     @contextmanager
-    def dropping(self, parameters: Iterable[Parameter]) -> Iterator[None]:
+    def dropping(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """A context around a backward. If the batch weighs 0, `.grad` is as before afterwards."""
         before = [] if self.counts else [(one, one.grad) for one in parameters]
         for one, _ in before:
@@ -261,7 +260,7 @@ class BatchWeights:
             self._work = None
 
     @torch.no_grad()
-    def scale_alone(self, parameters: Iterable[Parameter]) -> None:
+    def scale_alone(self, parameters: Iterable[nn.Parameter]) -> None:
         """Multiplies each `.grad` by `scale`, once a step. For ranks that use no buckets."""
         if self.is_on and not self._is_scaled and self.scale != 1.0:
             for one in parameters:

@@ -187,7 +187,7 @@ class BucketRound:
     def watch(self, numbers: Collection[int]) -> None:
         """Lets a thread wait for these buckets, once they are launched.
 
-        Without that, `is_on_host` is False for a bucket until `wait_for` has been called. To be
+        Without that, `is_on_host` of a bucket's work is False until it has been waited for. To be
         called before they are launched. Holds until the step ends. Does nothing on NCCL: there the
         stream that waits must be the one that reads.
 
@@ -242,33 +242,6 @@ class BucketRound:
         work = self.launched[bucket.number] = self.exchange.launch_reduce(bucket)
         if bucket.number in self.watched:
             work.await_in(self._waiter.submit)
-
-    # --- how far a bucket is --------------------------------------------------------------------
-
-    def has_launched(self, number: int) -> bool:
-        """Whether bucket `number` was launched in this round.
-
-        From then on until `finish` its gradients must not be written.
-        """
-        return number in self.launched
-
-    def is_on_host(self, number: int) -> bool:
-        """Whether bucket `number` was launched, and waiting for it is known not to block the host.
-
-        False if that is not known: the bucket is not watched (`watch`) and was not waited for.
-        """
-        return number in self.launched and self.launched[number].is_on_host
-
-    def has_arrived(self, number: int) -> bool:
-        """Whether the mean of bucket `number` may be read: its work was waited for in this round.
-
-        False after `finish`, which begins the next round: see `has_means`.
-        """
-        return number in self.launched and self.launched[number].is_done
-
-    def wait_for(self, number: int) -> None:
-        """Blocks until the mean of bucket `number` may be read. It must have been launched."""
-        self.launched[number].wait()
 
     # --- ending a round -------------------------------------------------------------------------
 
@@ -338,7 +311,9 @@ class BucketRound:
             for work in (*self.launched.values(), told):
                 work.wait()
         agreed = self._hear(says, absent, flags, found)
-        self._add_earlier(is_empty=not any(agreed))
+        for number, bucket in self._buckets.items() if self.has_means else ():
+            earlier = self._earlier.pop(number, None)
+            self.exchange.add_earlier(bucket, earlier, is_empty=not any(agreed))
         self.late = [index for index, flag in enumerate(agreed) if flag == LATE]
         self.used = [
             # Without a gradient buffer (world size 1) the step uses `.grad` as it is now, which a
@@ -352,18 +327,12 @@ class BucketRound:
         self._begin()
         return bool(self.late)
 
-    def _add_earlier(self, *, is_empty: bool) -> None:
-        if self.has_means:
-            for number, bucket in self._buckets.items():
-                earlier = self._earlier.pop(number, None)
-                self.exchange.add_earlier(bucket, earlier, is_empty=is_empty)
-
     @cached_property
     def _voted(self) -> Sequence[int]:
         """Indices of the parameters that ranks vote on; none if the compressor does not vote.
 
         Ranks vote if the compressor takes the majority of their signs. A rank without a gradient
-        cannot abstain: zeros in its bucket would be votes, too. So `_refuse_votes` refuses the step
+        cannot abstain: zeros in its bucket would be votes, too. So `_hear` refuses the step
         if only some ranks have a gradient.
         """
         voting = self.exchange.voting
@@ -396,7 +365,9 @@ class BucketRound:
     def _hear(
         self, says: Sequence[int], absent: Mapping[int, int], flags: Tensor, found: Tensor
     ) -> Sequence[int]:
-        """Passes the maxima in `flags` on to notes and exchange; see also `_refuse_votes`.
+        """Passes the maxima in `flags` on to notes and exchange.
+
+        Lets the step raise (`Exchange.check`) if only some ranks can vote on a parameter.
 
         Returns:
             For each parameter the maximum of its flag over ranks.
@@ -410,20 +381,12 @@ class BucketRound:
         if not is_free and not absent and all(flag == USED for flag in says):
             return says
         agreed = flags[:num_flags].tolist()
-        self._refuse_votes(agreed, dict(zip(absent, agreed[len(says) :], strict=True)))
-        return agreed[: len(says)]
-
-    def _refuse_votes(self, agreed: Sequence[int], absent: dict[int, int]) -> None:
-        """Lets the step raise (`Exchange.check`) if only some ranks can vote on a parameter.
-
-        Args:
-            agreed: For each parameter the maximum of its flag over ranks. UNUSED means that no rank
-                has a gradient. Such a parameter is not refused.
-            absent: Index of each parameter that ranks vote on -> whether any rank has no gradient.
-        """
-        split = [index for index, is_absent in absent.items() if is_absent and agreed[index]]
-        if split:
+        # Whether any rank has no gradient of a parameter that ranks vote on. If no rank has one
+        # (UNUSED), the parameter is not refused.
+        lacking = zip(absent, agreed[len(says) :], strict=True)
+        if split := [index for index, is_absent in lacking if is_absent and agreed[index]]:
             self.exchange.refuse_votes([self.names[index] for index in split])
+        return agreed[: len(says)]
 
 
 def of_any_rank(own: Sequence[bool], collectives: Collectives) -> Sequence[bool]:

@@ -142,7 +142,11 @@ class GradientCollector:
             if not is_first:
                 self._copy_held(placement.buckets[0])
                 self._collectives.streams.follow(self._round.written_on)
-                self._add(home, gradient)
+                # `alpha` must be a number, and to read a tensor would block the host.
+                if isinstance(scale := self._round.weights.scale, Tensor):
+                    home.add_(gradient * scale)
+                else:
+                    home.add_(gradient, alpha=scale)
             elif is_ours and self._may_be_held[index] and gradient.dtype == home.dtype:
                 self._held.setdefault(placement.buckets[0], []).append((home, gradient))
             else:
@@ -154,15 +158,6 @@ class GradientCollector:
                 if not self._num_missing[number]:
                     self._copy_held(number)
                     self._round.mark_full(number)
-
-    def _add(self, home: Tensor, gradient: Tensor) -> None:
-        """Adds a parameter's second gradient to the first one in the bucket."""
-        scale = self._round.weights.scale
-        if isinstance(scale, Tensor):
-            # `alpha` must be a number, and to read the tensor would block the host.
-            home.add_(gradient * scale)
-        else:
-            home.add_(gradient, alpha=scale)
 
     def _copy_held(self, number: int) -> None:
         """Copies the held gradients of bucket `number` into it, times `BatchWeights.scale`.

@@ -6,9 +6,8 @@ from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim import optimizer as all_optimizers
 from torch.utils.hooks import RemovableHandle
@@ -35,7 +34,7 @@ class GradientHooks:
         on_gradient: The function that is called, in autograd's thread.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], on_gradient: OnGradient) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], on_gradient: OnGradient) -> None:
         self._parameters: Sequence[Any] = parameters
         frozen = [parameter for parameter in parameters if not parameter.requires_grad]
         # Nodes are held here, since a parameter does not keep its node alive. A node that is freed

@@ -4,14 +4,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, optim
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
-from torch.optim import Optimizer
 
-from lightning_dear.engine.active_plan import ActivePlan
-from lightning_dear.engine.bucket_round import of_any_rank
-from lightning_dear.engine.hooks import warn_of_leftovers
-from lightning_dear.engine.plan_lifecycle import PlanLifecycle
+from lightning_dear.engine import active_plan, bucket_round, hooks, plan_lifecycle
 from lightning_dear.engine.step_state import StepProgress, StepState
 from lightning_dear.engine.training import Training
 from lightning_dear.optimizers.pieces import SteppedPieces
@@ -43,7 +39,7 @@ class MeanGradient:
 
     training: Training
     progress: StepProgress
-    plans: PlanLifecycle
+    plans: plan_lifecycle.PlanLifecycle
     stepper: SteppedPieces
     has_leftovers: bool = False
     _have_asked: bool = False
@@ -62,13 +58,10 @@ class MeanGradient:
         """
         self._bring()
         if self.progress.state is StepState.EXPOSED:
-            self._conceal()
-
-    def _conceal(self) -> None:
-        active = self.plans.present
-        active.whole_gradients.conceal()
-        self.stepper.set_gradients(active.round.used)
-        self.progress.enter(StepState.CHANGED)
+            active = self.plans.present
+            active.conceal_gradients()
+            self.stepper.set_gradients(active.round.used)
+            self.progress.enter(StepState.CHANGED)
 
     def _bring(self) -> None:
         """Does what `reduce` does, but leaves an exposed mean gradient in `.grad`."""
@@ -78,7 +71,7 @@ class MeanGradient:
             return
         self.plans.trained.check_unchanged()
         if self.has_leftovers and self.training.world.rank == 0:
-            warn_of_leftovers(self.stepper.optimizer)
+            hooks.warn_of_leftovers(self.stepper.optimizer)
         self.plans.complete_parameters("step")
         active = self.plans.active or self.plans.start()
         self.finish_rounds(active, sends_buffers=True)
@@ -87,7 +80,7 @@ class MeanGradient:
         self.stepper.set_gradients(active.round.used)
         self.progress.enter(StepState.REDUCED)
 
-    def finish_rounds(self, active: ActivePlan, *, sends_buffers: bool = False) -> None:
+    def finish_rounds(self, active: active_plan.ActivePlan, *, sends_buffers: bool = False) -> None:
         """Launches all buckets that are left, and blocks until their means have arrived.
 
         Collective. Clears `.grad` of parameters whose gradients lie in buckets. Runs another round
@@ -124,7 +117,7 @@ class MeanGradient:
         if self.progress.state is StepState.EXPOSED:
             return
         self._bring()
-        self.plans.present.whole_gradients.expose()
+        self.plans.present.expose_gradients()
         self.progress.enter(StepState.EXPOSED)
 
     def expose_to_hooks(self, *, is_here: bool) -> bool:
@@ -166,9 +159,7 @@ class MeanGradient:
             mutates: Whether the caller changes these gradients. If so, the state becomes CHANGED.
         """
         was_exposed = self.progress.state is StepState.EXPOSED
-        self._bring()
-        if was_exposed:
-            self._conceal()
+        self.reduce()
         if mutates:
             self.progress.enter(StepState.CHANGED)
         yield [piece.parameter for piece in self.stepper.pieces]
@@ -176,8 +167,8 @@ class MeanGradient:
             # If nothing was changed, buckets still hold the whole mean, which needs no gather. With
             # regions (Ok-Topk) they do not.
             is_lost = mutates or self.training.options.is_scattered
-            whole = self.plans.present.whole_gradients
-            whole.expose() if is_lost else whole.show()
+            active = self.plans.present
+            active.expose_gradients() if is_lost else active.show_gradients()
             self.progress.enter(StepState.EXPOSED)
 
     def before_state_access(self, reads: bool) -> None:
@@ -206,7 +197,7 @@ class MeanGradient:
         is_here = self.progress.state is not StepState.EMPTY or any(
             one.grad is not None for one in parameters
         )
-        (has_gradient,) = of_any_rank([is_here], self.training.collectives)
+        (has_gradient,) = bucket_round.of_any_rank([is_here], self.training.collectives)
         means = self.exposed() if is_whole else self.on_shards(mutates=True)
         with means if has_gradient else nullcontext():
             active = None if is_whole else self.plans.active
@@ -218,7 +209,7 @@ class MeanGradient:
                 if active is not None:
                     self._gather(active)
 
-    def _gather(self, active: ActivePlan) -> None:
+    def _gather(self, active: active_plan.ActivePlan) -> None:
         """Gathers all parameters, since other code may have written to pieces. Blocks."""
         self.stepper.note_written()
         active.gatherer.begin_step()
@@ -258,7 +249,7 @@ class MeanGradient:
             if any(piece.grad is not None for piece in pieces):
                 clip_grad_value_(pieces, clip_value)
 
-    def unscale(self, unscale: Callable[[Optimizer], None]) -> None:
+    def unscale(self, unscale: Callable[[optim.Optimizer], None]) -> None:
         """Calls a GradScaler's `unscale_` on the shards' mean gradients. Collective, blocks.
 
         See `ActivePlan.unscale`.

@@ -6,14 +6,12 @@ from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Module, Parameter
+from torch import Tensor, nn
 
-from lightning_dear import private_names
-from lightning_dear.bucket import is_in_shared_memory
+from lightning_dear import bucket, private_names
 
 
-def ignored_names(module: Module) -> frozenset[str]:
+def ignored_names(module: nn.Module) -> frozenset[str]:
     """Names of parameters and buffers that the user has told torch's DDP to ignore.
 
     Ranks do not compare, average or broadcast them. Empty if the user has told DDP nothing.
@@ -21,7 +19,7 @@ def ignored_names(module: Module) -> frozenset[str]:
     return frozenset(getattr(module, private_names.IGNORED_NAMES.name, ()))
 
 
-def aliased_names(module: Module) -> Set[str]:
+def aliased_names(module: nn.Module) -> Set[str]:
     """Names of parameters whose memory is held by a tensor that is not the module's. Local.
 
     Examples: a `state_dict()` that the user has kept, a NumPy array, a flat vector of which the
@@ -32,8 +30,8 @@ def aliased_names(module: Module) -> Set[str]:
     fresh = torch.empty(1)
     usual, names_in = count(address.of(fresh.untyped_storage())), dict[int, list[str]]()
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-        is_plain = type(tensor) in (Parameter, Tensor) and tensor.layout is torch.strided
-        if is_plain and not is_in_shared_memory(tensor):
+        is_plain = type(tensor) in (nn.Parameter, Tensor) and tensor.layout is torch.strided
+        if is_plain and not bucket.is_in_shared_memory(tensor):
             names_in.setdefault(address.of(tensor.untyped_storage()), []).append(name)
     # Each of the module's own tensors holds its storage once.
     held = (names for at, names in names_in.items() if count(at) - len(names) > usual - 1)
@@ -74,7 +72,7 @@ class ModuleTree:
             before, the first look included.
     """
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.version = 0
         self._seen: Sequence[Any] = ()

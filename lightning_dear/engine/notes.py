@@ -18,8 +18,7 @@ from struct import iter_unpack, pack
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, optim
 from typing_extensions import override
 
 from lightning_dear.collectives.launch_log import Report, difference, hash_of
@@ -371,7 +370,7 @@ Equal values have the same `repr`: 0.0 and False become 0. None is left out."""
 _KINDS = (bool, int, float, str, tuple, Tensor)
 
 
-def options_of(optimizer: Optimizer) -> OptionValues:
+def options_of(optimizer: optim.Optimizer) -> OptionValues:
     """Options in the parameter groups, to be compared between ranks. Local, does not block.
 
     Tensors of one element on the CPU count as their value. Other tensors count as None, so that

@@ -11,14 +11,12 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Module
+from torch import Tensor, nn
 
 from lightning_dear import private_names
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.work import Work
-from lightning_dear.engine.batch_weights import Waiting
-from lightning_dear.engine.gate import ModuleGate, has_gate, owners
+from lightning_dear.engine import batch_weights, gate
 from lightning_dear.exchange import Exchange
 
 _NUM_EXPECTED_AHEAD = 4
@@ -66,11 +64,11 @@ class ParameterGatherer:
 
     def __init__(
         self,
-        module: Module,
+        module: nn.Module,
         buffers: FlatBuffers,
         exchange: Exchange,
-        ungated: Mapping[int, Module | None],
-        waiting: Waiting,
+        ungated: Mapping[int, nn.Module | None],
+        waiting: batch_weights.Waiting,
         on_arrival: Callable[[int], None] | None,
     ) -> None:
         self._buffers, self._exchange = buffers, exchange
@@ -91,16 +89,16 @@ class ParameterGatherer:
         former = ((one.former, one) for one in buffers.placements)
         self._shared = [(memory, one) for memory, one in former if memory is not None]
 
-    def _find_readers(self, module: Module, ungated: Mapping[int, Module | None]) -> None:
+    def _find_readers(self, module: nn.Module, ungated: Mapping[int, nn.Module | None]) -> None:
         """Makes a `_Reader` for each module that owns parameters, or reads some without a gate.
 
         Also sets `entry` and `ungatable`. Hooks are registered later, by `begin_step`.
         """
         trained = [placement.parameter for placement in self._buffers.placements]
-        found = owners(module, trained) if self._is_gated else {}
+        found = gate.owners(module, trained) if self._is_gated else {}
         held = {part: self._buckets_of(own.values()) for part, own in found.items()}
-        readers = {part: set(numbers) for part, numbers in held.items() if has_gate(part)}
-        self.ungatable = tuple({n for part in held if not has_gate(part) for n in held[part]})
+        readers = {part: set(numbers) for part, numbers in held.items() if gate.has_gate(part)}
+        self.ungatable = tuple({n for part in held if not gate.has_gate(part) for n in held[part]})
         self.entry = self._buckets_of(i for i, user in ungated.items() if user is None)
         for index, user in ungated.items():
             if user is not None:
@@ -115,7 +113,7 @@ class ParameterGatherer:
             for number in reader.numbers:
                 self._readers_of[number].append(reader)
 
-    def follow(self, module: Module, ungated: Mapping[int, Module | None]) -> None:
+    def follow(self, module: nn.Module, ungated: Mapping[int, nn.Module | None]) -> None:
         """Looks anew for the modules that must wait, since modules were replaced. Local.
 
         No bucket may be pending: its parameters would be read without a wait.
@@ -324,12 +322,12 @@ class _Reader:
     """
 
     def __init__(
-        self, gatherer: ParameterGatherer, module: Module, numbers: tuple[int, ...], name: str
+        self, gatherer: ParameterGatherer, module: nn.Module, numbers: tuple[int, ...], name: str
     ) -> None:
         self._gatherer, self._module = gatherer, module
         self.numbers, self._name = numbers, name
         self.is_free = frozenset(numbers).isdisjoint
-        self._gate = ModuleGate(module) if has_gate(module) else None
+        self._gate = gate.ModuleGate(module) if gate.has_gate(module) else None
 
     def watch(self) -> None:
         """Adds the forward pre-hook, in front of others, until `open`."""
@@ -357,7 +355,7 @@ class _Reader:
             self._gate.open()
         getattr(self._module, _PRE_HOOKS).pop(id(self), None)
 
-    def __call__(self, module: Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any) -> None:
         """Blocks before the module's forward until its buckets are complete.
 
         If another thread steps, it first waits for the end of that step. Does nothing if no bucket
@@ -373,5 +371,5 @@ class _Reader:
         return partial, (_wait_for_nothing,)
 
 
-def _wait_for_nothing(module: Module, args: Any) -> None:
+def _wait_for_nothing(module: nn.Module, args: Any) -> None:
     """Forward pre-hook of a copied module, in place of a `_Reader`. Does nothing."""

@@ -34,18 +34,12 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_dear.collectives.shards import SUMMED_IN_FP32
-from lightning_dear.collectives.work import Collectives
-from lightning_dear.compression import Compressor
-from lightning_dear.engine.hooks import before_every_step
-from lightning_dear.engine.module_tree import ModuleTree, aliased_names
-from lightning_dear.engine.read_order import has_compiled_region
-from lightning_dear.engine.step import OptimizerPipeline
-from lightning_dear.engine.step_state import StepState
+from lightning_dear import compression, planning
+from lightning_dear.collectives import shards, work
+from lightning_dear.engine import hooks, module_tree, read_order, step, step_state
 from lightning_dear.engine.trained_parameters import check_layout
 from lightning_dear.engine.training import Training
 from lightning_dear.exchange.options import ExchangeOptions, why_not_all_reduce
-from lightning_dear.planning import FusionPlanner
 from lightning_dear.telemetry.clock import Clock, clock_of
 from lightning_dear.telemetry.statistics import Instruments
 
@@ -106,8 +100,8 @@ class Pipeline:
         self,
         module: Module,
         optimizers: Sequence[Optimizer],
-        collectives: Collectives,
-        fusion: FusionPlanner,
+        collectives: work.Collectives,
+        fusion: planning.FusionPlanner,
         *,
         broadcast_buffers: bool = True,
         audit: bool = False,
@@ -120,8 +114,10 @@ class Pipeline:
     ) -> None:
         device, blocks = next(module.parameters()).device, collectives.wait_blocks_host
         instruments = Instruments(clock or clock_of(device, in_threads=blocks), collectives)
-        what = options or ExchangeOptions(), instruments, ModuleTree(module)
+        what = options or ExchangeOptions(), instruments, module_tree.ModuleTree(module)
         training = self.training = Training(module, collectives, fusion, *what)
+        # It launches all messages of this training.
+        self.collectives = collectives
         self.remark: str | None = None
         # `int()` does nothing, and returns 0.
         self.before_change: Callable[[], object] = int
@@ -130,7 +126,7 @@ class Pipeline:
         groups = [group for one in optimizers for group in one.param_groups]
         collectives.check_memory([one for group in groups for one in group["params"]])
         collectives.sums_in_fp32 = training.options.reduce_dtype is not None
-        is_narrow = any(one.dtype in SUMMED_IN_FP32 for one in module.parameters())
+        is_narrow = any(one.dtype in shards.SUMMED_IN_FP32 for one in module.parameters())
         if collectives.sums_in_fp32 and not is_narrow and training.world.rank == 0:
             warnings.warn(
                 "reduce_dtype has no effect on fp32 gradients. Leave it out.", stacklevel=2
@@ -140,9 +136,9 @@ class Pipeline:
         self._version = 0
         self._look()
         self._audit = audit
-        self.parts: list[OptimizerPipeline] = []
+        self.parts: list[step.OptimizerPipeline] = []
         self._start(optimizers)
-        self._strangers = before_every_step(training.refuse_stranger)
+        self._strangers = hooks.before_every_step(training.refuse_stranger)
 
     def _look(self) -> None:
         """Looks for replaced modules, parameters and forwards, and for compiled modules. Local."""
@@ -151,7 +147,7 @@ class Pipeline:
         if tree.version == self._version:
             return
         self._version, was_compiled = tree.version, training.has_compiled_region
-        training.has_compiled_region = has_compiled_region(training.module)
+        training.has_compiled_region = read_order.has_compiled_region(training.module)
         is_new = training.has_compiled_region and not was_compiled
         if is_new and training.world.size > 1 and training.world.rank == 0:
             warnings.warn(
@@ -182,22 +178,17 @@ class Pipeline:
         training.follow_optimizers(optimizers)
         self.remark = " ".join(filter(None, (self.remark, training.unheld.remark))) or None
         self.parts[:] = [
-            OptimizerPipeline(training, optimizer, number)
+            step.OptimizerPipeline(training, optimizer, number)
             for number, optimizer in enumerate(optimizers, start=self._first_number)
         ]
         is_one = len(optimizers) == 1 and not self._shares_groups
         training.all_reduce_refusal = why_not_all_reduce(training.options, is_one_optimizer=is_one)
         if len(optimizers) > 1:
             self.hold_back()
-        idle = StepState.EMPTY, StepState.ENDED
+        idle = step_state.StepState.EMPTY, step_state.StepState.ENDED
         training.weights.holds_gradients = lambda: any(
             part.progress.state not in idle for part in self.parts
         )
-
-    @property
-    def collectives(self) -> Collectives:
-        """Object that launches all messages of this training."""
-        return self.training.collectives
 
     @property
     def options(self) -> ExchangeOptions:
@@ -209,7 +200,7 @@ class Pipeline:
         """The optimizers of this training, in the order of `parts`."""
         return [part.optimizer for part in self.parts]
 
-    def _follow(self, changed: Sequence[OptimizerPipeline]) -> None:
+    def _follow(self, changed: Sequence[step.OptimizerPipeline]) -> None:
         """Drops the plans of `changed`, optimizers whose parameters have changed.
 
         Their next step is recorded and makes new plans. Collective, blocks.
@@ -236,7 +227,7 @@ class Pipeline:
             for part in self.parts:
                 part.is_held_back = True
 
-    def of(self, optimizer: Optimizer) -> OptimizerPipeline:
+    def of(self, optimizer: Optimizer) -> step.OptimizerPipeline:
         """The `OptimizerPipeline` of `optimizer`.
 
         Raises:
@@ -260,7 +251,7 @@ class Pipeline:
         for part in self.parts:
             part.measure_next_step()
 
-    def use_compressor(self, compressor: Compressor) -> None:
+    def use_compressor(self, compressor: compression.Compressor) -> None:
         """Calls `OptimizerPipeline.use_compressor` of every optimizer; see there."""
         for part in self.parts:
             part.use_compressor(compressor)
@@ -288,7 +279,7 @@ class Pipeline:
         self._look()
         training.buffers.prepare(synchronize=synchronize)
         if training.aliased is None and training.world.rank == 0:
-            training.aliased = aliased_names(training.module)
+            training.aliased = module_tree.aliased_names(training.module)
         with ExitStack() as stack:
             if changed := [part for part in self.parts if part.prepare_forward()]:
                 self._follow(changed)
@@ -347,7 +338,7 @@ class Pipeline:
         if not training.unheld.is_due:
             return
         for part in self.parts:
-            if part.progress.state is StepState.SENDING:
+            if part.progress.state is step_state.StepState.SENDING:
                 part.mean.reduce()
         with training.instruments.waiting("reduce_scatter", "gradients that no optimizer holds"):
             training.unheld.average()
@@ -379,7 +370,7 @@ class Pipeline:
         `gather="gradients"` the whole state is in `optimizer.state`, on every rank. Idempotent.
         """
         self._strangers.remove()
-        if all(part.progress.state is StepState.ENDED for part in self.parts):
+        if all(part.progress.state is step_state.StepState.ENDED for part in self.parts):
             return
         if not self.collectives.was_discarded:
             self.collectives.streams.synchronize()

@@ -23,12 +23,10 @@ from lightning_dear.engine.parameter_gatherer import ParameterGatherer
 from lightning_dear.engine.shared_end import BatchesAhead
 from lightning_dear.engine.trained_parameters import TrainedParameters
 from lightning_dear.engine.training import Training
-from lightning_dear.engine.whole_gradients import WholeGradients
 from lightning_dear.exchange import LossScale, Traffic, new_exchange
+from lightning_dear.optimizers import replicated, sharded
 from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, drop_masters
 from lightning_dear.optimizers.pieces import SpreadState
-from lightning_dear.optimizers.replicated import ReplicatedOptimizer
-from lightning_dear.optimizers.sharded import ShardedOptimizer
 from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, TensorSpec, with_whole_tensors
 
 
@@ -72,7 +70,7 @@ class PlanLifecycle:
     def __init__(
         self,
         training: Training,
-        stepper: ShardedOptimizer | ReplicatedOptimizer,
+        stepper: sharded.ShardedOptimizer | replicated.ReplicatedOptimizer,
         number: int,
         on_gradient: OnGradient,
         on_arrival: Callable[[int], None],
@@ -167,15 +165,10 @@ class PlanLifecycle:
         # Any stream may still read the former memory of parameters, which is freed here.
         collectives.streams.synchronize()
         collectives.begin_plan(self.number * MAX_BUCKETS)
-        flat = allocate(
-            plan,
-            self.trained.parameters,
-            partial(options.role_of, plan),
-            training.world.rank,
-            # Scratch is for receiving gradients. Encoded bytes are received in other buffers.
-            (lambda _: 0) if sends_bytes else collectives.scratch_numel,
-            keeps_gradients=training.uses_buckets,
-        )
+        # Scratch is for receiving gradients. Encoded bytes are received in other buffers.
+        place = training.world.rank, (lambda _: 0) if sends_bytes else collectives.scratch_numel
+        tensors = plan, self.trained.parameters, partial(options.role_of, plan)
+        flat = allocate(*tensors, *place, keeps_gradients=training.uses_buckets)
         codecs = [recording.codecs[bucket.slices[0].tensor] for bucket in plan.buckets]
         what = flat, options.is_of_gradients, plan.uncompressed, lambda: self.loss_scale()
         traffic = Traffic(collectives, self.number * MAX_BUCKETS, *what)
@@ -186,11 +179,10 @@ class PlanLifecycle:
         bucket_round = BucketRound(flat, order, exchange, names, self._notes, for_gradients)
         bucket_round.weights = training.weights
         collector = GradientCollector(recording.expected, bucket_round)
-        whole = WholeGradients(bucket_round)
         where = training.module, flat, exchange, recording.ungated
         on_arrival = self._on_arrival if options.is_of_gradients else None
         gatherer = ParameterGatherer(*where, partial(waiting, "all_gather"), on_arrival)
-        return ActivePlan(plan, flat, collector, bucket_round, whole, gatherer, exchange)
+        return ActivePlan(plan, flat, collector, bucket_round, gatherer, exchange)
 
     def follow_parameters(self) -> None:
         """Looks for parameters and modules that were replaced in the trained module. Local.
@@ -346,7 +338,7 @@ class PlanLifecycle:
                 self._stepper.guard()
                 lagging = was_written.keys() & set(self._training.module.parameters())
                 self._sync(left.take(MASTER_KEY, lagging - set(self.trained.parameters)))
-        if isinstance(self._stepper, ReplicatedOptimizer):
+        if isinstance(self._stepper, replicated.ReplicatedOptimizer):
             # Whole tensors are stepped now: state of an ended training that stays in shards would
             # be of no use. Every rank needs memory for all of it.
             own = spread_state(self._stepper, collectives)

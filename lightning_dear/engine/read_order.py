@@ -11,10 +11,8 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
-from torch.jit import ScriptModule
-from torch.nn import Module, Parameter
-from torch.nn.modules import module as all_modules
-from torch.overrides import TorchFunctionMode
+from torch import jit, overrides
+from torch.nn import Module, Parameter, modules
 
 from lightning_dear import private_names
 from lightning_dear.collectives.streams import Streams
@@ -77,8 +75,8 @@ class ForwardRecorder:
                 self.ungated.update(dict.fromkeys(own.values()))
             else:
                 stack.callback(self._gated_reads(module).open)
-        stack.callback(all_modules.register_module_forward_pre_hook(self._enter).remove)
-        leaving = all_modules.register_module_forward_hook(self._leave, always_call=True)
+        stack.callback(modules.module.register_module_forward_pre_hook(self._enter).remove)
+        leaving = modules.module.register_module_forward_hook(self._leave, always_call=True)
         stack.callback(leaving.remove)
         stack.enter_context(ReadMode(self._record_read))
         return stack
@@ -124,7 +122,7 @@ class ForwardRecorder:
                 self.ungated[index] = self._running[-1] if self._running else None
 
 
-class ReadMode(TorchFunctionMode):
+class ReadMode(overrides.TorchFunctionMode):
     """Calls a function for each argument of each torch function that reads values of tensors.
 
     Functions in `_METADATA`, such as `size`, are left out. Lists, tuples and dicts are looked into.
@@ -168,6 +166,6 @@ def has_compiled_region(module: Module) -> bool:
         or hasattr(part, private_names.ORIGINAL_MODULE.name)
         or getattr(part, private_names.COMPILER_CONTEXT.name, None) is not None
         # What TorchScript reads is complete when a step returns.
-        or (not isinstance(part, ScriptModule) and other_forward(vars(part)) is not None)
+        or (not isinstance(part, jit.ScriptModule) and other_forward(vars(part)) is not None)
         for part in module.modules()
     )

@@ -6,13 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch import Tensor, nn, optim
 
+from lightning_dear import compression, planning
 from lightning_dear.checkpoint.optimizer_state import ShardedState, gathered, sharded_state
 from lightning_dear.collectives.work import uncounted
-from lightning_dear.compression import Compressor
 from lightning_dear.engine.active_plan import ActivePlan, audit
 from lightning_dear.engine.hooks import StepHooks
 from lightning_dear.engine.mean_gradient import MeanGradient
@@ -21,10 +19,7 @@ from lightning_dear.engine.step_state import Backward, StepProgress, StepState
 from lightning_dear.engine.step_timer import StepTimer
 from lightning_dear.engine.trained_parameters import check_momentum
 from lightning_dear.engine.training import Training
-from lightning_dear.optimizers.replicated import ReplicatedOptimizer
-from lightning_dear.optimizers.sharded import ShardedOptimizer, warn_of_zeros
-from lightning_dear.optimizers.tensorwise import TriedOptions
-from lightning_dear.planning import BucketPlan, TensorSpec
+from lightning_dear.optimizers import replicated, sharded, tensorwise
 
 _WERE_CHANGED = (StepState.CHANGED, StepState.EXPOSED)
 _NOTHING_IS_SENT = (StepState.EMPTY, StepState.ACCUMULATING)
@@ -56,7 +51,7 @@ class OptimizerPipeline:
         shows_in_hooks: Whether pre-hooks after backward find the mean gradient; to be assigned to.
     """
 
-    def __init__(self, training: Training, optimizer: Optimizer, number: int) -> None:
+    def __init__(self, training: Training, optimizer: optim.Optimizer, number: int) -> None:
         self.optimizer = optimizer
         self._training, self._instruments = training, training.instruments
         self.is_held_back, self.shows_in_hooks = False, True
@@ -73,18 +68,18 @@ class OptimizerPipeline:
             self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._complete_state))
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._on_zero_grad  # type: ignore[method-assign]
-        self.stepper: ShardedOptimizer | ReplicatedOptimizer = (
-            ReplicatedOptimizer(
+        self.stepper: sharded.ShardedOptimizer | replicated.ReplicatedOptimizer = (
+            replicated.ReplicatedOptimizer(
                 optimizer,
                 decouple=not self._training.options.all_reduces,
                 before_access=lambda reads: self.mean.before_state_access(reads),
             )
             if self._training.options.is_of_gradients
-            else ShardedOptimizer(optimizer)
+            else sharded.ShardedOptimizer(optimizer)
         )
         called = self._on_gradient, self._on_arrival
         self.plans = PlanLifecycle(training, self.stepper, number, *called)
-        self._tried = TriedOptions(optimizer, training.options)
+        self._tried = tensorwise.TriedOptions(optimizer, training.options)
         self.plans.hooks_signal.ask = lambda: int(self._step_hooks.are_in_front)
         self.mean = MeanGradient(training, self.progress, self.plans, self.stepper)
 
@@ -116,7 +111,7 @@ class OptimizerPipeline:
                 " backward whose gradients no step has used yet. Change parameters between an"
                 " optimizer step and the next forward."
             )
-        self._tried = TriedOptions(self.optimizer, self._training.options)
+        self._tried = tensorwise.TriedOptions(self.optimizer, self._training.options)
         self.plans.dissolve()
 
     def watching(self, *, audits: bool) -> AbstractContextManager[Any]:
@@ -242,7 +237,7 @@ class OptimizerPipeline:
 
     def _on_zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("set_to_none", args[0] if args else True):
-            warn_of_zeros(self.optimizer)
+            sharded.warn_of_zeros(self.optimizer)
         if self.progress.state is StepState.ENDED:
             # Lightning's wrapper of the optimizer still calls this method after the fit.
             self.optimizer.zero_grad(*args, **kwargs)
@@ -334,7 +329,7 @@ class OptimizerPipeline:
                 self.plans.present.gatherer.launch(number)
             self._instruments.begin_step()
 
-    def _on_inner_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _on_inner_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Post-hook of `step`, which has just stepped the last run: launches its gathers.
 
         From here on reads of parameters wait for gathers. Blocks for module buffers, and for all
@@ -364,29 +359,29 @@ class OptimizerPipeline:
 
     def _on_arrival(self, number: int) -> None:
         """Steps bucket `number`, whose gathered means the calling thread has waited for."""
-        assert isinstance(self.stepper, ReplicatedOptimizer)
+        assert isinstance(self.stepper, replicated.ReplicatedOptimizer)
         self._instruments.begin_step()
         with self.timer.late_step():
             self.stepper.step_bucket(number)
         self._instruments.record_step(number)
 
     @property
-    def plan(self) -> BucketPlan | None:
+    def plan(self) -> planning.BucketPlan | None:
         """Present plan. None while there is none yet; see `PlanLifecycle.plan`."""
         return self.plans.plan
 
     @property
-    def tensors(self) -> list[TensorSpec]:
+    def tensors(self) -> list[planning.TensorSpec]:
         """Tensors of the plan, one for each of `parameters`. Empty before the first plan."""
         return [] if self.plans.recording is None else self.plans.recording.tensors
 
     @property
-    def parameters(self) -> Sequence[Parameter]:
+    def parameters(self) -> Sequence[nn.Parameter]:
         """Trained parameters, in the order of the plan's tensor indices."""
         return self.plans.trained.parameters
 
     @torch.inference_mode(False)
-    def replan(self, plan: BucketPlan) -> None:
+    def replan(self, plan: planning.BucketPlan) -> None:
         """Goes on with another plan; weights and state keep their bits. Collective, blocks.
 
         To be called between a step and the next forward, with a plan over `tensors`, on all ranks.
@@ -402,7 +397,7 @@ class OptimizerPipeline:
             )
         self.plans.replan(plan)
 
-    def use_compressor(self, compressor: Compressor) -> None:
+    def use_compressor(self, compressor: compression.Compressor) -> None:
         """Encodes with `compressor` from now on. All ranks must call it after the same step. Local.
 
         If a bucket was launched since the last step, this step keeps the former compressor. Blocks

@@ -75,9 +75,8 @@ class StepTimer:
         with ExitStack() as stack:
             for part, indices in self._readers().items():
                 self._watch(stack, part, indices)
-            start = self._clock.mark()
+            stack.enter_context(self._marking(partial(self._spans.__setitem__, "forward")))
             yield
-            self._spans["forward"] = start, self._clock.mark()
 
     def backward(self) -> AbstractContextManager[None]:
         """A context around a backward. Only the last backward of a measured step counts."""

@@ -10,19 +10,14 @@ from torch import Tensor, strided
 from torch.nn import Module, Parameter
 from torch.optim import AdamW, Optimizer
 
-from lightning_dear import private_names
-from lightning_dear.bucket import storage_strides
+from lightning_dear import bucket, private_names
 from lightning_dear.collectives.streams import Streams
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.compression.groups import unused_group
-from lightning_dear.engine.gate import owners, plain_parameters
-from lightning_dear.engine.hooks import GradientHooks, OnGradient
+from lightning_dear.engine import gate, hooks, notes, read_order
 from lightning_dear.engine.module_tree import ModuleTree, ignored_names
-from lightning_dear.engine.notes import OptionValues, check_options, options_of
-from lightning_dear.engine.read_order import ForwardRecorder
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers.pieces import group_numbers, parameters_of
-from lightning_dear.optimizers.tensorwise import choose_options
+from lightning_dear.optimizers import pieces, tensorwise
 
 Described = Sequence[tuple[str, str]]
 """(name, layout) of every trained parameter, to be compared between ranks. The layout is a text:
@@ -42,7 +37,7 @@ class Report(NamedTuple):
 
     problem: str | None
     described: Described
-    settings: Sequence[OptionValues]
+    settings: Sequence[notes.OptionValues]
     how: str
 
 
@@ -73,24 +68,24 @@ class TrainedParameters:
         self._held, self._lengths = [*chain(*held)], [*map(len, held)]
         known = {id(parameter) for parameter in self.parameters}
         self._untrained = [one for one in self._held if id(one) not in known]
-        self._homes = owners(tree.module, self.parameters)
+        self._homes = gate.owners(tree.module, self.parameters)
         self._tree, self._version = tree, tree.version
         self._streams = streams
         self.recorder = self.new_recorder()
-        self.hooks = GradientHooks((), lambda *_: None)
+        self.hooks = hooks.GradientHooks((), lambda *_: None)
 
-    def new_recorder(self) -> ForwardRecorder:
+    def new_recorder(self) -> read_order.ForwardRecorder:
         """Returns a recorder that has recorded nothing yet."""
-        return ForwardRecorder(self._tree.module, self.parameters, self._streams)
+        return read_order.ForwardRecorder(self._tree.module, self.parameters, self._streams)
 
-    def watch(self, on_gradient: OnGradient) -> None:
+    def watch(self, on_gradient: hooks.OnGradient) -> None:
         """Lets `on_gradient` be called whenever a gradient was accumulated, until `hooks.remove()`.
 
         Hooks of earlier calls are removed. It must be called again after parameters have moved to
         another device or dtype and back: autograd has dropped the hooks then.
         """
         self.hooks.remove()
-        self.hooks = GradientHooks(self.parameters, on_gradient)
+        self.hooks = hooks.GradientHooks(self.parameters, on_gradient)
 
     def have_changed(self, *, counts_thawed: bool = True) -> bool:
         """Whether the optimizer has other parameters than when this object was made. Local.
@@ -139,7 +134,7 @@ class TrainedParameters:
             return False
         self._restore_replaced()
         before, self._version = self._homes, self._tree.version
-        self._homes = owners(self._tree.module, self.parameters)
+        self._homes = gate.owners(self._tree.module, self.parameters)
         return before != self._homes
 
     def _restore_replaced(self) -> None:
@@ -154,7 +149,7 @@ class TrainedParameters:
         """
         homes = self._homes.items()
         for part, name, index in ((part, *item) for part, own in homes for item in own.items()):
-            parameter, other = self.parameters[index], plain_parameters(part).get(name)
+            parameter, other = self.parameters[index], gate.plain_parameters(part).get(name)
             if other is parameter or other is None:
                 continue
             # `functional_call` puts tensors of any kind into a module, until it returns. They must
@@ -162,7 +157,7 @@ class TrainedParameters:
             kinds = {(isinstance(one, Parameter), one.requires_grad) for one in (parameter, other)}
             if len(kinds) > 1 or any(other is known for known in self.parameters):
                 continue
-            held = {*parameters_of(self._optimizer)}
+            held = {*pieces.parameters_of(self._optimizer)}
             if other in held or parameter not in held:
                 continue
             if other.shape != parameter.shape:
@@ -181,7 +176,7 @@ def managed_parameters(module: Module, optimizer: Optimizer) -> list[tuple[str, 
     Those are the module's parameters in the optimizer's groups, without frozen and empty ones. A
     shared parameter stands there once, under its first name. Waits for gathers if gates are closed.
     """
-    trained = {*parameters_of(optimizer)}
+    trained = {*pieces.parameters_of(optimizer)}
     return [
         (name, parameter)
         for name, parameter in module.named_parameters()
@@ -196,7 +191,7 @@ def why_untrainable(module: Module, optimizer: Optimizer, world_size: int) -> st
     memory with another tensor, or (with several ranks) is one of `ignored_names`.
     """
     kind, managed = type(optimizer).__name__, dict(managed_parameters(module, optimizer))
-    held = Counter(parameters_of(optimizer))
+    held = Counter(pieces.parameters_of(optimizer))
     if twice := [name for name, parameter in managed.items() if held[parameter] > 1]:
         return (
             f"'{twice[0]}' stands twice in the parameter groups of {kind}. Name each parameter"
@@ -255,7 +250,7 @@ def check_layout(
         ValueError: If a rank finds a problem, or if models, options of the optimizers or exchange
             options differ between ranks. Says what is wrong and what to change.
     """
-    options, problem, remark = choose_options(unknown, options, or_else)
+    options, problem, remark = tensorwise.choose_options(unknown, options, or_else)
     # Frozen ones, too: a compressor's group may name parameters that are trained later.
     named = [(name, one.ndim) for name, one in module.named_parameters()]
     problems = (
@@ -273,7 +268,7 @@ def check_layout(
     ]
     unheld = unheld_parameters(module, optimizers)
     described += [(name, "in no optimizer") for name, one in unheld if one.requires_grad]
-    settings = [options_of(optimizer) for optimizer in optimizers]
+    settings = [notes.options_of(optimizer) for optimizer in optimizers]
     own = Report(problem, described, settings, _how(options, collectives))
     reports = collectives.all_gather_object(own)
     if problem is not None:
@@ -281,7 +276,7 @@ def check_layout(
     _compare(reports)
     for number, optimizer in enumerate(optimizers):
         what = f"set up different optimizers: {type(optimizer).__name__} {number}"
-        check_options(what, [report.settings[number] for report in reports])
+        notes.check_options(what, [report.settings[number] for report in reports])
     return options, remark
 
 
@@ -322,11 +317,11 @@ def _how(options: ExchangeOptions, collectives: Collectives) -> str:
 
 def _describe(module: Module, optimizer: Optimizer) -> Described:
     """Name and layout of each trained parameter, to be compared between ranks."""
-    group_of = group_numbers(optimizer)
+    group_of = pieces.group_numbers(optimizer)
     return [
         (
             name,
-            f"shape {tuple(parameter.shape)}, strides {storage_strides(parameter)},"
+            f"shape {tuple(parameter.shape)}, strides {bucket.storage_strides(parameter)},"
             f" {parameter.dtype}, parameter group {group_of[parameter]}",
         )
         for name, parameter in managed_parameters(module, optimizer)
@@ -337,7 +332,7 @@ def _shared_problem(optimizers: Sequence[Optimizer]) -> str | None:
     """Why the optimizers cannot train together: two hold one parameter. None means they can."""
     seen: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
-        for parameter in {*parameters_of(optimizer)}:
+        for parameter in {*pieces.parameters_of(optimizer)}:
             other = seen.setdefault(id(parameter), number)
             if other != number:
                 return (
@@ -440,6 +435,6 @@ def unheld_parameters(
 
     Frozen ones, too, but not those in `ignored_names`. Waits for gathers if gates are closed.
     """
-    held, ignored = {*parameters_of(*optimizers)}, ignored_names(module)
+    held, ignored = {*pieces.parameters_of(*optimizers)}, ignored_names(module)
     named = module.named_parameters()
     return [(name, one) for name, one in named if one not in held and name not in ignored]

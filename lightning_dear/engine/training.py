@@ -9,25 +9,18 @@ from itertools import chain
 from operator import attrgetter
 
 import torch
-from torch import Tensor
-from torch.nn import Module, Parameter
-from torch.optim import Optimizer
+from torch import Tensor, nn, optim
 
-from lightning_dear import private_names
+from lightning_dear import planning, private_names
 from lightning_dear.collectives.launch_log import UNHELD_TAG
 from lightning_dear.collectives.work import Collectives, Work
-from lightning_dear.collectives.world import World
-from lightning_dear.engine.batch_weights import BatchWeights
+from lightning_dear.engine import batch_weights, gradient_collector, shared_end, trained_parameters
 from lightning_dear.engine.bucket_round import of_any_rank
-from lightning_dear.engine.gradient_collector import sparse_gradient
 from lightning_dear.engine.module_tree import ModuleTree, aliased_names
 from lightning_dear.engine.notes import Signal
-from lightning_dear.engine.shared_end import SharedEnd
-from lightning_dear.engine.trained_parameters import unheld_parameters
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.optimizers.pieces import parameters_of
 from lightning_dear.optimizers.replicated import TWIN
-from lightning_dear.planning import FusionPlanner
 from lightning_dear.telemetry.statistics import Instruments
 
 REFUSALS = "_lightning_dear_refusals"
@@ -66,35 +59,37 @@ class Training:
         buffers: Sends the module's buffers from rank 0.
     """
 
-    module: Module
+    module: nn.Module
     collectives: Collectives
-    fusion: FusionPlanner
+    fusion: planning.FusionPlanner
     options: ExchangeOptions
     instruments: Instruments
     tree: ModuleTree
     all_reduce_refusal: str | None = None
     has_compiled_region: bool = False
     is_in_forward: bool = False
-    optimizers: Sequence[Optimizer] = ()
-    parameters: Set[Parameter] = frozenset()
+    optimizers: Sequence[optim.Optimizer] = ()
+    parameters: Set[nn.Parameter] = frozenset()
     aliased: Set[str] | None = None
     signal: Signal = field(default_factory=Signal)
-    end: SharedEnd = field(default_factory=SharedEnd)
+    end: shared_end.SharedEnd = field(default_factory=shared_end.SharedEnd)
 
     def __post_init__(self) -> None:
+        # The ranks that train: their number, their hosts, and this rank's number.
+        self.world = self.collectives.world
         waiting = partial(self.instruments.waiting, "reduce_scatter")
-        self.weights = BatchWeights(self.collectives, waiting)
+        self.weights = batch_weights.BatchWeights(self.collectives, waiting)
         self.unheld = UnheldGradients(self.collectives, self.weights)
         self.buffers = BufferBroadcast(self.tree, self.collectives, self.instruments)
 
-    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+    def follow_optimizers(self, optimizers: Sequence[optim.Optimizer]) -> None:
         """Stores the optimizers, and which parameters they hold. To be called after `check_layout`.
 
         To list the module's parameters in each step would wait for their all-gathers.
         """
         self.optimizers = optimizers
         self.parameters = frozenset(parameters_of(*optimizers))
-        self.unheld.begin(unheld_parameters(self.module, optimizers))
+        self.unheld.begin(trained_parameters.unheld_parameters(self.module, optimizers))
 
     def warn_of_aliases(self, names: Sequence[str]) -> None:
         """Warns of those of `names` that other tensors share the memory of. Only on rank 0. Local.
@@ -114,11 +109,6 @@ class Training:
             )
 
     @property
-    def world(self) -> World:
-        """The ranks that train: their number, their hosts, and this rank's number."""
-        return self.collectives.world
-
-    @property
     def uses_buckets(self) -> bool:
         """Whether gradients pass through buckets: there are other ranks, or a compressor is used.
 
@@ -126,7 +116,7 @@ class Training:
         """
         return self.world.size > 1 or self.options.compressor is not None
 
-    def refuse_stranger(self, optimizer: Optimizer) -> None:
+    def refuse_stranger(self, optimizer: optim.Optimizer) -> None:
         """Refuses a step of an unknown optimizer that holds parameters of this training's module.
 
         Called before every step of any optimizer in the process. Does nothing if gradients pass
@@ -329,14 +319,14 @@ class UnheldGradients:
         is_due: Whether DDP would have averaged after the backward that runs now; to be assigned to.
     """
 
-    def __init__(self, collectives: Collectives, weights: BatchWeights) -> None:
+    def __init__(self, collectives: Collectives, weights: batch_weights.BatchWeights) -> None:
         self._collectives, self._weights = collectives, weights
-        self._named: Sequence[tuple[str, Parameter]] = ()
+        self._named: Sequence[tuple[str, nn.Parameter]] = ()
         self.patience: float = 0
         self.is_due = False
         self.signal = Signal(lambda: int(not self.patience and any(self._own())), self._hear)
 
-    def begin(self, named: Sequence[tuple[str, Parameter]]) -> None:
+    def begin(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Begins with other parameters, whose names and `requires_grad` are equal on all ranks.
 
         Args:
@@ -369,7 +359,7 @@ class UnheldGradients:
             self.patience = 1
             self.average()
 
-    def check(self, stepped: Set[Parameter]) -> None:
+    def check(self, stepped: Set[nn.Parameter]) -> None:
         """Raises if one of `stepped` has a gradient that was not averaged."""
         for name, one in () if self.patience else self._named:
             if one.grad is not None and one in stepped:
@@ -399,7 +389,7 @@ class UnheldGradients:
             if is_used:
                 one.grad = torch.zeros_like(one) if one.grad is None else one.grad
                 if one.grad.is_sparse:
-                    raise sparse_gradient(name)
+                    raise gradient_collector.sparse_gradient(name)
                 by_dtype.setdefault(one.dtype, []).append(one.grad)
         for gradients in by_dtype.values():
             flat = flat_of(gradients)

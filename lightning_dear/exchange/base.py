@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dear import compression, torch_modes
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.work import GRADIENT_TAGS, Collectives, T, Work
-from lightning_dear.compression import Compressor
 from lightning_dear.exchange.compressed_bucket import CompressedBucket
 from lightning_dear.telemetry.device_work import as_device_work
-from lightning_dear.torch_modes import saves_calls
 
 LossScale = Callable[[], "Tensor | None"]
 """Returns the loss scale, which gradients are multiplied by at present, as a tensor of one element.
@@ -143,8 +142,7 @@ class Exchange:
         """Returns the buffer of the all-gather: every rank's shard is written into it, in place."""
         # When means are gathered, the local gradients are no longer needed: they have been reduced,
         # so that other ranks' means may overwrite them.
-        is_in_gradients = self._is_of_gradients or self._is_staged
-        return bucket.gradients if is_in_gradients else bucket.parameters
+        return bucket.gradients if self._is_of_gradients or self._is_staged else bucket.parameters
 
     def launch_gather_gradients(self, bucket: Bucket) -> Work:
         """Starts to gather the means of all shards into `bucket.gradients`, uncompressed.
@@ -235,7 +233,7 @@ class Exchange:
         """
         return 1.0
 
-    def use(self, compressor: Compressor, *, is_idle: bool = True) -> None:
+    def use(self, compressor: compression.Compressor, *, is_idle: bool = True) -> None:
         """Changes the compressor.
 
         The new one is used at once if `is_idle`, else from the next `commit` or `discard` on.
@@ -285,7 +283,7 @@ class CompressedExchange(Exchange, ABC):
         compressor: Compressor of the strategy. A subclass may use others for some buckets.
     """
 
-    def __init__(self, traffic: Traffic, compressor: Compressor) -> None:
+    def __init__(self, traffic: Traffic, compressor: compression.Compressor) -> None:
         super().__init__(traffic)
         self._compressor, self._loss_scale = compressor, traffic.loss_scale
         # Limit (largest magnitude that may be sent) -> the largest magnitude that was found in each
@@ -296,7 +294,7 @@ class CompressedExchange(Exchange, ABC):
         self._encoding: list[Callable[[], object]] = []
         self._refusal: RuntimeError | None = None
         self._is_nan: Tensor | None = None
-        self._next: Compressor | None = None
+        self._next: compression.Compressor | None = None
 
     # --- the reduce half --------------------------------------------------------------------------
 
@@ -424,7 +422,7 @@ class CompressedExchange(Exchange, ABC):
             raise self._refusal
 
     @override
-    def use(self, compressor: Compressor, *, is_idle: bool = True) -> None:
+    def use(self, compressor: compression.Compressor, *, is_idle: bool = True) -> None:
         """Changes the compressor, on all ranks alike; see `Exchange.use`. Local.
 
         The new compressor must be `Fp32`, or keep the same memories between steps as the first one.
@@ -469,7 +467,7 @@ def largest_of(numbers: Tensor) -> Tensor:
 
     The host does not wait for a device.
     """
-    if not saves_calls(numbers.device):
+    if not torch_modes.saves_calls(numbers.device):
         low, high = numbers.aminmax()
         return torch.maximum(low.abs_(), high.abs_())
     return torch.linalg.vector_norm(numbers, math.inf)  # type: ignore[no-any-return]

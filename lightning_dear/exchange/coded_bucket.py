@@ -11,8 +11,7 @@ from typing_extensions import override
 from lightning_dear.bucket import Bucket
 from lightning_dear.collectives.shards import shard_of, sum_in_source_order
 from lightning_dear.collectives.work import Begun, Collectives, Encode, Work
-from lightning_dear.compression import Codec, Fp32
-from lightning_dear.compression.codec import field
+from lightning_dear.compression import Codec, Fp32, codec
 from lightning_dear.compression.error_feedback import Encoded, Memory
 from lightning_dear.exchange.base import Sending, Traffic, largest_of
 from lightning_dear.exchange.compressed_bucket import CompressedBucket
@@ -308,7 +307,7 @@ class CodedBucket(CompressedBucket):
                 # The bytes are the differences themselves. Nothing is left to do for `is_nan` and
                 # the padding: such codecs send nan, and 0 in the padding.
                 numel = self.bucket.parameters.numel() // len(wire)
-                self.bucket.follow(field(wire, dtype, 0, numel))
+                self.bucket.follow(codec.field(wire, dtype, 0, numel))
                 return
             rows = self._decode(wire, slice(None), encoded)
             if is_nan is not None:

@@ -34,11 +34,8 @@ from typing_extensions import override
 
 from lightning_dear.bucket import Bucket, storage_shape
 from lightning_dear.collectives.work import Work
-from lightning_dear.compression import Fp32, PowerSGD
-from lightning_dear.compression.error_feedback import Memory
-from lightning_dear.compression.low_rank import orthonormal, starting_factor
-from lightning_dear.exchange.base import CompressedExchange, Sending, Traffic
-from lightning_dear.exchange.compressed_bucket import CompressedBucket
+from lightning_dear.compression import Fp32, PowerSGD, error_feedback, low_rank
+from lightning_dear.exchange import base, compressed_bucket
 from lightning_dear.torch_modes import exact_products
 
 
@@ -72,7 +69,7 @@ class Messages(NamedTuple):
     dense: Sequence[tuple[slice, Tensor]]
 
 
-class LowRankBucket(CompressedBucket):
+class LowRankBucket(compressed_bucket.CompressedBucket):
     """One bucket that travels as low-rank factors, with what it keeps between steps.
 
     Args:
@@ -88,12 +85,12 @@ class LowRankBucket(CompressedBucket):
 
     messages: Messages
 
-    def __init__(self, bucket: Bucket, compressor: PowerSGD, traffic: Traffic) -> None:
+    def __init__(self, bucket: Bucket, compressor: PowerSGD, traffic: base.Traffic) -> None:
         device, self._world_size = bucket.mean.device, traffic.collectives.world.size
         used = Fp32() if bucket.number in traffic.uncompressed else compressor
         worker = compressor.worker_memory(bucket.mean.numel(), device)
         # Every rank has the whole mean, so that no owner encodes it and keeps a residual of it.
-        super().__init__(bucket, used, worker, Memory(0, device), self._world_size)
+        super().__init__(bucket, used, worker, error_feedback.Memory(0, device), self._world_size)
         # New factors, kept apart until `commit`: a step that a loss scale skips must not change
         # `factors`.
         self._pending: dict[int, Tensor] = {}
@@ -113,7 +110,7 @@ class LowRankBucket(CompressedBucket):
         super().start_anew(seed)
         for number, factor in self.factors.items():
             own = self._seed_of(f"{PowerSGD.name} {number}")
-            factor.copy_(starting_factor(factor.shape, own))
+            factor.copy_(low_rank.starting_factor(factor.shape, own))
 
     @override
     def _make_room(self) -> None:
@@ -179,7 +176,7 @@ class LowRankBucket(CompressedBucket):
         """
         for matrix in messages.matrices.values():
             own, left, right = self._own(matrix), matrix.left, matrix.right
-            left.copy_(orthonormal(left))
+            left.copy_(low_rank.orthonormal(left))
             torch.mm(own.t(), left, out=right)
             # The residual is what this rank's own P Q^T leaves of M. Subtracting the mean's P Q^T
             # instead would make the residuals grow without bound.
@@ -198,7 +195,7 @@ class LowRankBucket(CompressedBucket):
             torch.mm(matrix.left, matrix.right.t(), out=self._own(matrix))
             # The next step needs only the space that Q's columns span. Orthonormal columns keep
             # a loss scale from making the factor overflow.
-            self._pending[number] = orthonormal(matrix.right)
+            self._pending[number] = low_rank.orthonormal(matrix.right)
         for where, place in messages.dense:
             self._flat[where] = place
         if self._flat.data_ptr() != self.bucket.mean.data_ptr():
@@ -228,7 +225,7 @@ class LowRankBucket(CompressedBucket):
         del self.messages, self._flat
 
 
-class LowRankExchange(CompressedExchange):
+class LowRankExchange(base.CompressedExchange):
     """All-reduces two factors of each tensor that is factored, and all other tensors uncompressed.
 
     If no tensor of any bucket is factored, rank 0 warns.
@@ -238,7 +235,7 @@ class LowRankExchange(CompressedExchange):
         compressor: Says which tensors are factored.
     """
 
-    def __init__(self, traffic: Traffic, compressor: PowerSGD) -> None:
+    def __init__(self, traffic: base.Traffic, compressor: PowerSGD) -> None:
         super().__init__(traffic, compressor)
         self.coded: Sequence[LowRankBucket] = [
             LowRankBucket(bucket, compressor, traffic) for bucket in traffic.flat.buckets
@@ -255,7 +252,7 @@ class LowRankExchange(CompressedExchange):
         self._seconds: dict[int, Work] = {}
 
     @override
-    def _encode(self, bucket: Bucket, scale: Tensor | None) -> Sending:
+    def _encode(self, bucket: Bucket, scale: Tensor | None) -> base.Sending:
         """Encodes the bucket's first message.
 
         Must be called for all buckets of a round, in reduce order, before the work of any is waited
@@ -266,7 +263,7 @@ class LowRankExchange(CompressedExchange):
         self._look_for_inf(low.compensated(scale), low.largest)
         messages = low.encode_first()
         launch = partial(self._launch_first, low, messages, scale)
-        return Sending(launch, partial(low.decode, messages))
+        return base.Sending(launch, partial(low.decode, messages))
 
     def _launch_first(self, low: LowRankBucket, messages: Messages, scale: Tensor | None) -> Work:
         """Launches the bucket's P. Returns a work whose `wait` launches the Qs; see `_arrive`."""

@@ -10,18 +10,15 @@ from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.wrappers import is_wrapped
-from torch.nn import Module
-from torch.optim import Optimizer
+from torch import nn, optim
 from typing_extensions import override
 
-from lightning_dear import private_names
+from lightning_dear import planning, private_names
 from lightning_dear.callbacks.fusion_tuner import option_of
 from lightning_dear.collectives.work import under_way
-from lightning_dear.engine import step_state, training
+from lightning_dear.engine import step, step_state, training
 from lightning_dear.engine.pipeline import Pipeline
-from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.local_steps import OuterHalf
-from lightning_dear.planning import FusionPlanner, SearchingPlanner
 from lightning_dear.strategy.base import meanwhile
 
 _PART = "_lightning_dear_part"
@@ -31,7 +28,7 @@ _training: "weakref.WeakSet[DearModule]" = weakref.WeakSet()
 """Modules of this process that were set up with an optimizer and still exist."""
 
 
-class DearModule(Module):
+class DearModule(nn.Module):
     """Wraps a module, and trains it through a pipeline. `fabric.setup` returns it to the user.
 
     Forwards with gradients run in the pipeline. Other forwards wait for all parameters first.
@@ -54,7 +51,7 @@ class DearModule(Module):
     """
 
     def __init__(
-        self, module: Module, pipeline: Pipeline | None = None, outer: OuterHalf | None = None
+        self, module: nn.Module, pipeline: Pipeline | None = None, outer: OuterHalf | None = None
     ) -> None:
         super().__init__()
         self.outer = outer or OuterHalf()
@@ -125,7 +122,7 @@ class DearModule(Module):
         """A context whose backwards accumulate gradients locally and send nothing."""
         return meanwhile(self, is_sync_blocked=True)
 
-    def trains(self, optimizer: Optimizer) -> bool:
+    def trains(self, optimizer: optim.Optimizer) -> bool:
         """Tells whether `optimizer` trains this module."""
         return self.pipeline is not None and optimizer in self.pipeline.optimizers
 
@@ -144,12 +141,12 @@ class DearModule(Module):
         return {**self.__dict__, "pipeline": None, "outer": OuterHalf(), "_ending": None}
 
 
-def part_of(optimizer: Optimizer) -> OptimizerPipeline | None:
+def part_of(optimizer: optim.Optimizer) -> step.OptimizerPipeline | None:
     """Returns the `OptimizerPipeline` of an optimizer, also after its training.
 
     None means that the optimizer was not set up with a model.
     """
-    part: OptimizerPipeline | None = getattr(optimizer, _PART, None)
+    part: step.OptimizerPipeline | None = getattr(optimizer, _PART, None)
     return part
 
 
@@ -220,13 +217,13 @@ def _end_of(pipeline: Pipeline, outer: OuterHalf) -> None:
 # --- checks that only Fabric needs ----------------------------------------------------------------
 
 
-def check_without_trainer(fusion: FusionPlanner) -> None:
+def check_without_trainer(fusion: planning.FusionPlanner) -> None:
     """Refuses planners that measure steps. Only a Trainer tells them where a step ends.
 
     Raises:
         ValueError: If `fusion` is such a planner.
     """
-    if isinstance(fusion, SearchingPlanner):
+    if isinstance(fusion, planning.SearchingPlanner):
         raise ValueError(
             f"{option_of(fusion)} measures training steps, which works under a Trainer only. Use"
             " fusion='threshold', or a plan that a Trainer has found: strategy.save_plan(path)"
@@ -234,7 +231,7 @@ def check_without_trainer(fusion: FusionPlanner) -> None:
         )
 
 
-def check_apart(module: Module, trained: Sequence[DearModule]) -> None:
+def check_apart(module: nn.Module, trained: Sequence[DearModule]) -> None:
     """Refuses a module that shares parameters with a module that is being trained.
 
     Args:
@@ -255,7 +252,7 @@ def check_apart(module: Module, trained: Sequence[DearModule]) -> None:
             )
 
 
-def check_have_optimizer(module: Module, trained: Sequence[DearModule]) -> None:
+def check_have_optimizer(module: nn.Module, trained: Sequence[DearModule]) -> None:
     """Refuses gradients in a module that was set up without an optimizer.
 
     Args:
@@ -279,7 +276,7 @@ def check_have_optimizer(module: Module, trained: Sequence[DearModule]) -> None:
 # --- optimizers -----------------------------------------------------------------------------------
 
 
-def _claim(part: OptimizerPipeline) -> None:
+def _claim(part: step.OptimizerPipeline) -> None:
     """Stores `part` in its optimizer, and changes the optimizer's class. Mutates the optimizer.
 
     The new class is a subclass of `_ZeroGradReachesInner` and of the old class, with the old
@@ -294,7 +291,7 @@ def _claim(part: OptimizerPipeline) -> None:
         optimizer.__class__ = type(kind.__name__, (_ZeroGradReachesInner, kind), names)
 
 
-class _ZeroGradReachesInner(Optimizer):
+class _ZeroGradReachesInner(optim.Optimizer):
     """Makes `zero_grad` of Fabric's optimizer wrapper call `zero_grad` of the optimizer inside.
 
     An optimizer's class gets this base as long as the optimizer is trained. The class of Fabric's
@@ -311,14 +308,14 @@ class _ZeroGradReachesInner(Optimizer):
             super().zero_grad(*args, **kwargs)
 
 
-def _disown(part: OptimizerPipeline) -> None:
+def _disown(part: step.OptimizerPipeline) -> None:
     optimizer, kind = part.optimizer, type(part.optimizer)
     if issubclass(kind, _ZeroGradReachesInner):
         optimizer.__class__ = kind.__mro__[2]
     optimizer.__dict__[training.REFUSALS] = [optimizer.register_step_pre_hook(_refuse_step)]
 
 
-def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> NoReturn:
+def _refuse_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> NoReturn:
     raise RuntimeError(
         f"The training of this {type(optimizer).__name__}'s parameters has ended: what fabric.setup"
         " returned for the model is gone, or the model was set up again. Keep what the last"

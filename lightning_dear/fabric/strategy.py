@@ -26,17 +26,14 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dear import private_names
+from lightning_dear import compression, planning, private_names
 from lightning_dear.checkpoint.files import CHECKPOINT_KEY, stamp
-from lightning_dear.compression import Compressor, NoCompression
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.fabric import module as modules
 from lightning_dear.fabric.module import DearModule
 from lightning_dear.local_steps import LocalSteps, OuterHalf
-from lightning_dear.planning import FusionPlanner, resolve_fusion
-from lightning_dear.strategy import connections, refusals
-from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy, meanwhile
+from lightning_dear.strategy import base, connections, refusals
 from lightning_dear.strategy.checkpoint_io import checked
 
 _MultiProcessingLauncher: Any = private_names.FABRIC_PROCESS_LAUNCHER.of(launchers)
@@ -49,7 +46,7 @@ _MAX_OPTIMIZERS = 128
 """Number of optimizers that can have message tags of their own."""
 
 
-class DearFabricStrategy(PipelineStrategy, DDPStrategy):
+class DearFabricStrategy(base.PipelineStrategy, DDPStrategy):
     """Trains under Fabric as `lightning_dear.DearStrategy` does under a Trainer.
 
     Every `fabric.setup(model, *optimizers)` makes a pipeline. The model is trained until the object
@@ -77,8 +74,8 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
         *,
-        compressor: str | Compressor | NoCompression | None = "none",
-        fusion: str | FusionPlanner = "threshold",
+        compressor: str | compression.Compressor | compression.NoCompression | None = "none",
+        fusion: str | planning.FusionPlanner = "threshold",
         bucket_cap_mb: float | None = None,
         gather: Literal["parameters", "gradients"] | None = None,
         hops: int | None = None,
@@ -91,19 +88,19 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         check_digests: bool = True,
         find_unused_parameters: bool = False,
         process_group_backend: Literal["gloo", "nccl"] | None = None,
-        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        timeout: timedelta | None = base.DEFAULT_TIMEOUT,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_options: Any,
     ) -> None:
         given = refusals.checked_options(DearFabricStrategy.__init__, locals())
         # Checked first, because the messages of `_take_options` give advice for a Trainer.
-        modules.check_without_trainer(resolve_fusion(fusion, bucket_cap_mb))
+        modules.check_without_trainer(planning.resolve_fusion(fusion, bucket_cap_mb))
         self._take_options(given)
         self._setups: list[weakref.ref[DearModule]] = []
         self._num_optimizers, self._is_saving = 0, False
         host = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision
         start = {name: given[name] for name in ("process_group_backend", "start_method")}
-        super().__init__(*host, timeout=timeout or NO_TIMEOUT, **start)
+        super().__init__(*host, timeout=timeout or base.NO_TIMEOUT, **start)
         private_names.FABRIC_BACKWARD_SYNC.replace_in(self, _DearBackwardSyncControl())
 
     # --- setting up -------------------------------------------------------------------------
@@ -361,7 +358,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
         for name, one in state.items():
             _outer_of(one).show_anchor()
             _outer_of(one).save(state, name)
-        with meanwhile(self, _is_saving=True):
+        with base.meanwhile(self, _is_saving=True):
             super().save_checkpoint(path, state, *args, **kwargs)
 
     @override
@@ -385,7 +382,7 @@ class DearFabricStrategy(PipelineStrategy, DDPStrategy):
             read, weights = partial(load, path, **given), given.get("weights_only")
             return checked(read, path, check_digests=self._checks_digests, weights_only=weights)
 
-        with meanwhile(self, checkpoint_io=SimpleNamespace(load_checkpoint=load_checked)):
+        with base.meanwhile(self, checkpoint_io=SimpleNamespace(load_checkpoint=load_checked)):
             rest = super().load_checkpoint(path, state, *args, **kwargs)
         if state:
             for name, one in state.items() if isinstance(state, dict) else ():

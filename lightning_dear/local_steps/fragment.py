@@ -8,9 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch import Tensor, nn, optim
 
 from lightning_dear.bucket import Role, allocate
 from lightning_dear.checkpoint.optimizer_state import ShardedState, gathered, sharded_state
@@ -21,8 +19,7 @@ from lightning_dear.engine.active_plan import spec_of
 from lightning_dear.engine.bucket_round import USED, BucketRound
 from lightning_dear.engine.notes import LaunchDigest, Note, Notes, Signal, Sums
 from lightning_dear.engine.training import Training
-from lightning_dear.exchange import Traffic, new_exchange
-from lightning_dear.exchange.base import largest_of
+from lightning_dear.exchange import Traffic, base, new_exchange
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.local_steps.schedule import LocalSteps
 from lightning_dear.optimizers.masters import MASTER_KEY, without_masters
@@ -127,7 +124,7 @@ class Fragment:
         tensors: Mapping[str, Tensor],
         options: OuterOptions,
         number: int,
-        notes: Callable[[Optimizer], Sequence[Note]] = lambda _: (),
+        notes: Callable[[optim.Optimizer], Sequence[Note]] = lambda _: (),
         *,
         keeps_own: bool = False,
     ) -> None:
@@ -149,7 +146,7 @@ class Fragment:
         self.is_stepped = False
         self._free()
 
-    def _build(self, shadows: list[Parameter]) -> None:
+    def _build(self, shadows: list[nn.Parameter]) -> None:
         """Makes buffers, exchange, round and outer optimizer. Moves `shadows` into the buffers."""
         options, collectives = self._options, self._options.collectives
         pairs = [*zip(self.names, shadows, strict=True)]
@@ -234,7 +231,7 @@ class Fragment:
                 # A mask may have inf in it, and inf - inf is nan.
                 message.masked_fill_(anchor == value, 0.0)
         gradients = [one.gradients for one in self._buffers.buckets]
-        largest = torch.stack([largest_of(one).double() for one in gradients])
+        largest = torch.stack([base.largest_of(one).double() for one in gradients])
         # Besides the notes in `step`, only here the host waits for a device.
         is_finite = bool(largest.isfinite().all())
         for one in () if is_finite else gradients:
@@ -347,10 +344,9 @@ class Fragment:
 
         No exchange may be under way. Entries of tensors that the fragment lacks are not used.
         """
-        optimizer = self.stepper.optimizer
         for name, shadow in zip(self.names, self.stepper.shards.parameters, strict=True):
             if own := state.get(name):
-                optimizer.state[shadow] = dict(own)
+                self.stepper.optimizer.state[shadow] = dict(own)
         self.stepper.adopt_state()
 
     def left_out(self) -> Residuals:
@@ -477,7 +473,7 @@ def _in_buckets(fusion: FusionPlanner, nbytes: int) -> FusionPlanner:
     return ThresholdFusion(bucket_cap_mb=max(nbytes / MIB / _NUM_BUCKETS, _LEAST_MB))
 
 
-def _anchor_of(tensor: Tensor) -> Parameter:
+def _anchor_of(tensor: Tensor) -> nn.Parameter:
     """Returns a copy of `tensor` in fp32, or in its dtype if that has more bits, without gaps."""
     dtype = torch.promote_types(tensor.dtype, torch.float32)
-    return Parameter(torch.empty_like(tensor, dtype=dtype).copy_(tensor.detach()))
+    return nn.Parameter(torch.empty_like(tensor, dtype=dtype).copy_(tensor.detach()))

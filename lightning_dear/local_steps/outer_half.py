@@ -10,21 +10,16 @@ from operator import or_, truediv
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch import Tensor, optim
 
 from lightning_dear.checkpoint.files import CHECKPOINT_KEY, LOCAL_KEY
 from lightning_dear.checkpoint.optimizer_state import CLASS, ShardedState, check_class
 from lightning_dear.collectives.work import Collectives, reusable_groups, uncounted
-from lightning_dear.engine.module_tree import ModuleTree
-from lightning_dear.engine.notes import Signal
+from lightning_dear.engine import module_tree, notes, trained_parameters
 from lightning_dear.engine.pipeline import Pipeline
-from lightning_dear.engine.trained_parameters import unheld_parameters
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.local_steps import local_state
+from lightning_dear.local_steps import local_state, rounds, schedule
 from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value, norm_of
-from lightning_dear.local_steps.rounds import ExchangeWatch, OptimizerRounds
-from lightning_dear.local_steps.schedule import LocalSteps
 from lightning_dear.planning import FusionPlanner
 
 log = logging.getLogger(__name__)
@@ -50,7 +45,7 @@ class OuterHalf:
         shows_anchor: Whether the module holds the anchor at present, and not the replica.
     """
 
-    def __init__(self, parts: Sequence[OptimizerRounds] = ()) -> None:
+    def __init__(self, parts: Sequence[rounds.OptimizerRounds] = ()) -> None:
         self._parts, self.shows_anchor = parts, False
         self.signal = parts[0].shared.signal if parts else None
         # Sum of the bits of the anchor that the module holds. None means that it is not known.
@@ -62,7 +57,7 @@ class OuterHalf:
     def of(
         cls,
         pipeline: Pipeline,
-        steps: LocalSteps,
+        steps: schedule.LocalSteps,
         collectives: Collectives,
         options: ExchangeOptions,
         fusion: FusionPlanner,
@@ -86,17 +81,17 @@ class OuterHalf:
         seed, training = _agreed_seed(steps, collectives), pipeline.training
         instruments, tree = training.instruments, training.tree
         instruments.follow(collectives)
-        how = collectives, options, fusion, Signal(), seed
-        shared, watch = OuterOptions(training, steps, *how), ExchangeWatch(instruments)
+        how = collectives, options, fusion, notes.Signal(), seed
+        shared, watch = OuterOptions(training, steps, *how), rounds.ExchangeWatch(instruments)
         # Fragments have numbers of their own, see `Fragment`.
-        parts, number = list[OptimizerRounds](), pipeline.parts[0].plans.number
+        parts, number = list[rounds.OptimizerRounds](), pipeline.parts[0].plans.number
         for part in pipeline.parts:
-            parts.append(OptimizerRounds(part, shared, number, watch))
+            parts.append(rounds.OptimizerRounds(part, shared, number, watch))
             number += len(parts[-1].groups)
         saved = training.module.state_dict().keys()
         buffers = {name: one for name, one in _buffers_of(tree).items() if name in saved}
         if averages_buffers and buffers:
-            mean = replace(steps, outer=partial(SGD, lr=1.0))
+            mean = replace(steps, outer=partial(optim.SGD, lr=1.0))
             plain = replace(shared, exchange=ExchangeOptions(), steps=mean)
             replica = lambda: {name: [Value(one)] for name, one in _buffers_of(tree).items()}  # noqa: E731
             parts[0].groups[-1].append(Fragment(replica, buffers, plain, number, keeps_own=True))
@@ -123,7 +118,7 @@ class OuterHalf:
         """All fragments of all optimizers."""
         return chain.from_iterable(part.fragments for part in self._parts)
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: optim.Optimizer) -> None:
         """Counts a step of `optimizer`, and sends and merges what is due. Collective.
 
         Blocks only where a fragment is merged whose messages have not arrived. All ranks must call
@@ -141,7 +136,7 @@ class OuterHalf:
         Those are the module's parameters that no optimizer holds.
         """
         training = self._parts[0].shared.training
-        unheld = unheld_parameters(training.module, training.optimizers)
+        unheld = trained_parameters.unheld_parameters(training.module, training.optimizers)
         own = {name: _sum_of_bits(one) for name, one in unheld}
         collectives = self._parts[0].collectives
         with uncounted(collectives):
@@ -333,7 +328,7 @@ class OuterHalf:
         return dict(self._parts[0].shared.training.tree.named_buffers())
 
     @property
-    def _outer(self) -> Optimizer:
+    def _outer(self) -> optim.Optimizer:
         """The outer optimizer of the first fragment: all have the same class and options."""
         return next(one for one in self.fragments if not one.keeps_own).stepper.optimizer
 
@@ -409,7 +404,7 @@ class OuterHalf:
             )
 
 
-def _agreed_seed(steps: LocalSteps, collectives: Collectives) -> int:
+def _agreed_seed(steps: schedule.LocalSteps, collectives: Collectives) -> int:
     """Compares the options between ranks, and returns rank 0's seed. Collective. Blocks.
 
     Raises:
@@ -435,6 +430,6 @@ def _sum_of_bits(tensor: Tensor) -> int:
     return int(tensor.detach().reshape(-1).view(whole).sum(dtype=torch.int64))
 
 
-def _buffers_of(tree: ModuleTree) -> dict[str, Tensor]:
+def _buffers_of(tree: module_tree.ModuleTree) -> dict[str, Tensor]:
     """Returns the module's floating-point buffers, by name."""
     return {name: one for name, one in tree.named_buffers() if one.is_floating_point()}

@@ -10,13 +10,10 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from torch import Tensor, autograd
-from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch import Tensor, autograd, nn, optim
 from typing_extensions import override
 
-from lightning_dear.collectives.launch_log import hash_of
-from lightning_dear.collectives.work import under_way
+from lightning_dear.collectives import launch_log, work
 from lightning_dear.engine.notes import Digest, OptionValues, check_options, options_of
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.local_steps.fragment import Fragment, OuterOptions, Value
@@ -128,8 +125,8 @@ class OptimizerRounds:
         held = parameters_of(part.optimizer)
         self.schedule = shared.steps.schedule(num_modules(self._module, held))
         self._seen: object = None
-        self._values: Mapping[Parameter, Sequence[Value]] = {}
-        self._masters: Mapping[Parameter, Tensor] = {}
+        self._values: Mapping[nn.Parameter, Sequence[Value]] = {}
+        self._masters: Mapping[nn.Parameter, Tensor] = {}
         self.groups: list[list[Fragment]] = [[] for _ in range(self.schedule.fragments)]
         self._cut({})
 
@@ -204,7 +201,7 @@ class OptimizerRounds:
             " such as LocalSteps(outer=partial(torch.optim.SGD, lr=1.0)), or exchange more often."
         )
 
-    def _replica(self, named: Mapping[str, Parameter]) -> Mapping[str, Sequence[Value]]:
+    def _replica(self, named: Mapping[str, nn.Parameter]) -> Mapping[str, Sequence[Value]]:
         """Returns the replica's values of the parameters `named`, by name; see `Replica`.
 
         Trained parameters lie in the buckets of the inner half. 16-bit ones have masters there.
@@ -212,7 +209,7 @@ class OptimizerRounds:
         active, stepper = self.part.plans.active, self.part.stepper
         if active is not self._seen:
             self._seen = active
-            values: dict[Parameter, list[Value]] = {}
+            values: dict[nn.Parameter, list[Value]] = {}
             for piece in () if active is None else stepper.pieces:
                 parameter = stepper.shards.parameters[piece.tensor_index]
                 values.setdefault(parameter, []).append(Value(piece.parameter, piece.start))
@@ -244,8 +241,7 @@ class OptimizerRounds:
     @property
     def layout(self) -> list[Any]:
         """What must be the same for local state to be loaded: when what is sent and merged."""
-        names = [[list(one.names) for one in group] for group in self.groups]
-        return [*self.schedule[:3], names]
+        return [*self.schedule[:3], [[list(one.names) for one in group] for group in self.groups]]
 
     @property
     def progress(self) -> list[float]:
@@ -303,7 +299,11 @@ class OptimizerRounds:
             one.launch()
         # Before the next send: what is merged first goes ahead on the link.
         for one in self._under_way:
-            self._advance(one)
+            # The outer optimizer steps if all sums have arrived. On NCCL it is at fixed steps: NCCL
+            # matches messages by their order, which must be the same on all ranks.
+            is_due = self.count - (one.sent_at or 0) >= (self.schedule.delay + 1) // 2
+            if one.round.is_complete if self.collectives.matches_by_tag else is_due:
+                one.step()
             # In the order of the sends, on all ranks: a timeline waits for messages in that order.
             if not one.is_stepped:
                 break
@@ -326,15 +326,6 @@ class OptimizerRounds:
         samples = self._totals[-1] - self._totals[0]
         return fragment.send(self.count, samples if self._weights.is_on else None)
 
-    def _advance(self, fragment: Fragment) -> None:
-        """Lets the outer optimizer step if all sums have arrived. On NCCL it is at fixed steps.
-
-        NCCL matches messages by their order, which must be the same on all ranks.
-        """
-        is_due = self.count - (fragment.sent_at or 0) >= (self.schedule.delay + 1) // 2
-        if fragment.round.is_complete if self.collectives.matches_by_tag else is_due:
-            fragment.step()
-
     def _merge(self, fragment: Fragment, mix: float) -> None:
         rank = fragment.merge(mix)
         if rank is None:
@@ -356,7 +347,7 @@ class OptimizerRounds:
         """Ends the threads of all fragments that are not under way."""
         if under_way_now := self._under_way:
             # gloo could receive no later message if the memory of these were freed.
-            under_way.append((self.collectives, under_way_now))
+            work.under_way.append((self.collectives, under_way_now))
         for fragment in self.fragments:
             if fragment.sent_at is None:
                 fragment.round.release()
@@ -420,14 +411,14 @@ class OptionsDigest(Digest):
         outer: The outer optimizer.
     """
 
-    def __init__(self, rounds: OptimizerRounds, outer: Optimizer) -> None:
+    def __init__(self, rounds: OptimizerRounds, outer: optim.Optimizer) -> None:
         super().__init__(rounds.collectives)
         self._both = rounds.optimizer, outer
 
     @override
     def value(self) -> int:
         inner, outer = self._counted = tuple(map(options_of, self._both))
-        return hash_of(repr((sorted(inner.items()), sorted(outer.items()))))
+        return launch_log.hash_of(repr((sorted(inner.items()), sorted(outer.items()))))
 
     @override
     def explain(self, counted: tuple[OptionValues, OptionValues]) -> None:

@@ -10,11 +10,9 @@ from operator import or_
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Module, Parameter
-from torch.optim import SGD, Optimizer
+from torch import nn, optim
 
-from lightning_dear.optimizers.pieces import parameters_of
-from lightning_dear.optimizers.tensorwise import why_not_elementwise
+from lightning_dear.optimizers import pieces, tensorwise
 
 _FEW_STEPS = 8
 """Up to this many steps a round the outer optimizer has no momentum: rounds follow so fast that
@@ -56,7 +54,7 @@ class LocalSteps:
     fragments: int | Sequence[Sequence[str]] | None = None
     delay: int | None = None
     mix: float | None = None
-    outer: Callable[[list[Any]], Optimizer] | None = None
+    outer: Callable[[list[Any]], optim.Optimizer] | None = None
     dense_steps: int = 0
     local_state: bool = True
 
@@ -130,34 +128,34 @@ class LocalSteps:
         mix = (0.5 if delay else 0.0) if self.mix is None else float(self.mix)
         return Schedule(self.every, number, delay, mix)
 
-    def new_outer(self, parameters: list[Any]) -> Optimizer:
+    def new_outer(self, parameters: list[Any]) -> optim.Optimizer:
         """Returns the outer optimizer of a fragment that has these parameters.
 
         Raises:
             ValueError: If `outer` makes one that is not element-wise.
         """
         is_long = self.every > _FEW_STEPS
-        default = partial(SGD, lr=1.0, momentum=0.5 if is_long else 0.0, nesterov=is_long)
+        default = partial(optim.SGD, lr=1.0, momentum=0.5 if is_long else 0.0, nesterov=is_long)
         made = (self.outer or default)(parameters)
-        if not isinstance(made, Optimizer):
+        if not isinstance(made, optim.Optimizer):
             raise self._no_optimizer(made)
-        if why_not_elementwise(made) is not None:
+        if tensorwise.why_not_elementwise(made) is not None:
             raise ValueError(
                 f"LocalSteps(outer=...) made {type(made).__name__}, which is not element-wise. Use"
                 " one that is, such as SGD or Adam: each rank steps parts of tensors."
             )
         return made
 
-    def check(self, module: Module, optimizer: Optimizer) -> None:
+    def check(self, module: nn.Module, optimizer: optim.Optimizer) -> None:
         """Raises what the fragments of an optimizer would raise, which dense steps precede. Local.
 
         Raises:
             ValueError: What `schedule`, `cut` and `new_outer` raise.
         """
-        held = parameters_of(optimizer)
+        held = pieces.parameters_of(optimizer)
         number = self.schedule(num_modules(module, held)).fragments
         cut(module, held, self.fragments or number)
-        self.new_outer([Parameter(torch.zeros(2))])
+        self.new_outer([nn.Parameter(torch.zeros(2))])
 
 
 _SMALL = 0.05
@@ -249,8 +247,8 @@ class Schedule(NamedTuple):
 
 
 def cut(
-    module: Module, parameters: Iterable[Parameter], fragments: int | Sequence[Sequence[str]]
-) -> list[dict[str, Parameter]]:
+    module: nn.Module, parameters: Iterable[nn.Parameter], fragments: int | Sequence[Sequence[str]]
+) -> list[dict[str, nn.Parameter]]:
     """Cuts parameters into fragments, each as a dict from their names. Pure.
 
     Args:
@@ -268,12 +266,11 @@ def cut(
     named = {name: one for name, one in every.items() if one in held}
     if not isinstance(fragments, int):
         return _by_names(named, [*every], fragments)
-    runs: dict[str, dict[str, Parameter]] = {}
+    runs: dict[str, dict[str, nn.Parameter]] = {}
     for name, parameter in named.items():
         runs.setdefault(name.rpartition(".")[0], {})[name] = parameter
     modules = [*runs.values()]
-    sizes = [sum(one.nbytes for one in its.values()) for its in modules]
-    ends = [0, *accumulate(sizes)]
+    ends = [0, *accumulate(sum(one.nbytes for one in its.values()) for its in modules)]
     cuts = [0]
     for turn in range(1, fragments):
         ideal = ends[-1] * turn / fragments
@@ -283,16 +280,15 @@ def cut(
     return [reduce(or_, modules[begin:end], {}) for begin, end in pairwise([*cuts, len(modules)])]
 
 
-def num_modules(module: Module, parameters: Iterable[Parameter]) -> int:
+def num_modules(module: nn.Module, parameters: Iterable[nn.Parameter]) -> int:
     """Returns how many modules own any of the parameters. A tied one counts for its first."""
     held = set(parameters)
-    named = module.named_parameters()
-    return len({name.rpartition(".")[0] for name, one in named if one in held})
+    return len({name.rpartition(".")[0] for name, one in module.named_parameters() if one in held})
 
 
 def _by_names(
-    named: Mapping[str, Parameter], known: Sequence[str], fragments: Sequence[Sequence[str]]
-) -> list[dict[str, Parameter]]:
+    named: Mapping[str, nn.Parameter], known: Sequence[str], fragments: Sequence[Sequence[str]]
+) -> list[dict[str, nn.Parameter]]:
     def is_in(name: str, owner: str) -> bool:
         return name == owner or name.startswith(f"{owner}.")
 
@@ -303,7 +299,7 @@ def _by_names(
                 f"LocalSteps(fragments=...) names {owner!r}, and no parameter is there. Write names"
                 f" of modules or parameters, such as {valid}."
             )
-    made: list[dict[str, Parameter]] = [{} for _ in fragments]
+    made: list[dict[str, nn.Parameter]] = [{} for _ in fragments]
     for name, parameter in named.items():
         homes = [n for n, owners in enumerate(fragments) if any(is_in(name, o) for o in owners)]
         if len(homes) != 1:

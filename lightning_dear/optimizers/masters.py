@@ -9,8 +9,7 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, optim
 
 from lightning_dear.bucket import LOW_PRECISION
 
@@ -35,7 +34,7 @@ class AdoptedState(NamedTuple):
     loses_masters: bool
 
 
-def undo_casts(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+def undo_casts(optimizer: optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Restores the state of 16-bit parameters to the dtypes that `state_dict` has.
 
     `Optimizer.load_state_dict` casts floating-point state to the dtype of the parameter. Call this
@@ -84,7 +83,7 @@ def without_masters(state: Mapping[T, Mapping[str, Any]]) -> dict[T, dict[str, A
     return {one: own for one, own in kept if own}
 
 
-def drop_masters(optimizer: Optimizer) -> bool:
+def drop_masters(optimizer: optim.Optimizer) -> bool:
     """Removes all masters from `optimizer.state`, so that training goes on from the weights. Local.
 
     Returns:

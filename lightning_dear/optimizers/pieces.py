@@ -15,9 +15,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 from zlib import crc32
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch import Tensor, nn, optim
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -28,19 +26,19 @@ NAMES = "param_names"
 """Key of a parameter group with the parameters' names, if the optimizer was given names."""
 
 
-def parameters_of(*optimizers: Optimizer) -> list[Parameter]:
+def parameters_of(*optimizers: optim.Optimizer) -> list[nn.Parameter]:
     """All parameters in the groups of optimizers, frozen ones too, in their order. Local."""
     groups = chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def group_numbers(optimizer: Optimizer) -> dict[Tensor, int]:
+def group_numbers(optimizer: optim.Optimizer) -> dict[Tensor, int]:
     """Returns: parameter -> index of its group, for all of an optimizer's, frozen ones too."""
     groups = enumerate(optimizer.param_groups)
     return {one: number for number, group in groups for one in group["params"]}
 
 
-def names_of(optimizer: Optimizer) -> dict[int, str]:
+def names_of(optimizer: optim.Optimizer) -> dict[int, str]:
     """Returns the names of an optimizer's parameters, by the `id` of each. Empty without names."""
     named = (zip(one["params"], one.get(NAMES, ()), strict=False) for one in optimizer.param_groups)
     return {id(one): name for one, name in chain.from_iterable(named)}
@@ -64,7 +62,7 @@ def is_uncuttable(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape
 
 
-def carry_attributes(pieces: Iterable[Piece], parameters: Sequence[Parameter]) -> None:
+def carry_attributes(pieces: Iterable[Piece], parameters: Sequence[nn.Parameter]) -> None:
     """Gives each piece the attributes that other code has put on its parameter.
 
     A tensor with an element for each element of the parameter is cut, and copied.
@@ -99,7 +97,7 @@ class Shards:
     """
 
     buffers: FlatBuffers = field(default_factory=lambda: FlatBuffers([], []))
-    parameters: Sequence[Parameter] = ()
+    parameters: Sequence[nn.Parameter] = ()
     layouts: Sequence[tuple[torch.Size, tuple[int, ...]]] = ()
     group_of: Sequence[int] = ()
     names: Mapping[int, str] = field(default_factory=dict)
@@ -116,10 +114,10 @@ class SpreadState(NamedTuple):
         chunks: (stand-in, this rank's chunks of the tensor), in the same order on all ranks.
     """
 
-    entries: Mapping[Parameter, dict[str, Any]]
+    entries: Mapping[nn.Parameter, dict[str, Any]]
     chunks: list[tuple[Tensor, list[Chunk]]]
 
-    def take(self, key: str, of: Set[Parameter]) -> "SpreadState":
+    def take(self, key: str, of: Set[nn.Parameter]) -> "SpreadState":
         """Removes the state under `key` of the parameters `of`, and returns it. Mutates `self`."""
         entries = [(one, its) for one, its in self.entries.items() if one in of and key in its]
         own = {one: {key: its.pop(key)} for one, its in entries}
@@ -258,7 +256,7 @@ class SteppedPieces(ABC):
         outside: Is `optimizer.state` between steps, once the first step has begun.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.state_at_end: Any = None
         self.outside = StateBetweenSteps(self, {})
@@ -276,7 +274,7 @@ class SteppedPieces(ABC):
         self._last_run: Sequence[int] = ()
         self._hooks: Sequence[RemovableHandle] = ()
 
-    def attach(self, buffers: FlatBuffers, parameters: Sequence[Parameter]) -> None:
+    def attach(self, buffers: FlatBuffers, parameters: Sequence[nn.Parameter]) -> None:
         """Makes this rank's pieces under a new plan, and forgets `left`. Local."""
         self.left = None
         in_bucket = {bucket.number: shard_pieces(bucket) for bucket in buffers.buckets}

@@ -7,13 +7,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, optim
 from typing_extensions import override
 
-from lightning_dear.optimizers.masters import AdoptedState, drop_masters
+from lightning_dear.optimizers import masters, sharded
 from lightning_dear.optimizers.pieces import SteppedPieces, names_of, parameters_of, put_into
-from lightning_dear.optimizers.sharded import closure_skipped, inner_step
 from lightning_dear.torch_modes import plain_mode
 
 
@@ -40,7 +38,7 @@ class ReplicatedOptimizer(SteppedPieces):
     """
 
     def __init__(
-        self, optimizer: Optimizer, *, decouple: bool, before_access: Callable[[bool], None]
+        self, optimizer: optim.Optimizer, *, decouple: bool, before_access: Callable[[bool], None]
     ) -> None:
         super().__init__(optimizer)
         self._decouple, self._before_access = decouple, before_access
@@ -48,13 +46,13 @@ class ReplicatedOptimizer(SteppedPieces):
         # Both are False outside a step, and in a step whose closure has not been called yet.
         self._has_begun = self._shows_gradients = False
 
-    def adopt_state(self) -> AdoptedState:
+    def adopt_state(self) -> masters.AdoptedState:
         """Drops masters from `optimizer.state`, and takes over nothing. Local.
 
         Other state stays in `optimizer.state`. Masters are not stepped here, so they would be
         outdated when a later run loads them.
         """
-        return AdoptedState(False, drop_masters(self.optimizer))
+        return masters.AdoptedState(False, masters.drop_masters(self.optimizer))
 
     @override
     def check_read(self, key: Any) -> None:
@@ -106,7 +104,7 @@ class ReplicatedOptimizer(SteppedPieces):
                 before the gradients were reduced.
         """
         if not self._has_begun:
-            raise closure_skipped(self.optimizer)
+            raise sharded.closure_skipped(self.optimizer)
         self.restore()
         return ()
 
@@ -199,7 +197,7 @@ class DeferredStep:
         dtype: torch's default dtype when the object was made.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: optim.Optimizer) -> None:
         self._kind, self.dtype = type(optimizer), torch.get_default_dtype()
         self._attributes = {k: v for k, v in vars(optimizer).items() if k != "param_groups"}
         self._attributes[TWIN] = True
@@ -219,7 +217,7 @@ class DeferredStep:
         for number, group in enumerate(groups):
             put_into(group, [*parameters.get(number, ())], self._names)
         newer = [(one, self._hide_newer(one)) for one in chain.from_iterable(parameters.values())]
-        inner_step(twin)
+        sharded.inner_step(twin)
         for one, new in newer:
             vars(one).update(new)
 

@@ -13,15 +13,13 @@ from types import FrameType
 from typing import Any, cast
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, optim
 from typing_extensions import override
 
-from lightning_dear import private_names
+from lightning_dear import private_names, torch_modes
 from lightning_dear.bucket import Piece, cut_state
 from lightning_dear.optimizers.masters import MASTER_KEY, AdoptedState, differs, undo_casts
 from lightning_dear.optimizers.pieces import SpreadState, SteppedPieces
-from lightning_dear.torch_modes import saves_calls
 
 MAX_RUN_NUMEL = 1 << 16
 """Most elements of several buckets that one call of the optimizer steps on a CPU. The overhead of a
@@ -30,13 +28,13 @@ call is about the time of stepping that many elements, so smaller buckets are st
 MAX_RUN_NUMEL_OF_DEVICES = 1 << 23
 """Same as `MAX_RUN_NUMEL`, on accelerators, which step tens of elements in a nanosecond."""
 
-_PROFILED: Any = private_names.PROFILED_STEP.of(Optimizer)(print)
+_PROFILED: Any = private_names.PROFILED_STEP.of(optim.Optimizer)(print)
 """torch's wrapper of `step`, which profiles it and calls hooks. `__code__` tells such wrappers."""
 
 _STEP_HOOKS = (private_names.STEP_PRE_HOOKS.name, private_names.STEP_POST_HOOKS.name)
 
 
-def inner_step(optimizer: Optimizer, **arguments: Any) -> None:
+def inner_step(optimizer: optim.Optimizer, **arguments: Any) -> None:
     """Calls the class's `step` unprofiled. No hooks of `optimizer` run, nor in `super().step()`."""
     step: Any = type(optimizer).step
     own = step.__wrapped__ if getattr(step, "__code__", None) is _PROFILED.__code__ else step
@@ -48,7 +46,7 @@ def inner_step(optimizer: Optimizer, **arguments: Any) -> None:
         vars(optimizer).update(hooks)
 
 
-def is_nested(optimizer: Optimizer) -> bool:
+def is_nested(optimizer: optim.Optimizer) -> bool:
     """Tells a step hook whether it was called by the inner one of two nested steps of `optimizer`.
 
     Steps are nested when a subclass calls `super().step()`: torch wraps the `step` of both classes
@@ -65,11 +63,11 @@ def is_nested(optimizer: Optimizer) -> bool:
 
 
 @cache
-def _has_several_steps(kind: type[Optimizer]) -> bool:
-    return sum(one is not Optimizer and "step" in vars(one) for one in kind.__mro__) > 1
+def _has_several_steps(kind: type[optim.Optimizer]) -> bool:
+    return sum(one is not optim.Optimizer and "step" in vars(one) for one in kind.__mro__) > 1
 
 
-def warn_of_zeros(optimizer: Optimizer) -> None:
+def warn_of_zeros(optimizer: optim.Optimizer) -> None:
     """Warns that `zero_grad(set_to_none=False)` sets gradients to None and not to 0."""
     warnings.warn(
         f"{type(optimizer).__name__}.zero_grad(set_to_none=False) does what set_to_none=True does"
@@ -79,7 +77,7 @@ def warn_of_zeros(optimizer: Optimizer) -> None:
     )
 
 
-def closure_skipped(optimizer: Optimizer) -> RuntimeError:
+def closure_skipped(optimizer: optim.Optimizer) -> RuntimeError:
     """Returns the error for a step that updated parameters before the gradients were reduced."""
     return RuntimeError(
         f"{type(optimizer).__name__}.step() did not call its closure, so strategy='dear' could not"
@@ -104,7 +102,7 @@ class ShardedOptimizer(SteppedPieces):
         optimizer: The user's optimizer. Mutated: gets hooks of `state_dict` and `load_state_dict`.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: optim.Optimizer) -> None:
         super().__init__(optimizer)
         self._was_loaded = self._has_warned = False
         # Not in `_hooks`, which `detach` removes: state stays sharded after the training.
@@ -124,7 +122,7 @@ class ShardedOptimizer(SteppedPieces):
         `restore` if anything raises. Buckets not in `order` come last.
         """
         wanted = dict.fromkeys((*order, *self.shards.in_bucket))
-        most = MAX_RUN_NUMEL_OF_DEVICES if saves_calls(self.device) else MAX_RUN_NUMEL
+        most = MAX_RUN_NUMEL_OF_DEVICES if torch_modes.saves_calls(self.device) else MAX_RUN_NUMEL
         *head, last = step_runs([*wanted], self.shards.in_bucket, most)
         self._swap()
         for numbers in head:
@@ -204,8 +202,7 @@ class ShardedOptimizer(SteppedPieces):
     @override
     def before_write(self) -> Set[Any]:
         others = {key for key in self.shards.state if not isinstance(key, Tensor)}
-        left = () if self.left is None else self.left.entries
-        return others.union(self.shards.parameters, left)
+        return others.union(self.shards.parameters, () if self.left is None else self.left.entries)
 
     @override
     def before_copy(self) -> None:
@@ -235,7 +232,7 @@ class ShardedOptimizer(SteppedPieces):
                 piece.parameter.copy_(cut_state(MASTER_KEY, parameter.detach(), parameter, piece))
                 piece.was_stepped = False
 
-    def _warn_of_shards(self, optimizer: Optimizer) -> None:
+    def _warn_of_shards(self, optimizer: optim.Optimizer) -> None:
         """Pre-hook of `state_dict`: warns once if sharded state is missing, except in `packed`."""
         if self._has_state() and not any(optimizer.state.values()) and not self._has_warned:
             self._has_warned = True
@@ -248,11 +245,11 @@ class ShardedOptimizer(SteppedPieces):
                 stacklevel=2,
             )
 
-    def _on_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    def _on_loading(self, optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
         self._loading = state_dict
 
     @torch.no_grad()
-    def _on_loaded(self, optimizer: Optimizer) -> None:
+    def _on_loaded(self, optimizer: optim.Optimizer) -> None:
         if self.left is not None:
             # The loaded state replaces what an ended plan has left.
             self.left = SpreadState({}, [])

@@ -21,9 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_dear.bucket import LOW_PRECISION, Piece
 from lightning_dear.exchange.options import ExchangeOptions
-from lightning_dear.optimizers import pieces
-from lightning_dear.optimizers.replicated import DeferredStep
-from lightning_dear.optimizers.sharded import inner_step
+from lightning_dear.optimizers import pieces, replicated, sharded
 from lightning_dear.planning.plan import ALIGNMENT
 
 _NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
@@ -371,9 +369,9 @@ class _Trial:
 
     def step(self, number: int) -> None:
         """Makes step `number`. All trials with the same shapes get the same gradients in it."""
-        deferred = DeferredStep(self.twin)
+        deferred = replicated.DeferredStep(self.twin)
         if self._way == "late":
-            inner_step(self.twin)
+            sharded.inner_step(self.twin)
         self._set_gradients(number)
         if self._way == "late":
             for one in reversed(self.pieces):
@@ -382,9 +380,9 @@ class _Trial:
             pieces.carry_attributes(self.pieces, self.wholes)
             for one in self.pieces:
                 self._put([one])
-                inner_step(self.twin)
+                sharded.inner_step(self.twin)
         else:
-            inner_step(self.twin)
+            sharded.inner_step(self.twin)
         for one in self.pieces:
             one.parameter.grad = None
 

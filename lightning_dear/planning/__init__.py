@@ -20,31 +20,11 @@ from lightning_dear.planning.predicting import (
 from lightning_dear.planning.search import PlanSearch, SearchingPlanner
 from lightning_dear.planning.trials import AutoFusion, BayesianFusion
 
-__all__ = [
-    "FUSIONS",
-    "AutoFusion",
-    "BayesianFusion",
-    "BucketPlan",
-    "CodecCost",
-    "CodecCosts",
-    "FixedPlan",
-    "FusionPlanner",
-    "Linear",
-    "LinkCost",
-    "MGWFBPFusion",
-    "MergeCompFusion",
-    "MergeCompHeuristicFusion",
-    "ModelTimes",
-    "NoFusion",
-    "PlanSearch",
-    "SearchingPlanner",
-    "SingleFusion",
-    "TensorSpec",
-    "ThresholdFusion",
-    "predict",
-    "resolve_fusion",
-    "save_plan",
-]
+__all__ = ["FUSIONS", "FusionPlanner", "PlanSearch", "SearchingPlanner", "resolve_fusion"]
+__all__ += ["BucketPlan", "FixedPlan", "TensorSpec", "predict", "save_plan"]
+__all__ += ["CodecCost", "CodecCosts", "Linear", "LinkCost", "ModelTimes"]
+__all__ += ["MGWFBPFusion", "NoFusion", "SingleFusion", "ThresholdFusion"]
+__all__ += ["AutoFusion", "BayesianFusion", "MergeCompFusion", "MergeCompHeuristicFusion"]
 
 _PLANNERS: tuple[type[Any], ...] = (
     *(ThresholdFusion, NoFusion, SingleFusion, MGWFBPFusion),

@@ -5,7 +5,7 @@ depends linearly on a size is alpha + beta x size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from lightning_dear.planning.plan import BucketPlan, BucketSpec
@@ -41,19 +41,7 @@ class ModelTimes:
 
     def scaled(self, factor: float) -> "ModelTimes":
         """Returns the times of a rank that takes `factor` times as long for everything."""
-
-        def each(times_s: Mapping[int, float]) -> dict[int, float]:
-            return {index: factor * seconds for index, seconds in times_s.items()}
-
-        return replace(
-            self,
-            forward_s=factor * self.forward_s,
-            backward_s=factor * self.backward_s,
-            first_use_s=each(self.first_use_s),
-            ready_s=each(self.ready_s),
-            step_s=factor * self.step_s,
-            late_step_s=factor * self.late_step_s,
-        )
+        return combined_times([self], lambda times_s: factor * times_s[0])
 
     def ready_of(self, bucket: BucketSpec) -> float:
         """Returns the seconds from the beginning of backward to the last gradient of `bucket`.

@@ -18,10 +18,9 @@ from statistics import fmean
 
 from typing_extensions import override
 
-from lightning_dear.planning import fusion, programme
+from lightning_dear.planning import fusion, programme, search
 from lightning_dear.planning.plan import MAX_BUCKETS, BucketPlan, distinct, with_whole_tensors
 from lightning_dear.planning.predict import StepModel
-from lightning_dear.planning.search import Contest, PlanSearch, PredictingPlanner, described
 
 _MAX_GROUPS = 3
 """Default of `max_groups`: most groups that MergeComp's search makes."""
@@ -49,7 +48,7 @@ _Group = tuple[list[int], bool]
 """(indices of the tensors of a bucket, whether the bucket is left uncompressed)."""
 
 
-class MGWFBPFusion(PredictingPlanner):
+class MGWFBPFusion(search.PredictingPlanner):
     """Puts a tensor into the bucket of the tensor before it in backward, if that saves time.
 
     It does if waiting for the tensor costs less than the start of another collective; see `merged`.
@@ -112,7 +111,7 @@ def merged(
     return groups
 
 
-class MergeCompHeuristicFusion(PredictingPlanner):
+class MergeCompHeuristicFusion(search.PredictingPlanner):
     """Makes a few groups of neighbours by MergeComp's own search. No bucket is left uncompressed.
 
     Meant for comparisons: with the default options, the predicted step of the plan of
@@ -206,7 +205,7 @@ def _search(course: programme.Course, before: list[int], count: int) -> tuple[fl
     return at(begin + 1 + bisect_left(cuts, True, key=lambda cut: at(cut)[0] <= at(cut + 1)[0]))
 
 
-class MergeCompFusion(PredictingPlanner):
+class MergeCompFusion(search.PredictingPlanner):
     """Finds the buckets with the shortest predicted step, by a dynamic programme.
 
     MergeComp (arXiv 2103.15195) searches for the same buckets, but with measured steps. Training
@@ -271,7 +270,7 @@ class MergeCompFusion(PredictingPlanner):
         return replace(best, name=self.name)
 
     @override
-    def search_for(self, model: StepModel) -> PlanSearch:
+    def search_for(self, model: StepModel) -> search.PlanSearch:
         """Returns the search: without a codec, one that is over at once and uses `best_plan`.
 
         With a codec, a `MergeCompSearch`, which measures that plan and simpler ones.
@@ -337,7 +336,7 @@ def _uncompressed(plan: BucketPlan) -> BucketPlan:
 
 
 @dataclass(eq=False)
-class MergeCompSearch(Contest):
+class MergeCompSearch(search.Contest):
     """Contest of the plan of `MergeCompFusion`, which is the incumbent, against simpler plans.
 
     Attributes:
@@ -375,7 +374,7 @@ class MergeCompSearch(Contest):
         best = self.best
         which = "" if best is self.incumbent else f" of {best.name}"
         predicted = f"predicted {1e3 * self.expected_s(best):.3g} ms/step"
-        what = f"mergecomp: {described(best)}{which}, {predicted}"
+        what = f"mergecomp: {search.described(best)}{which}, {predicted}"
         others = [plan for plan in self.plans if plan is not best and self.count(plan)]
         others.sort(key=self.mean_s)
         measured = [f"{1e3 * self.mean_s(plan):.4g} of {plan.name}" for plan in others]

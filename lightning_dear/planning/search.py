@@ -10,8 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from typing_extensions import override
 
-from lightning_dear.planning.fusion import MIB, FusionPlanner, ThresholdFusion
-from lightning_dear.planning.measured import NO_CODEC, CodecCosts, LinkCost, ModelTimes
+from lightning_dear.planning import fusion, measured
 from lightning_dear.planning.plan import BucketPlan, Specs
 from lightning_dear.planning.predict import StepModel
 
@@ -74,7 +73,7 @@ class PlanSearch(Protocol):
 
 
 @runtime_checkable
-class SearchingPlanner(FusionPlanner, Protocol):
+class SearchingPlanner(fusion.FusionPlanner, Protocol):
     """Interface of planners that search while training runs.
 
     Their `plan` returns the plan with which training begins, and `search` finds the plan to use
@@ -83,7 +82,7 @@ class SearchingPlanner(FusionPlanner, Protocol):
     """
 
     def search(
-        self, tensors: Specs, world_size: int, times: ModelTimes, link: LinkCost
+        self, tensors: Specs, world_size: int, times: measured.ModelTimes, link: measured.LinkCost
     ) -> PlanSearch:
         """Returns a new search.
 
@@ -189,9 +188,9 @@ class StepModelPlanner(ABC):
         self,
         tensors: Specs,
         world_size: int,
-        times: ModelTimes,
-        link: LinkCost,
-        codecs: CodecCosts = NO_CODEC,
+        times: measured.ModelTimes,
+        link: measured.LinkCost,
+        codecs: measured.CodecCosts = measured.NO_CODEC,
     ) -> PlanSearch:
         """Returns a new search; see `SearchingPlanner`.
 
@@ -223,7 +222,7 @@ class PredictingPlanner(StepModelPlanner):
 
     def plan(self, tensors: Specs, world_size: int) -> BucketPlan:
         """Returns the plan with which training begins: see `FusionPlanner`."""
-        return ThresholdFusion().plan(tensors, world_size)
+        return fusion.ThresholdFusion().plan(tensors, world_size)
 
     @override
     def search_for(self, model: StepModel) -> PlanSearch:
@@ -242,7 +241,7 @@ class PredictingPlanner(StepModelPlanner):
 
 def described(plan: BucketPlan) -> str:
     """Returns a description of the plan's buckets for people, such as `6 buckets of 2-8 MiB`."""
-    sizes_mb = [bucket.stepped_bytes / MIB for bucket in plan.buckets]
+    sizes_mb = [bucket.stepped_bytes / fusion.MIB for bucket in plan.buckets]
     rest = ""
     for named, what in (plan.all_reduced, "all-reduced"), (plan.uncompressed, "uncompressed"):
         count = "all" if len(named) == len(plan.buckets) else f"{len(named)} of them"

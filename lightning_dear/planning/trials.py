@@ -19,8 +19,7 @@ from statistics import NormalDist, mean, pstdev
 from typing_extensions import override
 
 from lightning_dear.names import need
-from lightning_dear.planning import predicting, refine, search
-from lightning_dear.planning.fusion import SingleFusion, ThresholdFusion
+from lightning_dear.planning import fusion, predicting, refine, search
 from lightning_dear.planning.plan import BucketPlan, distinct
 from lightning_dear.planning.predict import StepModel
 
@@ -49,7 +48,7 @@ _DDP_DIVISORS = (1, 4, 16)
 one or two buckets."""
 
 
-class AutoFusion(ThresholdFusion, search.StepModelPlanner):
+class AutoFusion(fusion.ThresholdFusion, search.StepModelPlanner):
     """Predicts plans from measured times, measures the best on real steps, and keeps the fastest.
 
     The fixed buckets, which `ThresholdFusion` makes, are always measured. They are compared with
@@ -164,7 +163,7 @@ def _candidates(
         if all(max(cap_mb, cap) >= _MIN_CAP_RATIO * min(cap_mb, cap) for cap in apart):
             apart.append(cap_mb)
     chosen = [programme, *(others[cap_mb] for cap_mb in apart[:2])]
-    single = SingleFusion().plan(model.tensors, model.world_size)
+    single = fusion.SingleFusion().plan(model.tensors, model.world_size)
     if step_s(single) <= _MAX_SINGLE_RATIO * min(map(step_s, [fixed, *chosen])):
         chosen.append(single)
     return chosen + [others[cap_mb] for cap_mb in apart[2:]]
@@ -197,7 +196,7 @@ class AutoSearch(search.Contest):
         return f"{what}, {best_ms:.4g} ms/step against {fixed_ms:.4g} ms of {fixed.name}"
 
 
-class BayesianFusion(ThresholdFusion, search.StepModelPlanner):
+class BayesianFusion(fusion.ThresholdFusion, search.StepModelPlanner):
     """Tries a few caps for `ThresholdFusion` on real steps; a Gaussian process chooses them.
 
     The fixed buckets, which `ThresholdFusion` makes, are measured first. The measured times of

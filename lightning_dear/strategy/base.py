@@ -15,19 +15,17 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_dear import private_names
+from lightning_dear import compression, private_names, registration
 from lightning_dear.callbacks.batch_split import BatchSplit
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule
 from lightning_dear.collectives.factory import alone, new_collectives
 from lightning_dear.collectives.store import attempt_store
 from lightning_dear.collectives.work import Collectives
-from lightning_dear.compression import resolve_compressor
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.exchange.options import ExchangeOptions, default_gather
 from lightning_dear.local_steps import OuterHalf
 from lightning_dear.planning import BucketPlan, resolve_fusion, save_plan
-from lightning_dear.registration import register
 from lightning_dear.strategy import checkpoint_io, connections, local, refusals, starting
 from lightning_dear.telemetry.statistics import StepStatistics
 from lightning_dear.telemetry.timeline import Timeline
@@ -67,7 +65,7 @@ class PipelineStrategy(ABC):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers the names "dear", "dear_spawn", "dear_fork" and "dear_notebook"."""
-        register(strategy_registry, cls)
+        registration.register(strategy_registry, cls)
 
     def _take_options(self, given: Mapping[str, Any]) -> None:
         """Checks the options of the exchange and keeps them. `DearStrategy` describes them.
@@ -79,7 +77,7 @@ class PipelineStrategy(ABC):
             ValueError: If a name is unknown, or options exclude each other.
             TypeError: If an object has a wrong type.
         """
-        codec = resolve_compressor(given["compressor"])
+        codec = compression.resolve_compressor(given["compressor"])
         schedule: CompressionSchedule | None = given.get("compression_schedule")
         if schedule is not None:
             schedule.check(codec)

@@ -21,16 +21,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric import wrappers
-from lightning.fabric.plugins import Precision
+from lightning.fabric import plugins, wrappers
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import data, exceptions, rank_zero_warn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
-from torch.optim import Optimizer
+from lightning.pytorch.utilities import data, exceptions, rank_zero_warn, types
+from torch import Tensor, optim
 
-from lightning_dear import private_names
+from lightning_dear import private_names, versions
 from lightning_dear.callbacks import FusionTuner, TimelineCallback
 from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.engine.notes import Signal
@@ -39,12 +36,11 @@ from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.training import Training
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
 from lightning_dear.strategy.failures import FailureBoard
-from lightning_dear.versions import is_inside
 
 log = logging.getLogger(__name__)
 
 _FabricOptimizer = private_names.FABRIC_OPTIMIZER.of(wrappers)
-_ASKS = is_inside(pl.__version__, "2.6", "1000")  # type: ignore[attr-defined]
+_ASKS = versions.is_inside(pl.__version__, "2.6", "1000")  # type: ignore[attr-defined]
 
 
 def append_callbacks(trainer: pl.Trainer, planner: FusionPlanner, *own: pl.Callback | None) -> None:
@@ -106,7 +102,7 @@ def connect_wrappers(wrappers: Sequence[LightningOptimizer], pipeline: Pipeline)
         wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
 
 
-def connect_precision(precision: Precision, pipeline: Pipeline) -> None:
+def connect_precision(precision: plugins.Precision, pipeline: Pipeline) -> None:
     """Makes `precision` clip and unscale the shards' gradients, until `disconnect_precision`.
 
     Lightning's `clip_gradients`, `configure_gradient_clipping` and `gradient_clip_val` all call the
@@ -117,7 +113,7 @@ def connect_precision(precision: Precision, pipeline: Pipeline) -> None:
         pipeline: Pipeline of the fit.
     """
 
-    def part_of(optimizer: Optimizer) -> OptimizerPipeline:
+    def part_of(optimizer: optim.Optimizer) -> OptimizerPipeline:
         return pipeline.of(unwrapped(optimizer))
 
     vars(precision).update(
@@ -128,9 +124,9 @@ def connect_precision(precision: Precision, pipeline: Pipeline) -> None:
 
 
 def connect_scaler(
-    precision: Precision,
+    precision: plugins.Precision,
     pipeline: Pipeline,
-    part_of: Callable[[Optimizer], OptimizerPipeline | None],
+    part_of: Callable[[optim.Optimizer], OptimizerPipeline | None],
 ) -> None:
     """Makes a GradScaler unscale the shards' gradients, and lets `pipeline` read its loss scale.
 
@@ -147,7 +143,7 @@ def connect_scaler(
     vars(scaler).pop("unscale_", None)
     unscale = scaler.unscale_
 
-    def on_shards(optimizer: Optimizer) -> None:
+    def on_shards(optimizer: optim.Optimizer) -> None:
         part = part_of(optimizer)
         unscale(optimizer) if part is None else part.mean.unscale(unscale)
 
@@ -156,7 +152,7 @@ def connect_scaler(
         part.plans.loss_scale = partial(loss_scale, scaler, part.parameters[0].device)
 
 
-def weigh_batch(pipeline: Pipeline, module: Any, batch: Any, output: STEP_OUTPUT) -> None:
+def weigh_batch(pipeline: Pipeline, module: Any, batch: Any, output: types.STEP_OUTPUT) -> None:
     """Gives a batch its number of samples as its weight, unless the user has given it one.
 
     The first tensor's length counts, as in `LightningModule.log`. In manual optimization it ends
@@ -208,7 +204,7 @@ def loss_scale(scaler: Any, device: torch.device) -> Tensor:
     return scaled
 
 
-def disconnect_precision(precision: Precision) -> None:
+def disconnect_precision(precision: plugins.Precision) -> None:
     """Undoes `connect_precision`. Idempotent."""
     for name in ("clip_grad_by_norm", "clip_grad_by_value"):
         vars(precision).pop(name, None)
@@ -217,10 +213,10 @@ def disconnect_precision(precision: Precision) -> None:
         vars(scaler).pop("unscale_", None)
 
 
-def unwrapped(optimizer: Any) -> Optimizer:
+def unwrapped(optimizer: Any) -> optim.Optimizer:
     """Returns the torch optimizer inside a Trainer's or Fabric's wrapper, or `optimizer` itself."""
     is_wrapped = isinstance(optimizer, (LightningOptimizer, _FabricOptimizer))
-    found: Optimizer = optimizer.optimizer if is_wrapped else optimizer
+    found: optim.Optimizer = optimizer.optimizer if is_wrapped else optimizer
     return found
 
 

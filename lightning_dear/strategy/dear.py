@@ -15,32 +15,29 @@ from uuid import uuid4
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import strategies
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides import distributed as overrides
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor, device
-from torch.optim import Optimizer
+from torch import Tensor, device, optim
 from typing_extensions import override
 
-from lightning_dear import private_names
+from lightning_dear import compression, planning, private_names
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule
 from lightning_dear.callbacks.guards import CompletionGuard, gradient_readers
 from lightning_dear.checkpoint import files, folder
-from lightning_dear.compression import Compressor, NoCompression
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.local_steps import LocalSteps, OuterHalf
-from lightning_dear.planning import FusionPlanner
 from lightning_dear.strategy import checkpoint_io as io
 from lightning_dear.strategy import connections, failure_watch, failures, launchers, local, refusals
 from lightning_dear.strategy.base import DEFAULT_TIMEOUT, NO_TIMEOUT, PipelineStrategy, meanwhile
 from lightning_dear.strategy.loaders import Loaders
 
 
-class DearStrategy(PipelineStrategy, DDPStrategy):
+class DearStrategy(PipelineStrategy, strategies.DDPStrategy):
     """Trains data-parallel, with communication hidden behind backward *and* the next forward.
 
     Gradients are reduce-scattered during backward. The optimizer steps this rank's 1/world_size of
@@ -108,10 +105,10 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         *,
-        compressor: str | Compressor | NoCompression | None = "none",
+        compressor: str | compression.Compressor | compression.NoCompression | None = "none",
         compression_schedule: CompressionSchedule | None = None,
         split: str | Sequence[int] | None = None,
-        fusion: str | FusionPlanner = "threshold",
+        fusion: str | planning.FusionPlanner = "threshold",
         bucket_cap_mb: float | None = None,
         gather: Literal["parameters", "gradients"] | None = None,
         hops: int | None = None,
@@ -136,7 +133,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         self._stop: connections.StopRequest | None = None
         self._is_sync_blocked = self._is_stepping = False
         # Optimizers of the `last_backward` block, or an empty list for all. None outside of it.
-        self._last_of: list[Optimizer] | None = None
+        self._last_of: list[optim.Optimizer] | None = None
         self._take_options(given)
         self._saves_folders = save_distributed_checkpoint
         self._loaders = Loaders(self, trains_alone=local_steps is not None)
@@ -252,7 +249,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         """Whether means are gathered for hooks: if the user wants it, and buckets are used."""
         return self.pipeline_of().training.uses_buckets and self._gradients_in_hooks
 
-    def _expose_gradients(self, optimizer: Optimizer | None) -> None:
+    def _expose_gradients(self, optimizer: optim.Optimizer | None) -> None:
         if optimizer is not None:
             self._part(optimizer).mean.expose()
         elif not self._is_sync_blocked:
@@ -312,7 +309,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         return loss
 
     @override
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         self._connect()
         self._outer.show_replica()
         with meanwhile(self, _is_stepping=True):
@@ -360,7 +357,7 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
 
     @override
     def optimizer_state(
-        self, optimizer: Optimizer, *, on_all_ranks: bool = False
+        self, optimizer: optim.Optimizer, *, on_all_ranks: bool = False
     ) -> dict[str, Any]:
         """Returns the state in torch's format, for a file or a folder. Collective. Blocks.
 
@@ -483,12 +480,12 @@ class DearStrategy(PipelineStrategy, DDPStrategy):
         return () if self._pipeline is None else (self._pipeline,)
 
     @override
-    def pipeline_of(self, optimizer: Optimizer | None = None) -> Pipeline:
+    def pipeline_of(self, optimizer: optim.Optimizer | None = None) -> Pipeline:
         if self._pipeline is None:
             raise RuntimeError("Nothing is being trained. Call the strategy's methods in a fit.")
         return self._pipeline
 
-    def last_backward(self, *optimizers: Optimizer) -> AbstractContextManager[None]:
+    def last_backward(self, *optimizers: optim.Optimizer) -> AbstractContextManager[None]:
         """A context for the last backward before `step()`. For manual optimization only.
 
         Its gradients are sent while it runs, and otherwise in `step()`: more might follow. It is

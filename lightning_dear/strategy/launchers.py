@@ -28,8 +28,7 @@ from lightning.pytorch.utilities import exceptions
 from typing_extensions import override
 
 from lightning_dear import private_names
-from lightning_dear.collectives.factory import hang_up, leave_process_groups
-from lightning_dear.collectives.store import default_store
+from lightning_dear.collectives import factory, store
 from lightning_dear.strategy import failure_watch, failures
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ def job_end() -> Callable[[], None]:
     def end() -> None:
         while _launched:
             _launched.pop().end_job()
-        leave_process_groups()
+        factory.leave_process_groups()
         for name in absent:
             os.environ.pop(name, None)
         torch.set_num_threads(num_threads)
@@ -199,7 +198,7 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
             if not isinstance(error, _TunerExitException):
                 self._is_failing.set()
                 # Started now, since no thread can be started at exit.
-                threading.Thread(target=hang_up, args=[self._is_over], daemon=True).start()
+                threading.Thread(target=factory.hang_up, args=[self._is_over], daemon=True).start()
             raise
 
     @override
@@ -254,7 +253,7 @@ class JobLauncher(_SubprocessScriptLauncher):  # type: ignore[misc]
         """
         is_failing = self._is_failing.is_set()
         # Held until the children have ended: in the store they read which rank failed first.
-        _store = default_store()
+        _store = store.default_store()
         if is_failing:
             self._is_over.set()
         codes = end_processes(self.procs, GRACE_S if is_failing else END_S)

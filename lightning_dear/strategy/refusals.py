@@ -16,10 +16,9 @@ from torch import device
 from torch.nn import Module, parallel, parameter
 from torch.optim import SGD, Optimizer
 
-from lightning_dear import private_names
+from lightning_dear import planning, private_names
 from lightning_dear.callbacks.fusion_tuner import option_of
-from lightning_dear.collectives.staged import StagedCollectives
-from lightning_dear.collectives.store import from_all_ranks
+from lightning_dear.collectives import staged, store
 from lightning_dear.compression import Compressor, SparseAllReduce, class_of, class_with
 from lightning_dear.compression.codec import FewOfMany
 from lightning_dear.compression.groups import Groups
@@ -27,7 +26,6 @@ from lightning_dear.engine.module_tree import ignored_names
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.names import is_meant
-from lightning_dear.planning import FusionPlanner, search
 from lightning_dear.tuning.host_path import measure_host_path
 
 _INSTEAD = {
@@ -228,7 +226,7 @@ def say_what_staging_costs(pipeline: Pipeline) -> None:
     Says nothing, and measures nothing, unless messages of a device travel through the host.
     """
     collectives = pipeline.collectives
-    if isinstance(collectives, StagedCollectives):
+    if isinstance(collectives, staged.StagedCollectives):
         nbytes = sum(one.nbytes for part in pipeline.parts for one in part.parameters)
         path = measure_host_path(collectives, collectives.streams, nbytes)
         rank_zero_info(path.described(nbytes, collectives.world.size))
@@ -299,7 +297,7 @@ def check_writer_of_folders(checkpoint_io: fabric_plugins.CheckpointIO) -> None:
         )
 
 
-def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
+def check_planner(fusion: planning.FusionPlanner, options: ExchangeOptions) -> None:
     """Refuses planners whose measurements or predictions do not fit the exchange options.
 
     Planners that measure nothing always pass.
@@ -311,7 +309,7 @@ def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
     Raises:
         ValueError: If they do not fit. The message names planners that do.
     """
-    if not isinstance(fusion, search.SearchingPlanner):
+    if not isinstance(fusion, planning.search.SearchingPlanner):
         return
     option, codec = option_of(fusion), options.compressor
     if options.all_reduces:
@@ -333,7 +331,7 @@ def check_planner(fusion: FusionPlanner, options: ExchangeOptions) -> None:
             " encodes them. Use fusion='mergecomp', which counts the cost of encoding, 'bayesian',"
             " which measures whole steps, or 'threshold', 'none' or 'single'."
         )
-    if isinstance(fusion, search.PredictingPlanner) and options.groups:
+    if isinstance(fusion, planning.search.PredictingPlanner) and options.groups:
         raise ValueError(
             f"{option} plans with the costs of one compressor, and compressors= of the compression"
             " schedule has others for some parameters. Use fusion='threshold' with it."
@@ -356,7 +354,7 @@ def check_module_states(module: Module) -> None:
         for name, one in tensors
         if name not in ignored
     }
-    first, *others = reports = from_all_ranks(own)
+    first, *others = reports = store.from_all_ranks(own)
     if lazy := [name for report in reports for name, words in report.items() if not words]:
         raise ValueError(
             f"'{lazy[0]}' has no shape yet: its layer is lazy. Run a forward pass before"

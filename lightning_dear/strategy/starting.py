@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from threading import Timer
 
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.plugins.environments import lightning, torchelastic
 from lightning.fabric.utilities import rank_zero_warn
 from torch import device
 
@@ -47,7 +46,7 @@ def check_start(environment: ClusterEnvironment, devices: Sequence[device], num_
         _check_counts(environment, len(devices), num_nodes)
         return
     is_found = not set(NODE_VARIABLES).isdisjoint(os.environ)
-    if num_nodes > 1 and type(environment) is LightningEnvironment and not is_found:
+    if num_nodes > 1 and type(environment) is lightning.LightningEnvironment and not is_found:
         raise ValueError(
             f"The job has {num_nodes} nodes, but nothing says that this is one of them. Start it"
             " with torchrun or srun (docs/clusters.md). Or set NODE_RANK (0, 1, ...), MASTER_ADDR"
@@ -68,7 +67,7 @@ def _check_counts(environment: ClusterEnvironment, num_local: int, num_nodes: in
     """Raises if a launcher has started other ranks than `num_local` on each of the nodes."""
     expected, here, world = num_local * num_nodes, environment.local_rank() + 1, None
     what = f"{type(environment).__name__} says that this is rank {here - 1} of its node"
-    if isinstance(environment, TorchElasticEnvironment):
+    if isinstance(environment, torchelastic.TorchElasticEnvironment):
         here, world = int(os.environ.get("LOCAL_WORLD_SIZE", here)), environment.world_size()
         what = f"torchrun has started {world} rank(s), {here} of them on this node"
     if here <= num_local and world in (None, expected):

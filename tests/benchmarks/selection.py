@@ -113,7 +113,7 @@ class Step:
         self._earlier = draw() + draw()
         self._gradients, residual = draw(), draw()
         self._worker = Unsent(numel, torch.device("cpu"))
-        self._worker.load("residual", residual)
+        self._worker.kept["residual"].copy_(residual)
         self._whole = residual.add_(self._gradients)
 
     def measure(self, density: float, repeats: int) -> Iterator[Repeat]:

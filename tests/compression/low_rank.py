@@ -73,7 +73,7 @@ class Channel:
     def forget(self) -> None:
         """Drops what was lost; the factor stays."""
         worker = self.bucket.worker
-        worker.load("residual", torch.zeros_like(worker.kept["residual"]))
+        worker.kept["residual"].zero_()
 
 
 def is_a_projection(codec: PowerSGD, matrix: Tensor) -> None:

@@ -169,25 +169,25 @@ def test_a_bucket_is_launched_then_on_the_host_then_it_has_arrived() -> None:
     rounds = Rounds()
     bucket_round, (first, *others) = rounds.round, rounds.numbers
     bucket_round.watch((first,))
-    assert not bucket_round.has_launched(first)
+    assert not bucket_round.launched
     if rounds.collectives.world.rank == 0:
         rounds.fill((first,))
         bucket_round.launch_full()
-        assert bucket_round.has_launched(first)
         # Rank 1 has sent nothing.
-        assert not bucket_round.is_on_host(first)
+        assert not bucket_round.launched[first].is_on_host
     rounds.collectives.all_gather_object(None)
     if rounds.collectives.world.rank == 1:
         rounds.fill((first,))
         bucket_round.launch_full()
     end_s = time.monotonic() + 60
-    while not bucket_round.is_on_host(first) and time.monotonic() < end_s:
+    while not bucket_round.launched[first].is_on_host and time.monotonic() < end_s:
         time.sleep(0.001)
-    assert bucket_round.is_on_host(first)
-    assert not bucket_round.has_arrived(first)
-    bucket_round.wait_for(first)
-    assert bucket_round.has_arrived(first)
-    assert not bucket_round.has_launched(others[0])
+    work = bucket_round.launched[first]
+    assert work.is_on_host
+    assert not work.is_done
+    work.wait()
+    assert work.is_done
+    assert [*bucket_round.launched] == [first]
     rounds.fill(others)
     bucket_round.launch_all()
     bucket_round.finish(says(rounds.numbers))

@@ -64,8 +64,8 @@ CODED = [
     ),
     Mutation(
         "looking at gradients once more after a hook",
-        "WholeGradients.conceal",
-        "        self._exchange.look_again()\n",
+        "ActivePlan.conceal_gradients",
+        "        self.exchange.look_again()\n",
         "",
         (
             f"{FAILURES}::test_nan_from_a_hook_is_refused_on_all_ranks_and_changes_nothing",
@@ -95,9 +95,9 @@ CODED = [
     ),
     Mutation(
         "refusing votes of some ranks only",
-        "BucketRound._refuse_votes",
-        "if is_absent and agreed[index]]\n",
-        "if False]\n",
+        "BucketRound._hear",
+        "if is_absent and agreed[index]]:\n",
+        "if False]:\n",
         (f"{VOTES}::test_a_gradient_that_one_rank_lacks_is_refused_on_all",),
     ),
     Mutation(
@@ -194,8 +194,7 @@ CODED = [
     Mutation(
         "an owner's residual in checkpoints",
         "ResidualKeeper._overwrite",
-        "                owner.load("
-        'name, self._collected(bucket, ("owner", name), own)[bucket.own])\n',
+        '                kept.copy_(self._collected(bucket, ("owner", name), own)[bucket.own])\n',
         "                pass\n",
         (RESUMED,),
     ),

@@ -121,8 +121,8 @@ LOADING = [
     Mutation(
         "saying that masters are dropped where whole tensors are stepped",
         "ReplicatedOptimizer.adopt_state",
-        "AdoptedState(False, drop_masters(self.optimizer))",
-        "AdoptedState(False, drop_masters(self.optimizer) and False)",
+        "masters.AdoptedState(False, masters.drop_masters(self.optimizer))",
+        "masters.AdoptedState(False, masters.drop_masters(self.optimizer) and False)",
         (f"{DROPPED}::test_where_weights_lag_behind_them_rank_0_says_so_once",),
     ),
     Mutation(

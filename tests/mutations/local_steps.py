@@ -285,7 +285,7 @@ LOCAL_STEPS = [
     Mutation(
         "refusing outer optimizers of whole tensors",
         "LocalSteps.new_outer",
-        "if why_not_elementwise(made) is not None:",
+        "if tensorwise.why_not_elementwise(made) is not None:",
         "if False:",
         (f"{HABITS}::test_an_outer_optimizer_of_whole_tensors_is_refused",),
     ),

@@ -73,7 +73,7 @@ LOW_RANK = [
     Mutation(
         "an orthonormal factor",
         "LowRankBucket.encode_second",
-        "            left.copy_(orthonormal(left))\n",
+        "            left.copy_(low_rank.orthonormal(left))\n",
         "",
         (f"{LOW_RANK_TESTS}::test_what_has_no_more_rank_arrives_as_it_is",),
     ),

@@ -23,7 +23,7 @@ SHARES = [
     Mutation(
         "shares of another density's k",
         "RegionBucket._make_room",
-        "        self.shares = Shares.unknown(self._world_size)\n",
+        "        self.shares = layout.Shares.unknown(self._world_size)\n",
         "",
         (f"{FIGURES}::test_never_more_than_k_come_back_whatever_the_density_was",),
     ),

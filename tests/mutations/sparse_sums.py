@@ -68,9 +68,9 @@ SPARSE_SUMS = [
     ),
     Mutation(
         "refusing to add to gradients that were shown and taken back",
-        "MeanGradient._conceal",
-        "        self.progress.enter(StepState.CHANGED)\n",
-        "        self.progress.enter(StepState.REDUCED)\n",
+        "MeanGradient.reduce",
+        "            self.progress.enter(StepState.CHANGED)\n",
+        "            self.progress.enter(StepState.REDUCED)\n",
         (f"{SUMS}::test_nothing_is_added_to_what_was_changed",),
     ),
     Mutation(

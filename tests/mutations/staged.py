@@ -88,8 +88,8 @@ STAGED = [
     Mutation(
         "calls that one thread makes",
         "_SendsBehindCopies._call",
-        "_Launching(self._launcher.submit(partial(_after, copied, call)))",
-        '_Launching(Background("another").submit(partial(_after, copied, call)))',
+        "self._launcher.submit(partial(_after, copied, call))",
+        'background.Background("another").submit(partial(_after, copied, call))',
         (f"{REAL}::test_all_reduces_are_launched_in_one_order",),
     ),
     Mutation(
@@ -193,8 +193,8 @@ STAGED = [
     Mutation(
         "memory of a plan that is over",
         "StagedCollectives.begin_plan",
-        "self._pinned = of_others",
-        "pass",
+        " if _optimizer(k[0]) != optimizer}",
+        "}",
         (f"{SIMULATED}::test_a_new_plan_lets_go_of_the_memory_of_the_old_one",),
     ),
     Mutation(
@@ -214,7 +214,7 @@ STAGED = [
     Mutation(
         "telling what the way through the host takes where nothing goes that way",
         "say_what_staging_costs",
-        "    if isinstance(collectives, StagedCollectives):\n",
+        "    if isinstance(collectives, staged.StagedCollectives):\n",
         "    if collectives.world.size > 1:\n",
         (
             "tests/lightning/test_hosts.py"

@@ -286,9 +286,9 @@ FLUSHES = [
     ),
     Mutation(
         "taking exposed gradients back",
-        "MeanGradient._conceal",
-        "        active.whole_gradients.conceal()\n",
-        "        pass\n",
+        "MeanGradient.reduce",
+        "            active.conceal_gradients()\n",
+        "            pass\n",
         (f"{GRADIENTS}::test_what_is_done_to_exposed_gradients_counts",),
     ),
     Mutation(
@@ -352,9 +352,9 @@ FLUSHES = [
     ),
     Mutation(
         "gradients given to what nobody used",
-        "WholeGradients.conceal",
-        "            self._round.used[index] = is_used\n",
-        "            self._round.used[index] &= is_used\n",
+        "ActivePlan.conceal_gradients",
+        "            self.round.used[index] = is_used\n",
+        "            self.round.used[index] &= is_used\n",
         (f"{GRADIENTS}::test_a_gradient_given_to_what_nobody_used_counts",),
     ),
     Mutation(

@@ -10,13 +10,9 @@ from typing_extensions import override
 
 from lightning_dear.bucket import Bucket, shard_slice
 from lightning_dear.collectives.work import Work
-from lightning_dear.compression import Fp32, SparseAllReduce
-from lightning_dear.compression.error_feedback import Memory
-from lightning_dear.compression.selectors import LocalThreshold
-from lightning_dear.exchange.base import Traffic
-from lightning_dear.exchange.compressed_bucket import CompressedBucket
+from lightning_dear.compression import Fp32, SparseAllReduce, error_feedback, selectors
+from lightning_dear.exchange import base, compressed_bucket
 from lightning_dear.exchange.sparse.entries import Entries, Unsent, new_unsent, unpacked
-from lightning_dear.exchange.sparse.figures import Tally
 
 LaunchWithTag = Callable[[int], Work]
 """Launches a message: (tag of the bucket's messages) -> work."""
@@ -43,7 +39,7 @@ class Selection(NamedTuple):
     most_owned: int = 0
 
 
-class SparseBucket(CompressedBucket):
+class SparseBucket(compressed_bucket.CompressedBucket):
     """One bucket of a sparse exchange, with what it keeps between steps.
 
     In a sparse step selected entries travel: values with their places in the bucket. In a dense
@@ -73,7 +69,7 @@ class SparseBucket(CompressedBucket):
     """
 
     worker: Unsent
-    tally: Tally
+    tally: compressed_bucket.Tally
     configured: SparseAllReduce
 
     _head_words = 1
@@ -84,17 +80,17 @@ class SparseBucket(CompressedBucket):
 
     Only `RegionBucket` has notes, which tell owners what they need for new regions."""
 
-    def __init__(self, bucket: Bucket, compressor: SparseAllReduce, traffic: Traffic) -> None:
+    def __init__(self, bucket: Bucket, compressor: SparseAllReduce, traffic: base.Traffic) -> None:
         device, numel = bucket.mean.device, bucket.gradients.numel()
         collectives = traffic.collectives
         used = Fp32() if bucket.number in traffic.uncompressed else compressor
-        worker, owner = new_unsent(compressor, numel, device), Memory(0, device)
+        worker, owner = new_unsent(compressor, numel, device), error_feedback.Memory(0, device)
         super().__init__(bucket, used, worker, owner, collectives.world.size)
         self.sparse = compressor
         self._collectives = collectives
         self._rank, self._world_size = collectives.world.rank, collectives.world.size
         self.numel = self.spec.numel
-        self.tally, self.is_filled = Tally(), False
+        self.tally, self.is_filled = compressed_bucket.Tally(), False
         # Entries that were sent in this step, until it is known which of them have had an effect.
         self._sent: list[Entries] = []
         # Sums that were left out of the mean in this step, to be added back if another round
@@ -141,7 +137,7 @@ class SparseBucket(CompressedBucket):
     @override
     def start_anew(self, seed: int | None) -> None:
         super().start_anew(seed)
-        self.threshold, self._is_counted = LocalThreshold(), False
+        self.threshold, self._is_counted = selectors.LocalThreshold(), False
 
     @property
     @override
@@ -152,7 +148,7 @@ class SparseBucket(CompressedBucket):
     def steer(self, steering: Tensor) -> None:
         count, threshold = steering[:2].tolist()
         self.counts["reduce"] = int(count)
-        self.threshold = LocalThreshold(threshold)
+        self.threshold = selectors.LocalThreshold(threshold)
 
     # --- the reduce half: sparse ------------------------------------------------------------------
 
@@ -183,7 +179,7 @@ class SparseBucket(CompressedBucket):
         All rounds of a step have the same number. A step that was discarded does not count.
         """
         most_words = self.sparse.most_words(self.numel, self._world_size)
-        self.tally = Tally(self.selection.k, most_words=most_words)
+        self.tally = compressed_bucket.Tally(self.selection.k, most_words=most_words)
         self.counts["reduce"] += not self._is_counted
         self._is_counted = True
         return self.counts["reduce"] - 1

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dear.compression import OkTopk, SparseAllReduce
-from lightning_dear.compression.error_feedback import Memory
+from lightning_dear.compression import OkTopk, SparseAllReduce, error_feedback
 from lightning_dear.compression.selectors import largest
 
 
@@ -75,8 +74,7 @@ class Entries(NamedTuple):
 
 def joined(parts: Sequence[Entries]) -> Entries:
     """Returns the entries of all `parts`, one part after another, not sorted by place."""
-    places, numbers = ([part.places for part in parts], [part.numbers for part in parts])
-    return Entries(torch.cat(places), torch.cat(numbers))
+    return Entries(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def unpacked(row: Tensor, num_notes: int = 0) -> Entries:
@@ -99,7 +97,7 @@ def added(own: Entries, other: Entries) -> Entries:
 # --- unsent values --------------------------------------------------------------------------------
 
 
-class Unsent(Memory):
+class Unsent(error_feedback.Memory):
     """Keeps the residual, which is not sent yet. acc = gradient + residual may be sent.
 
     The caller takes the values that it sends out of acc, and what is left is the next residual. If

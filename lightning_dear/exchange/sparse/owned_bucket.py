@@ -14,18 +14,9 @@ from typing_extensions import override
 
 from lightning_dear.collectives.work import Work
 from lightning_dear.compression.selectors import all_reaching
+from lightning_dear.exchange.sparse import regions as layout
 from lightning_dear.exchange.sparse.bucket import LaunchWithTag, Selection, SparseBucket
 from lightning_dear.exchange.sparse.entries import Entries, joined, unpacked
-from lightning_dear.exchange.sparse.regions import (
-    REPORT_WORDS,
-    OwnerReport,
-    Shares,
-    equal_regions,
-    regions_of,
-    sliced,
-    summary_of,
-    words_of_slice,
-)
 from lightning_dear.torch_modes import plain_mode
 
 LOOKED_AT_FIRST = 0.95
@@ -60,12 +51,12 @@ class RegionBucket(SparseBucket):
     @override
     def _make_room(self) -> None:
         # Only with regions that follow selections do owners send reports and totals.
-        self._most_notes = words_of_slice(self._world_size) if self.sparse.is_regional else 0
-        self._report_words = REPORT_WORDS if self.sparse.is_regional else 0
+        self._most_notes = layout.words_of_slice(self._world_size) if self.sparse.is_regional else 0
+        self._report_words = layout.REPORT_WORDS if self.sparse.is_regional else 0
         self._head_words = 1 + self._report_words + self._most_notes
         super()._make_room()
         # A threshold and quotas of another k do not fit. Without them the next step is exact.
-        self.shares = Shares.unknown(self._world_size)
+        self.shares = layout.Shares.unknown(self._world_size)
         # False until the next selection. Messages of the old k may arrive before this call on one
         # rank and after it on another. If they changed shares, ranks would differ.
         self._follows_shares = False
@@ -73,8 +64,8 @@ class RegionBucket(SparseBucket):
     @override
     def start_anew(self, seed: int | None) -> None:
         super().start_anew(seed)
-        self.shares = Shares.unknown(self._world_size)
-        self.regions = equal_regions(self.spec.padded_numel, self._world_size)
+        self.shares = layout.Shares.unknown(self._world_size)
+        self.regions = layout.equal_regions(self.spec.padded_numel, self._world_size)
         self.has_regions = False
 
     @property
@@ -97,7 +88,7 @@ class RegionBucket(SparseBucket):
         size, (everywhere, *quotas) = own[:2], own[2 : 3 + self._world_size]
         has_regions, *regions = own[3 + self._world_size :]
         if size == self._size:
-            self.shares = Shares(everywhere, tuple(int(quota) for quota in quotas))
+            self.shares = layout.Shares(everywhere, tuple(int(quota) for quota in quotas))
         self.has_regions, self.regions = bool(has_regions), [int(place) for place in regions]
 
     @property
@@ -135,7 +126,9 @@ class RegionBucket(SparseBucket):
         self._sent.append(sent)
         notes = torch.empty((self._world_size, 0), dtype=torch.int32)
         if self._num_notes:
-            notes = sliced(summary_of(selected.places, len(waiting)), self._world_size)
+            notes = layout.sliced(
+                layout.summary_of(selected.places, len(waiting)), self._world_size
+            )
         messages = {rank: part.times(scale).packed(notes[rank]) for rank, part in enumerate(parts)}
         return partial(self.launch, "reduce_scatter", messages, self.incoming, self._num_notes)
 
@@ -181,7 +174,8 @@ class RegionBucket(SparseBucket):
         self._leave(chosen.places, chosen.numbers)
         self.chosen, count = chosen.places, len(chosen.places)
         smallest = float(chosen.numbers.abs().min()) / scale if count else 0.0
-        self._report = OwnerReport(count, count if num_reached is None else num_reached, smallest)
+        reached = count if num_reached is None else num_reached
+        self._report = layout.OwnerReport(count, reached, smallest)
 
     def take_back(self) -> Tensor:
         """Takes the mean back after hooks: sets this rank's region to 0 outside `chosen`.
@@ -264,13 +258,14 @@ class RegionBucket(SparseBucket):
         """
         smallest = notes[:, 1].contiguous().view(torch.float32).tolist()
         told = zip(counts, notes[:, 0].tolist(), smallest, strict=True)
-        reports = [OwnerReport(*report) for report in told]
+        reports = [layout.OwnerReport(*report) for report in told]
         if self._follows_shares:
             k, cap = self._settled.k, self._settled.most_owned
             self.shares = self.shares.after(reports, k, cap, is_exact=self._is_exact)
         if self._num_notes:
-            summaries = notes[:, REPORT_WORDS:]
-            regions = regions_of(summaries, self.spec.padded_numel, self._world_size).tolist()
+            summaries = notes[:, layout.REPORT_WORDS :]
+            where = self.spec.padded_numel, self._world_size
+            regions = layout.regions_of(summaries, *where).tolist()
             self.has_regions |= regions != self.regions
             self.regions = regions
 
@@ -300,7 +295,7 @@ class StaticBucket(SparseBucket):
     @override
     def start_anew(self, seed: int | None) -> None:
         super().start_anew(seed)
-        regions = equal_regions(self.spec.padded_numel, self._world_size)
+        regions = layout.equal_regions(self.spec.padded_numel, self._world_size)
         self.edges = torch.tensor(regions, device=self.bucket.mean.device)
         self._next_edges, self.has_regions = self.edges, False
 
@@ -347,8 +342,7 @@ class StaticBucket(SparseBucket):
         Sets the places of entries that fit into the messages to 0 in `waiting`.
         """
         room, places, numbers = self.selection.most_sent, selected.places, selected.numbers
-        is_number = (numbers != 0).long()
-        self.summary = summary_of(places, self.spec.padded_numel, is_number)
+        self.summary = layout.summary_of(places, self.spec.padded_numel, (numbers != 0).long())
         region = torch.bucketize(places, self.edges[1:-1], right=True)
         order = _order_within(region, self._world_size)
         is_sent = (order < room) & (numbers != 0)
@@ -396,7 +390,7 @@ class StaticBucket(SparseBucket):
 
     def follow(self, total: Tensor) -> None:
         """Cuts new regions by `total`, the sum of ranks' summaries. `commit` puts them to use."""
-        self._next_edges = regions_of(total, self.spec.padded_numel, self._world_size)
+        self._next_edges = layout.regions_of(total, self.spec.padded_numel, self._world_size)
 
     # --- the gather half --------------------------------------------------------------------------
 
@@ -421,8 +415,7 @@ class StaticBucket(SparseBucket):
         parts = _parts(gathered)
         for part in parts:
             # Places of unused entries are beyond the end; their values are 0.
-            places = part.places.clamp(max=last)
-            gradients.index_add_(0, places, part.numbers.to(gradients.dtype))
+            gradients.index_add_(0, part.places.clamp(max=last), part.numbers.to(gradients.dtype))
         self._shown = torch.cat([part.places for part in parts]).long().sort().values
         return self._shown
 

@@ -251,10 +251,9 @@ def largest_of_all(
         told = _told(counts, collectives, first_tag)
     # Of sums equal to the threshold, those of the ranks before this one are kept first.
     rooms = torch.tensor(ks) - told[:, :, 0].sum(1) - told[:, : collectives.world.rank, 1].sum(1)
-    kept = zip(sums, above, equal, rooms.tolist(), strict=True)
     return [
         own.at(true_places(is_above | (is_equal & (is_equal.cumsum(0) <= room))))
-        for own, is_above, is_equal, room in kept
+        for own, is_above, is_equal, room in zip(sums, above, equal, rooms.tolist(), strict=True)
     ]
 
 
