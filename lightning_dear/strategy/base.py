@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities import distributed
@@ -110,6 +110,7 @@ class PipelineStrategy(ABC):
         if self._local.steps is not None:
             local.check_local_steps(self._options, self._fusion, given)
         self._own_callbacks = schedule, self._split
+        self._is_elastic = given.get("elastic", False)
 
     def _configure_launcher(self) -> None:
         """Checks how ranks were started, and does what Lightning does. Local.
@@ -117,9 +118,11 @@ class PipelineStrategy(ABC):
         Unless the user has passed a `CheckpointIO`, checkpoints are written atomically.
 
         Raises:
-            ValueError: See `starting.check_start`.
+            ValueError: See `starting.check_start` and `starting.check_elastic`.
         """
         self._check_start(self)
+        if self._is_elastic:
+            starting.check_elastic(cast(Any, self).cluster_environment)
         super()._configure_launcher()  # type: ignore[misc]
         if private_names.CHECKPOINT_IO.of(self) is None:
             private_names.CHECKPOINT_IO.replace_in(self, checkpoint_io.AtomicCheckpointIO())

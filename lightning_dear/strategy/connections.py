@@ -11,12 +11,13 @@ with forward. `StopRequest` replaces both: any rank's wish to stop travels with 
 each round of reduce-scatters (`Signal`).
 """
 
+import json
 import logging
 import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -36,6 +37,7 @@ from lightning_dear.engine.step import OptimizerPipeline
 from lightning_dear.engine.training import Training
 from lightning_dear.planning import FusionPlanner, SearchingPlanner
 from lightning_dear.strategy.failures import FailureBoard
+from lightning_dear.strategy.starting import max_restarts, warn_of_restarts_from_step_0
 
 log = logging.getLogger(__name__)
 
@@ -223,6 +225,9 @@ def unwrapped(optimizer: Any) -> optim.Optimizer:
 _CTRL_C = 128
 """Added to a wish to stop that came from Ctrl-C and not from SIGTERM, see `StopRequest`."""
 
+RESTART = 143
+"""Exit code of a process that SIGTERM has ended. After it torchrun starts its ranks again."""
+
 _MAX_RANK = _CTRL_C - 2
 """Largest rank in a wish to stop, which must fit into a byte. It stands for itself and for all
 larger ranks. Messages then name no rank."""
@@ -250,14 +255,22 @@ class StopRequest:
         board: The board of this run.
         before: The `StopRequest` of the run before. A wish for which that run did not stop any more
             counts for this one. None means no earlier run.
+        is_elastic: Whether ranks of hosts that got no SIGTERM end with `RESTART`, for torchrun.
 
     Attributes:
         heard: The wish for which all ranks stop. 0 means that this rank has received none.
     """
 
-    def __init__(self, trainer: Any, board: FailureBoard, before: "StopRequest | None") -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        board: FailureBoard,
+        before: "StopRequest | None",
+        is_elastic: bool = False,
+    ) -> None:
         self.trainer, self.board = trainer, board
         self.heard = 0
+        self._is_elastic, self._got_sigterm = is_elastic, False
         if before is not None and not before.heard:
             board.asked = before.board.asked
         connector = private_names.SIGNAL_CONNECTOR.of(trainer)
@@ -279,6 +292,7 @@ class StopRequest:
             raise KeyboardInterrupt
         if is_ctrl_c:
             signal.signal(number, signal.SIG_DFL)
+        self._got_sigterm |= not is_ctrl_c
         rank = min(self.board.rank, _MAX_RANK)
         self.board.asked = max(self.board.asked, 1 + rank + _CTRL_C * is_ctrl_c)
 
@@ -293,6 +307,7 @@ class StopRequest:
             rounds: Signal that travels with exchanges of local steps. It takes the place of the
                 training's, and nothing is asked between exchanges. None means no local steps.
         """
+        warn_of_restarts_from_step_0(self.trainer)
         signal, collectives = rounds or training.signal, training.collectives
         signal.ask, signal.on_heard = lambda: self.board.asked, self._hear
         signal.heard = unheard = None if rounds is None else 0
@@ -345,13 +360,31 @@ class StopRequest:
         """Returns a sentence that says which rank was asked to stop, if `exception` is for that.
 
         Empty means that the run ends for another reason: no wish was received, or `exception` is no
-        `SIGTERMException`. Otherwise the exit code of `exception` is set, to 1 after Ctrl-C and to
-        None, which means 0, after SIGTERM.
+        `SIGTERMException`. Otherwise the exit code of `exception` is set, to 1 after Ctrl-C. After
+        SIGTERM it is None, which means 0, or `RESTART`: see `_code`.
         """
         if not (self.heard and isinstance(exception, exceptions.SIGTERMException)):
             return ""
-        exception.code = 1 if self.heard > _CTRL_C else None
+        exception.code = 1 if self.heard > _CTRL_C else self._code
         return str(self)
+
+    @cached_property
+    def _code(self) -> int | None:
+        """The exit code after SIGTERM. Collective with `is_elastic`; blocks then.
+
+        `RESTART` on hosts of which no rank got the signal, if torchrun has a restart left for them.
+        The counts of restarts may differ from host to host, and the largest one counts.
+        """
+        if not self._is_elastic:
+            return None
+        host, count = (
+            int(os.environ[name]) for name in ("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")
+        )
+        said = self.board.end_with(json.dumps((host, self._got_sigterm, count)))
+        told = [json.loads(one) for one in said]
+        asked = {one for one, got_sigterm, _ in told if got_sigterm}
+        has_left = max((one for *_, one in told), default=count) < max_restarts()
+        return RESTART if asked and host not in asked and has_left else None
 
     def disconnect(self) -> None:
         """Undoes the changes to the trainer.

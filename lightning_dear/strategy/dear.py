@@ -86,6 +86,8 @@ class DearStrategy(PipelineStrategy, strategies.DDPStrategy):
             `python -m lightning_dear.checkpoint.folder FOLDER FILE` converts a folder to a file.
         check_digests: Whether to check that a loaded local checkpoint has the bytes that were
             written. Each rank then reads a file twice.
+        elastic: Whether, after SIGTERM to some hosts, torchrun starts the others again: their ranks
+            save and stop after the same step, and end with exit code 143. See docs/clusters.md.
         find_unused_parameters: Has no effect. Unused parameters always work.
         process_group_backend: "gloo" or "nccl". None means the usual one of the device.
         timeout: Longest wait in a collective, after which the rank raises. None means 30 minutes.
@@ -121,6 +123,7 @@ class DearStrategy(PipelineStrategy, strategies.DDPStrategy):
         audit: bool = False,
         save_distributed_checkpoint: bool = False,
         check_digests: bool = True,
+        elastic: bool = False,
         find_unused_parameters: bool = False,
         process_group_backend: Literal["gloo", "nccl"] | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
@@ -168,7 +171,8 @@ class DearStrategy(PipelineStrategy, strategies.DDPStrategy):
             # Added before a checkpoint is loaded, which may have a plan for the `FusionTuner`.
             connections.append_callbacks(module.trainer, self._fusion, *self._own_callbacks)
             if self.world_size > 1:
-                self._stop = connections.StopRequest(module.trainer, board, self._stop)
+                stop = module.trainer, board, self._stop, self._is_elastic
+                self._stop = connections.StopRequest(*stop)
                 self._failures.on_asked = self._stop.tell
 
     @override

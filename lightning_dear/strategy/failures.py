@@ -32,6 +32,9 @@ T = TypeVar("T")
 EXCEPTION_GRACE_S = 10.0
 """Seconds that a rank waits in `FailureBoard.agree` for the others, unless told otherwise."""
 
+END_WAIT_S = 30.0
+"""Seconds that a rank waits in `FailureBoard.end_with` for the others."""
+
 REPORT_WAIT_S = 1.0
 """Seconds that a failing rank waits for other ranks' reports, or until they have read its own.
 Twice `WATCH_POLL_S`, and not more: every rank must end within 2 s after a timeout. On a link with
@@ -114,7 +117,8 @@ class Line(NamedTuple):
         rank: Rank that wrote it.
         kind: "cause" (its failure), "consequence" (its failure, which another rank has caused),
             "left" (it has ended without failing), "alive" (it lives, and has noticed a failure),
-            "stop" (its wish to stop) or "suspicion" (which rank it suspects).
+            "stop" (its wish to stop), "ends" (what others must know where all stop) or "suspicion"
+            (which rank it suspects).
         text: The failure, the sentence or the wish. Empty for "alive".
     """
 
@@ -197,6 +201,25 @@ class FailureBoard:
         """
         line = Line(self.rank, "left", f"Rank {self.rank} {how}")
         self._ask(lambda store: self._write(store, line))
+
+    def end_with(self, own: str) -> list[str]:
+        """Returns what all ranks have given, in rank order. Collective. Blocks.
+
+        All ranks must have stopped after the same step. The list is empty if a rank does not come
+        within `END_WAIT_S`.
+        """
+        told: dict[int, str] = {}
+
+        def is_complete(store: Any) -> bool:
+            self.read(store)
+            told.update(self._texts("ends"))
+            return len(told) == self.world_size
+
+        self._ask(lambda store: self._write(store, Line(self.rank, "ends", own)))
+        self._ask(lambda store: _wait_until(lambda: is_complete(store), END_WAIT_S), 2 * END_WAIT_S)
+        return (
+            [told[rank] for rank in range(self.world_size)] if len(told) == self.world_size else []
+        )
 
     def _write(self, store: Any, line: Line) -> None:
         """Appends a line, and reads all lines."""

@@ -6,9 +6,11 @@ mistakes in a job's size end in a wait or in an error about something else.
 
 import logging
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Timer
+from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import lightning, torchelastic
@@ -60,6 +62,39 @@ def check_start(environment: ClusterEnvironment, devices: Sequence[device], num_
             f"devices={len(devices)} starts {len(devices)} processes on {num_cores} CPU core(s)."
             " They take turns, and each needs hundreds of MB. Press Ctrl-C and set devices to at"
             f" most {num_cores}. dear-plan predicts larger clusters without starting processes."
+        )
+
+
+def max_restarts() -> int:
+    """Returns how often torchrun starts its ranks again (`--max-restarts`). 0 without torchrun."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+
+
+def check_elastic(environment: ClusterEnvironment) -> None:
+    """Refuses `elastic=True` if nothing would start ranks again. Local.
+
+    Raises:
+        ValueError: If torchrun has not started this rank, or makes no restarts.
+    """
+    if not isinstance(environment, torchelastic.TorchElasticEnvironment) or max_restarts() == 0:
+        raise ValueError(
+            "elastic=True needs a launcher that starts ranks again. Use torchrun with"
+            " --max-restarts=3 and a range of nodes, such as --nnodes=1:4, or leave elastic out."
+        )
+
+
+def warn_of_restarts_from_step_0(trainer: Any) -> None:
+    """Warns if torchrun may start the job again and `Trainer.fit` got no `ckpt_path`. Local."""
+    frame = sys._getframe() if max_restarts() else None
+    # Lightning keeps the argument nowhere else.
+    while frame is not None and frame.f_locals.get("self") is not trainer:
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_name != "fit":
+        frame = frame.f_back
+    if frame is not None and frame.f_locals.get("ckpt_path", "") is None:
+        rank_zero_warn(
+            "torchrun starts this job again after a failure (--max-restarts), but fit has no"
+            " ckpt_path, so that it would begin anew. Pass trainer.fit(..., ckpt_path='last')."
         )
 
 
