@@ -7,13 +7,13 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_dear.compression import Compressor, Fp32, groups, resolve_compressor
+from lightning_dear.compression import Compressor, Fp32
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.planning import BayesianFusion, FusionPlanner
 
 
 class CompressionSchedule(Callback):
-    """Schedules dense steps first, densities by step, and other compressors by parameter.
+    """Schedules dense steps first, and densities by step.
 
     Pass it as `DearStrategy(compressor=..., compression_schedule=...)`, which adds it to the
     trainer's callbacks. Steps are counted by the trainer's `global_step`, which is saved in
@@ -25,36 +25,20 @@ class CompressionSchedule(Callback):
         dense_steps: Number of optimizer steps at the beginning that are dense. 0 means none.
         densities: Step number -> density of a sparse compressor from that step on. Before the first
             of these steps the compressor's own density is used. None means that it is always used.
-        compressors: Pattern -> compressor of the parameters whose names match it, instead of the
-            strategy's. The first pattern that matches is used. A pattern is "*.bias" or "*norm*",
-            for example, and "vectors" matches all parameters of fewer than two dimensions. The
-            compressor "none" means no compression. These parameters get buckets of their own. None
-            means that all parameters have the strategy's compressor.
-
-    Attributes:
-        groups: (pattern, compressor) for each entry of `compressors`, for `ExchangeOptions`.
 
     Raises:
         ValueError: If a step is negative or no integer. If a density is not in (0, 1], or would
-            never be used because another one replaces it before the dense steps end. If a
-            compressor is unknown, or one of `compressors` does not encode row by row.
-        TypeError: If `densities` or `compressors` is no mapping.
+            never be used because another one replaces it before the dense steps end.
+        TypeError: If `densities` is no mapping.
     """
 
     def __init__(
         self,
         dense_steps: int = 0,
         densities: Mapping[int, float] | None = None,
-        compressors: Mapping[str, str | Compressor] | None = None,
     ) -> None:
-        for name, given, example in (
-            ("densities", densities, {1000: 0.01}),
-            ("compressors", compressors, {"vectors": "none"}),
-        ):
-            if given is not None and not isinstance(given, Mapping):
-                raise TypeError(f"{name} must be a dict, such as {example}, got {given!r}.")
-        resolved = {name: resolve_compressor(one) for name, one in (compressors or {}).items()}
-        self.groups = groups.groups_of(resolved)
+        if densities is not None and not isinstance(densities, Mapping):
+            raise TypeError(f"densities must be a dict, such as {{1000: 0.01}}, got {densities!r}.")
         self._dense_steps = dense_steps
         steps: tuple[Any, ...] = (dense_steps, *(densities or {}))
         if not all(isinstance(step, int) and step >= 0 for step in steps):

@@ -1,10 +1,13 @@
 """Public names of all compressors, and the lookup of a compressor by its name."""
 
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from inspect import signature
+from typing import Any
 
 from lightning_dear.compression.codec import Codec, Compressor, FewOfMany
 from lightning_dear.compression.floats import Bf16, Fp16, Fp32
+from lightning_dear.compression.groups import Groups, split
 from lightning_dear.compression.integers import Int4, Int8, LoCo
 from lightning_dear.compression.low_rank import PowerSGD
 from lightning_dear.compression.signs import EFSignSGD, OneBit, SignSGD, Signum
@@ -55,6 +58,9 @@ class NoCompression:
     name = "none"
 
 
+Given = str | Compressor | NoCompression | Mapping[str, Any] | None
+"""What the option `compressor` takes, see `resolve_compressors`."""
+
 COMPRESSORS = ("none", *_COMPRESSORS)
 """Names of all compressors of this package, and "none"."""
 
@@ -104,6 +110,23 @@ def resolve_compressor(compressor: str | Compressor | NoCompression | None) -> C
     return codec
 
 
+def resolve_compressors(given: Given) -> tuple[Compressor | None, Groups]:
+    """Returns the compressor that an option stands for, and those of groups of parameters.
+
+    Args:
+        given: What `resolve_compressor` takes, for all parameters; or a mapping of patterns to
+            that, of which the first one that matches a parameter's name counts. A pattern is
+            "*.bias" or "*norm*", for example, and "vectors" matches all parameters of fewer than
+            two dimensions. The last one is "*". Each pattern's parameters get buckets of their own.
+
+    Raises:
+        Exception: All that `resolve_compressor` and `groups.split` raise.
+    """
+    if not isinstance(given, Mapping):
+        return resolve_compressor(given), ()
+    return split({pattern: resolve_compressor(one) for pattern, one in given.items()})
+
+
 def check_replaces(compressor: Compressor, configured: Compressor | None) -> None:
     """Refuses a compressor that cannot take the place of the configured one in mid-run.
 
@@ -129,6 +152,7 @@ def check_replaces(compressor: Compressor, configured: Compressor | None) -> Non
 
 
 __all__ = ["CODECS", "COMPRESSORS", "NoCompression", "check_replaces", "resolve_compressor"]
+__all__ += ["Given", "resolve_compressors"]
 __all__ += ["Codec", "Compressor", "SparseAllReduce"]
 __all__ += ["Bf16", "Fp16", "Fp32", "Int4", "Int8", "LoCo"]
 __all__ += ["EFSignSGD", "OneBit", "SignSGD", "Signum"]

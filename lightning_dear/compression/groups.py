@@ -12,31 +12,46 @@ from lightning_dear.compression.floats import Fp32
 VECTORS = "vectors"
 """May be used in place of a pattern: matches all parameters of fewer than two dimensions."""
 
+OTHERS = "*"
+"""Pattern of all parameters that no earlier pattern matches."""
+
 Groups = tuple[tuple[str, Codec], ...]
 """Pairs (pattern of parameter names, codec of these parameters). If several patterns match a name,
 the first one counts."""
 
 
-def groups_of(compressors: Mapping[str, Compressor | None]) -> Groups:
-    """Turns the `compressors` mapping of a `CompressionSchedule` into groups.
+def split(compressors: Mapping[str, Compressor | None]) -> tuple[Compressor | None, Groups]:
+    """Returns the compressor of a strategy, and the groups of parameters that have another one.
 
     Args:
         compressors: Pattern of parameter names -> compressor. None as a compressor means no
-            compression, and becomes `Fp32`.
+            compression, and becomes `Fp32` in a group. The last pattern is `OTHERS`.
 
     Raises:
-        ValueError: If a compressor is not a `Codec`, such as `PowerSGD`.
+        ValueError: If the last pattern is another one, or if a compressor besides that of `OTHERS`
+            is not a `Codec`, such as `PowerSGD`.
     """
-    groups = []
-    for pattern, compressor in compressors.items():
-        if compressor is not None and not isinstance(compressor, Codec):
+    if not compressors or [*compressors][-1] != OTHERS or OTHERS in [*compressors][:-1]:
+        raise ValueError(
+            f"compressor={{...}} needs {OTHERS!r} as its last pattern, for all other parameters,"
+            f" such as {{'vectors': 'none', '*': 'int8'}}; got {[*compressors]}."
+        )
+    groups: list[tuple[str, Codec]] = []
+    for pattern, one in compressors.items():
+        if pattern == OTHERS:
+            continue
+        if one is not None and not isinstance(one, Codec):
             raise ValueError(
-                f"{compressor.name} cannot compress only some parameters (compressors= has it for"
-                f" {pattern!r}). Choose another for them, such as int8 or topk, or set"
-                f" compressor={compressor.name!r} on the strategy and leave compressors out."
+                f"{one.name} cannot compress only some parameters ({pattern!r}). Choose another for"
+                f" them, such as int8 or topk, or set compressor={one.name!r} for all."
             )
-        groups.append((pattern, compressor or Fp32()))
-    return tuple(groups)
+        groups.append((pattern, one or Fp32()))
+    encoding = [one for one in compressors.values() if one is not None]
+    if (others := compressors[OTHERS]) is None and encoding:
+        # Options of the exchange are those of a codec, so that one that is used stands for all.
+        others = encoding[0]
+        groups.append((OTHERS, Fp32()))
+    return others, tuple(groups) if encoding else ()
 
 
 def codec_for(groups: Groups, codec: Codec, name: str, num_dimensions: int) -> Codec:
@@ -69,15 +84,17 @@ def unused_group(groups: Groups, tensors: Iterable[tuple[str, int]]) -> str | No
 
     Returns:
         The message. None means that each group holds a parameter, except perhaps groups whose
-        pattern is `VECTORS`.
+        pattern is `VECTORS` or `OTHERS`.
     """
     tensors = list(tensors)
     for number, (pattern, _) in enumerate(groups):
         so_far = groups[: number + 1]
-        if pattern != VECTORS and not any(_match(so_far, *one) == number for one in tensors):
+        if pattern not in (VECTORS, OTHERS) and not any(
+            _match(so_far, *one) == number for one in tensors
+        ):
             examples = f" Names are such as {tensors[0][0]!r}." if tensors else ""
             return (
-                f"compressors={{{pattern!r}: ...}} is used for no parameter: no name matches it, or"
+                f"compressor={{{pattern!r}: ...}} is used for no parameter: no name matches it, or"
                 f" an earlier pattern does. Correct the pattern, or leave it out.{examples}"
             )
     return None
@@ -98,17 +115,17 @@ def check_groups(groups: Groups, compressor: Compressor | None) -> None:
             (`Fp32`) is refused only if `compressor` votes. The message says what to change.
     """
     for pattern, other in groups:
-        what = f"compressors={{{pattern!r}: {other.name}}}"
+        what = f"compressor={{{pattern!r}: {other.name}}}"
         if not isinstance(compressor, Codec):
             name = "none" if compressor is None else compressor.name
             raise ValueError(
-                f"{what} is for some parameters, and compressor={name!r} cannot leave any out."
-                " Leave compressors= out, or set compressor='int8' or 'topk' on the strategy."
+                f"{what} is for some parameters, and {name} cannot leave any out. Use another one"
+                f" for {OTHERS!r}, such as int8 or topk, or set compressor={name!r} for all."
             )
         if type(other) is Fp32 and compressor.votes:
             raise ValueError(
                 f"{what} leaves parameters uncompressed beside {compressor.name}'s signs. Leave it"
-                " out of compressors. Signs and gradients need different learning rates."
+                " out. Signs and gradients need different learning rates."
             )
         if type(other) is Fp32:
             continue
@@ -119,6 +136,6 @@ def check_groups(groups: Groups, compressor: Compressor | None) -> None:
             )
         if any(codec.brings_momentum or codec.votes for codec in (other, compressor)):
             raise ValueError(
-                f"{what} cannot be used beside {compressor.name}. Leave it out of compressors. A"
+                f"{what} cannot be used beside {compressor.name}. Leave it out. A"
                 " codec that votes or keeps momentum needs an optimizer of its own."
             )

@@ -74,7 +74,7 @@ class DearFabricStrategy(base.PipelineStrategy, DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
         *,
-        compressor: str | compression.Compressor | compression.NoCompression | None = "none",
+        compressor: compression.Given = "none",
         fusion: str | planning.FusionPlanner = "threshold",
         bucket_cap_mb: float | None = None,
         gather: Literal["parameters", "gradients"] | None = None,

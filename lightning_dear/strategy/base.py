@@ -77,11 +77,10 @@ class PipelineStrategy(ABC):
             ValueError: If a name is unknown, or options exclude each other.
             TypeError: If an object has a wrong type.
         """
-        codec = compression.resolve_compressor(given["compressor"])
+        codec, groups = compression.resolve_compressors(given["compressor"])
         schedule: CompressionSchedule | None = given.get("compression_schedule")
         if schedule is not None:
             schedule.check(codec)
-        groups = () if schedule is None else schedule.groups
         self._gather: str | None = given["gather"]
         self._of_engine = {name: given[name] for name in ("broadcast_buffers", "audit")}
         split = given.get("split")

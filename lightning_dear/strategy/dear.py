@@ -50,8 +50,9 @@ class DearStrategy(PipelineStrategy, strategies.DDPStrategy):
         precision_plugin: Plug-in of `Trainer(precision=)`: 32, 16 or bf16 (mixed or true), or 64
             bits. 16-bit parameters are stepped as fp32 masters, unlike under DDP.
         compressor: Compressor of gradients: a name ("bf16", "int8", "topk", ...) or an instance
-            from `lightning_dear.compression`, see docs/compressors.md. None means no compression.
-        compression_schedule: Changes the compressor by step or by parameter. None means no change.
+            from `lightning_dear.compression`, see docs/compressors.md. None means no compression. A
+            mapping {"vectors": "none", "*": "int8"} chooses by the names of parameters.
+        compression_schedule: Changes the compressor by step. None means no change.
         split: Shares of the ranks in each global batch, such as [3, 1]. "auto" finds them from what
             ranks need for a sample. Needs no padding, and implies `weights`. None means no split.
         fusion: Planner of buckets: "threshold", "none" (a bucket per tensor), "single" (one
@@ -107,7 +108,7 @@ class DearStrategy(PipelineStrategy, strategies.DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         *,
-        compressor: str | compression.Compressor | compression.NoCompression | None = "none",
+        compressor: compression.Given = "none",
         compression_schedule: CompressionSchedule | None = None,
         split: str | Sequence[int] | None = None,
         fusion: str | planning.FusionPlanner = "threshold",

@@ -163,6 +163,7 @@ def check_local_steps(
             and "it cannot send differences of weights to their owners. Use 'int8', 'int4' or"
             " TopK(halves='reduce')"
         ),
+        "compressor={...}": options.groups and "it encodes all parameters alike. Pass one name",
         "compression_schedule": given.get("compression_schedule") is not None
         and "it counts steps that exchange gradients. Pass compressor= alone",
         "split='auto'": given.get("split") == "auto"

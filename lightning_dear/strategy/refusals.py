@@ -333,8 +333,8 @@ def check_planner(fusion: planning.FusionPlanner, options: ExchangeOptions) -> N
         )
     if isinstance(fusion, planning.search.PredictingPlanner) and options.groups:
         raise ValueError(
-            f"{option} plans with the costs of one compressor, and compressors= of the compression"
-            " schedule has others for some parameters. Use fusion='threshold' with it."
+            f"{option} plans with the costs of one compressor, and compressor={{...}} has others"
+            " for some parameters. Use fusion='threshold' with it."
         )
 
 

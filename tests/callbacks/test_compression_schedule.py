@@ -53,9 +53,8 @@ def test_steps_are_integers(wrong: dict[str, Any]) -> None:
 def test_what_is_no_schedule_is_refused() -> None:
     with pytest.raises(TypeError, match=r"must be CompressionSchedule or None, got \{0: 0\.1\}"):
         DearStrategy(compressor="topk", compression_schedule={0: 0.1})  # type: ignore[arg-type]
-    for wrong in ({"densities": [0.1]}, {"compressors": "none"}):
-        with pytest.raises(TypeError, match="must be a dict, such as"):
-            CompressionSchedule(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be a dict, such as"):
+        CompressionSchedule(densities=[0.1])  # type: ignore[arg-type]
 
 
 def test_a_density_that_no_step_would_have_is_refused() -> None:

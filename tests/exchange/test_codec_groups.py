@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dear import DearStrategy
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.compression import (
     DGC,
@@ -28,9 +30,10 @@ from lightning_dear.compression import (
 )
 from lightning_dear.compression.groups import (
     VECTORS,
+    Groups,
     check_groups,
     codec_for,
-    groups_of,
+    split,
     unused_group,
 )
 from lightning_dear.engine.pipeline import Pipeline
@@ -41,6 +44,12 @@ from tests.training.linear import SHAPES, Run, gradients_of
 from tests.training.models import weights
 
 ALONE = PairwiseCollectives(None, None, None)
+
+
+def groups_of(patterns: dict[str, Any]) -> Groups:
+    return tuple((pattern, one or Fp32()) for pattern, one in patterns.items())
+
+
 NONE_FOR_VECTORS = groups_of({VECTORS: None})
 
 
@@ -254,8 +263,8 @@ def test_a_resumed_run_and_another_plan_go_on_drawing() -> None:
 
 def test_what_cannot_stand_beside_another_is_refused() -> None:
     for codec, other, message in (
-        (None, None, "compressor='none' cannot leave any out"),
-        (PowerSGD(), None, "compressor='powersgd' cannot leave any out"),
+        (None, None, "none cannot leave any out"),
+        (PowerSGD(), None, "powersgd cannot leave any out"),
         (SignSGD(), None, "need different learning rates"),
         (Int8(), SignSGD(), "needs an optimizer of its own"),
         (DGC(), Int8(), "needs an optimizer of its own"),
@@ -264,6 +273,28 @@ def test_what_cannot_stand_beside_another_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             check_groups(groups_of({"*": other}), codec)
     with pytest.raises(ValueError, match="cannot compress only some parameters"):
-        groups_of({"*": resolve_compressor("powersgd")})
+        split({"head.*": resolve_compressor("powersgd"), "*": Int8()})
     with pytest.raises(ValueError, match="set gather='gradients'"):
         ExchangeOptions("parameters", compressor=Bf16(), groups=groups_of({"*.bias": TopK()}))
+
+
+def test_a_mapping_gives_the_compressor_and_groups() -> None:
+    int8, bf16 = Int8(), Bf16()
+    assert split({"*": int8}) == (int8, ())
+    others, groups = split({"a": None, "b": bf16, "*": int8})
+    assert (others, [name for name, _ in groups]) == (int8, ["a", "b"])
+    assert isinstance(groups[0][1], Fp32)
+    # One that is used stands for all, and the others go as they are.
+    others, groups = split({"a": int8, "*": None})
+    assert (others, groups[0], groups[1][0]) == (int8, ("a", int8), "*")
+    assert isinstance(groups[1][1], Fp32)
+    assert split({"a": None, "*": None}) == (None, ())
+    assert codec_for(groups, int8, "b", 2) is groups[1][1]
+
+
+@pytest.mark.parametrize("patterns", [{}, {"a": "int8"}, {"*": "int8", "a": "none"}])
+def test_a_mapping_ends_with_all_others(patterns: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"needs '\*' as its last pattern, for all other"):
+        DearStrategy(compressor=patterns)
+    with pytest.raises(ValueError, match="Unknown compressor 'int9'; valid names"):
+        DearStrategy(compressor={"a": "int9", "*": "int8"})

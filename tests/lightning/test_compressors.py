@@ -186,8 +186,10 @@ def test_densities_change_what_is_sent() -> None:
 
 @distributed(world_sizes=(2,))
 def test_some_parameters_are_left_out() -> None:
-    schedule = CompressionSchedule(dense_steps=2, compressors={"vectors": "none"})
-    recorder, strategy = WeightRecorder(), _ours("int8", compression_schedule=schedule)
+    fusion = ThresholdFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005)
+    schedule, compressor = CompressionSchedule(dense_steps=2), {"vectors": "none", "*": "int8"}
+    strategy = dear(compressor=compressor, fusion=fusion, compression_schedule=schedule)
+    recorder = WeightRecorder()
     fit(strategy, Net("mlp", "sgd"), recorder)
     assert_ranks_agree(recorder.seen)
     assert strategy.plan is not None
@@ -276,18 +278,11 @@ def test_the_monitor_logs_what_encoding_saves_and_leaves() -> None:
             "measures the first steps",
         ),
         (
-            {
-                "compressor": "topk",
-                "fusion": "mergecomp",
-                "compression_schedule": CompressionSchedule(compressors={"vectors": "none"}),
-            },
+            {"compressor": {"vectors": "none", "*": "topk"}, "fusion": "mergecomp"},
             "has others for some parameters",
         ),
         (
-            {
-                "compressor": "signsgd",
-                "compression_schedule": CompressionSchedule(compressors={"*": "none"}),
-            },
+            {"compressor": {"vectors": "none", "*": "signsgd"}},
             "different learning rates",
         ),
     ],

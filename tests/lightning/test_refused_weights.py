@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_dear.callbacks import CompressionSchedule
 from lightning_dear.compression import Signum
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import dear
@@ -327,9 +326,8 @@ def test_weigh_needs_weights() -> None:
 def test_votes_are_refused() -> None:
     with pytest.raises(ValueError, match="'signsgd': each rank has one vote"):
         dear(weights="samples", compressor="signsgd")
-    schedule = CompressionSchedule(compressors={"*": Signum()})
     with pytest.raises(ValueError, match="'signum': each rank has one vote"):
-        dear(weights="samples", compressor="int8", compression_schedule=schedule)
+        dear(weights="samples", compressor={"vectors": Signum(), "*": "int8"})
 
 
 class Ambiguous(Module):
