@@ -29,7 +29,8 @@ from lightning.pytorch.utilities import data, exceptions, rank_zero_warn, types
 from torch import Tensor, optim
 
 from lightning_dear import private_names, versions
-from lightning_dear.callbacks import FusionTuner, TimelineCallback
+from lightning_dear.callbacks import TimelineCallback
+from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.engine.notes import Signal
 from lightning_dear.engine.pipeline import Pipeline

@@ -12,7 +12,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dear.callbacks import DearMonitor, FusionTuner, TimelineCallback
+from lightning_dear.callbacks import DearMonitor, TimelineCallback
+from lightning_dear.callbacks.fusion_tuner import FusionTuner
 from lightning_dear.callbacks.guards import CompletionGuard
 from lightning_dear.planning import AutoFusion
 from tests.distributed.harness import distributed
