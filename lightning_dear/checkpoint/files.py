@@ -106,7 +106,7 @@ def forget_masters(checkpoint: Mapping[str, Any]) -> None:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def write(value: Any, target: Path, save: Callable[[Any, IO[bytes]], object] = torch.save) -> None:
+def write(value: Any, target: Path, save: Callable[[Any, IO[bytes]], object] | None = None) -> None:
     """Writes `value` to a temporary file that is then renamed. Local. Blocks.
 
     The file gets the name `target` only when all data is on the disk. Until then a file that had
@@ -116,7 +116,7 @@ def write(value: Any, target: Path, save: Callable[[Any, IO[bytes]], object] = t
     Args:
         value: What to write.
         target: Path of the file.
-        save: Writes `value` to a stream.
+        save: Writes `value` to a stream. None means torch.save.
 
     Raises:
         OSError: If writing fails, for instance since the disk is full. The error has the system's
@@ -128,7 +128,7 @@ def write(value: Any, target: Path, save: Callable[[Any, IO[bytes]], object] = t
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with unfinished.open("wb") as file:
-                save(value, file)
+                (save or torch.save)(value, file)
                 file.flush()
                 # Synced before the rename: otherwise a crash of the machine could leave a file
                 # that has its final name and lacks its data.

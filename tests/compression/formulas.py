@@ -89,7 +89,7 @@ def is_int4_whose_loss_is_averaged(codec: LoCo, rows: Tensor) -> None:
     """e' = (1 - b) e + b (x - C(x)), from e = -g / 2, so that x = g / 2 is encoded."""
     assert torch.equal(encoded(codec, rows), encoded(Int4(block_size=codec.block_size), rows))
     memory = codec.worker_memory(rows.numel(), rows.device)
-    memory.load("residual", rows.flatten() / -2)
+    memory.kept["residual"].copy_(rows.flatten() / -2)
     before = memory.kept["residual"].view_as(rows).double()
     sent = rows.clone()
     memory.compensate(sent, None)
@@ -161,7 +161,7 @@ def votes_by_a_running_mean(codec: Signum, rows: Tensor) -> None:
     """m' = momentum m + (1 - momentum) g, from m = -g / 2, which has another sign than g."""
     votes(codec, rows)
     memory = codec.worker_memory(rows.numel(), rows.device)
-    memory.load("running_mean", rows.flatten() / -2)
+    memory.kept["running_mean"].copy_(rows.flatten() / -2)
     before = memory.kept["running_mean"].view_as(rows).double()
     mean = rows.clone()
     memory.compensate(mean, None)
@@ -257,7 +257,7 @@ def sends_what_velocity_has_gathered(codec: DGC, rows: Tensor) -> None:
     assert torch.equal(encoded(codec, rows), encoded(topk, rows))
     sends_the_largest(codec, rows)
     memory = codec.worker_memory(rows.numel(), rows.device)
-    memory.load("momentum", rows.flatten() / -2)
+    memory.kept["momentum"].copy_(rows.flatten() / -2)
     u = codec.momentum * memory.kept["momentum"].view_as(rows).double() + rows.double()
     waiting = rows.clone()
     memory.compensate(waiting, None)
