@@ -17,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_dear import private_names
+from lightning_dear.callbacks.guards import gradient_readers
 from lightning_dear.collectives.factory import temporary_collectives
 from lightning_dear.collectives.store import from_all_ranks
 from lightning_dear.doctor.links import Pair, measure_links
@@ -269,6 +270,7 @@ def _findings(
     times = combined_times([one.times for one in told], max)
     batch_s = max(one.step_s for one in told) / told[0].num_batches
     rest_s = Findings(told, None, (), ()).numbers["rest_s"]
+    readers = gradient_readers((*trainer.callbacks, trainer.lightning_module))  # type: ignore[attr-defined]
     case = Case(
         watch.tensors(times),
         times,
@@ -280,6 +282,10 @@ def _findings(
         is_gloo=_is_gloo(),
         running=_running(trainer.strategy),
         batch_s=batch_s,
+        hooks=[f"{name}.{hook}" for hook, names in readers.items() for name in names],
+        # Gradients that were shown are gathered once more after clipping.
+        num_hook_gathers=bool(readers) + bool(readers and trainer.gradient_clip_val),
+        pays_for_hooks=bool(readers) and getattr(trainer.strategy, "shows_gradients", False),
     )
     return Findings(told, case, links.pairs, links.hosts)
 

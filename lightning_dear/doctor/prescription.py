@@ -26,6 +26,9 @@ NEGLIGIBLE_SHARE = 0.1
 NEED = 0.9
 """Share of computing alone for which the network's rate is named."""
 
+_LOADING_SHARE = 0.2
+"""Share of a step. If data and the rest take more of it, the screen names the loader."""
+
 _ACCUMULATED = "accumulate_grad_batches"
 
 _MOST_PASTES = 4
@@ -37,9 +40,21 @@ _PASTES = {
     "ddp": 'strategy="ddp"',
     "ddp, large buckets": "strategy=DDPStrategy(bucket_cap_mb=100)",
     "ddp_bf16": "strategy=DDPStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook)",
-    "dear": 'strategy="dear"',
 }
-_BF16_ON_GLOO = "strategy=lightning_dear.studies.competitors.Bf16DDPStrategy()"
+_BF16_ON_GLOO = "strategy=Bf16DDPStrategy()"
+
+# The same module stands for both packages, and has another name in each.
+_IS_MIRROR = ".pytorch_lightning." in __name__
+_OURS = "lightning_dear.pytorch_lightning" if _IS_MIRROR else "lightning_dear"
+_THEIRS = "pytorch_lightning" if _IS_MIRROR else "lightning.pytorch"
+
+_IMPORTS = {
+    " DearStrategy(": f"from {_OURS} import DearStrategy",
+    "Bf16DDPStrategy(": "from lightning_dear.studies.competitors import Bf16DDPStrategy",
+    " DDPStrategy(": f"from {_THEIRS}.strategies import DDPStrategy",
+    "default_hooks.": "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks",
+}
+"""What a line to paste may have in it, and what it then needs."""
 
 
 class Option(NamedTuple):
@@ -48,14 +63,14 @@ class Option(NamedTuple):
     Attributes:
         name: What it is, such as "dear + int8".
         batch_s: Predicted seconds for a batch.
-        loss: What training may lose, such as "nothing".
+        price: What it costs besides, such as "none".
         paste: Argument of a Trainer that brings it.
         overrides: Overrides of `dear-train` that bring it.
     """
 
     name: str
     batch_s: float
-    loss: str
+    price: str
     paste: str
     overrides: str
 
@@ -76,6 +91,10 @@ class Case:
         running: Name in `cases` of what runs now. None means that it is not predicted.
         batch_s: Measured seconds of a batch. None means that nothing was trained, and that what
             runs now is predicted.
+        hooks: Overridden hooks that may read `.grad`, such as "Net.on_after_backward". For them
+            `strategy="dear"` gathers the mean gradient, without encoding.
+        num_hook_gathers: Times that it then gathers the mean gradient in a step.
+        pays_for_hooks: Whether it does so now.
     """
 
     tensors: Sequence[TensorSpec]
@@ -88,6 +107,9 @@ class Case:
     is_gloo: bool
     running: str | None
     batch_s: float | None = None
+    hooks: Sequence[str] = ()
+    num_hook_gathers: int = 0
+    pays_for_hooks: bool = False
 
     @cached_property
     def workload(self) -> Workload:
@@ -144,17 +166,28 @@ class Case:
         found = []
         for name, (strategy, workload) in self.cases.items():
             codec = workload.compressor
-            loss = "nothing" if codec == "none" else f"nothing seen in our studies ({codec})"
-            paste = _PASTES.get(name, f'strategy=DearStrategy(compressor="{codec}")')
+            price = "none" if codec == "none" else f"none seen in our studies ({codec})"
+            paste = _PASTES.get(name) or self._dear(codec)
             paste = _BF16_ON_GLOO if name == "ddp_bf16" and self.is_gloo else paste
-            seconds = self.predicted(name).step.step_s
-            found.append(Option(name, seconds, loss, paste, strategy.overrides_for(workload) or ""))
+            seconds, overrides = self.predicted(name).step.step_s, strategy.overrides_for(workload)
+            found.append(Option(name, seconds, price, paste, overrides or ""))
         for times in strategies.BATCHES if self.running is not None else ():
             count = times * self.num_batches
-            name, loss = f"{_ACCUMULATED}={count}", f"a batch {times} times as large"
+            name, price = f"{_ACCUMULATED}={count}", f"{times} times the batch size"
             seconds = self.predicted(self.running or "", count).step.step_s
-            found.append(Option(name, seconds, loss, name, f"trainer.{name}"))
+            found.append(Option(name, seconds, price, name, f"trainer.{name}"))
         return sorted(found, key=lambda option: option.batch_s)
+
+    def _dear(self, codec: str) -> str:
+        options = [f'compressor="{codec}"'] * (codec != "none")
+        options += ["gradients_in_hooks=False"] * bool(self.hooks)
+        return f"strategy=DearStrategy({', '.join(options)})" if options else 'strategy="dear"'
+
+    @property
+    def hooks_s(self) -> float:
+        """Seconds that `strategy="dear"` takes longer for a batch, so that hooks see gradients."""
+        gather_s = self.cost.reduce_scatter_s(self.workload.nbytes, self.world_size)
+        return self.num_hook_gathers * gather_s / self.num_batches
 
     @property
     def now_s(self) -> float:
@@ -165,6 +198,7 @@ class Case:
     def error(self) -> float:
         """Share by which predictions may err: the usual one, or more if that of now errs more."""
         now_s = self.predicted(self.running).step.step_s if self.running else self.now_s
+        now_s += self.hooks_s * self.pays_for_hooks
         return max(KNOWN_ERROR, abs(now_s / self.now_s - 1))
 
     def needed(self, name: str) -> float | None:
@@ -193,38 +227,58 @@ class Case:
         said = f"Communication is {share:.0%} of a step"
         if share < NEGLIGIBLE_SHARE:
             return f"{said}: nothing here will help."
-        titles = "what", "ms a batch", "x now", "training may lose"
+        titles = "what", "ms a batch", "speed-up", "price"
+        # Rows leave out what hooks cost.
+        running = None if self.pays_for_hooks else self.running
         rows = [
             [
-                f"{one.name}{' (now)' * (one.name == self.running)}",
+                f"{one.name}{' (now)' * (one.name == running)}",
                 f"{one.batch_s * 1e3:.1f}",
                 f"{self.now_s / one.batch_s:.2f}",
-                one.loss,
+                one.price,
             ]
             for one in self.options
         ]
-        others = [one for one in self.options if one.name != self.running]
+        others = [one for one in self.options if one.name != running]
         helps = [one for one in others if one.batch_s * (1 + self.error) < self.now_s]
         # A larger batch is a last resort, since training may need another learning rate.
         helps.sort(key=lambda one: one.name.startswith(_ACCUMULATED))
-        pastes = [
-            f"  dear-train {one.overrides}" if for_dear_train else f"  Trainer({one.paste}, ...)"
-            for one in helps[:_MOST_PASTES]
-        ]
-        if not helps:
-            pastes = ["Nothing here will help: no row is shorter by more than predictions err."]
+        pastes = self._pastes(helps[:_MOST_PASTES], for_dear_train=for_dear_train)
         rates = ", ".join(
             f"{name} {'no rate is enough' if bits is None else f'{bits / 1e9:.3g} Gb/s'}"
             for name, bits in self.all_needed.items()
         )
         how = "predicted" if self.batch_s is None else "measured"
         lines = [
-            f"{said}. Predictions, {self.error:.0%} off on the average. Now ({how}):"
-            f" {self.now_s * 1e3:.1f} ms a batch; without communication: {self.alone_s * 1e3:.1f}.",
+            f"{said}. Now ({how}): {self.now_s * 1e3:.1f} ms a batch; without communication:"
+            f" {self.alone_s * 1e3:.1f}. These predictions are usually within {self.error:.0%}:",
             *(format_table(titles, rows), *pastes),
-            *([f"For {NEED:.0%} of that speed each rank needs: {rates}."] if rates else []),
         ]
+        if rates:
+            lines.append(
+                f"For {NEED:.0%} of the speed without communication each rank needs a link of:"
+                f" {rates}. Now it has {8e-9 / self.cost.beta_s:.3g} Gb/s."
+            )
         return "\n".join(lines)
+
+    def _pastes(self, helps: Sequence[Option], *, for_dear_train: bool) -> list[str]:
+        """Returns the lines to paste, and what a user must know of them."""
+        if not helps:
+            return ["Nothing here will help: no row is shorter by more than predictions err."]
+        if for_dear_train:
+            return [f"  dear-train {one.overrides}" for one in helps]
+        lines = [f"  Trainer({one.paste}, ...)" for one in helps]
+        text = " ".join(one.paste.replace("=", " ", 1) for one in helps)
+        lines[:0] = [f"  {line}" for word, line in _IMPORTS.items() if word in text]
+        lines.insert(0, "Paste one of these (fastest first, larger batches last):")
+        if "gradients_in_hooks" in text:
+            lines.append(
+                f"{', '.join(self.hooks)} may read .grad. If so, leave gradients_in_hooks=False"
+                f" out; a batch then takes {self.hooks_s * 1e3:.1f} ms more under dear."
+            )
+        if any('"dear"' in one.paste for one in helps):
+            lines.insert(1, f"  import {_OURS}")
+        return lines
 
 
 def measured_devices(device: torch.device) -> dict[str, Device]:
@@ -298,11 +352,13 @@ class Findings:
         now = self.numbers
         rank, _ = latest_rank([(one.exposed_s, one.error_s, one.step_s) for one in self.told])
         late = "no rank is late" if rank is None else f"rank {rank} is late"
+        is_loading = now["rest_s"] > _LOADING_SHARE * now["step_s"]
+        hint = " (the loader? Try a larger num_workers)" if is_loading else ""
         lines = [
             f"NetworkDoctor: a step takes {_milli(now['step_s'])} on {len(self.told)} ranks:"
             f" computing {_milli(now['computing_s'])}, waiting for messages"
             f" {_milli(now['messages_s'])}, for the latest rank {_milli(now['late_rank_s'])}"
-            f" ({late}), data and the rest {_milli(now['rest_s'])}."
+            f" ({late}), data and the rest {_milli(now['rest_s'])}{hint}."
         ]
         if self.case is None:
             return f"{lines[0]}\nLinks were not measured: that has not been run with NCCL yet."

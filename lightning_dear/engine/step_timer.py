@@ -62,7 +62,7 @@ class StepTimer:
         # "forward", "backward" and "step" -> marks around it.
         self._spans: dict[str, MarkPair] = {}
         # Marks around steps of single buckets in forward (`late_step`), and around code that is
-        # left out of all times, since it has encoded.
+        # left out of all times, since it encodes or communicates.
         self._late_steps: list[MarkPair] = []
         self._left_out: list[MarkPair] = []
 
@@ -109,6 +109,10 @@ class StepTimer:
         So buckets are stepped with gathered gradients. Their times add up to `late_step_s`.
         """
         return self._marked(self._late_steps.append)
+
+    def leaving_out(self) -> AbstractContextManager[None]:
+        """A context around code whose time is left out of `times`."""
+        return self._marked(self._left_out.append)
 
     def leaving_out_codecs(self) -> AbstractContextManager[None]:
         """A context around code that may encode. If it does, all its time is left out of `times`.
@@ -188,13 +192,15 @@ class StepTimer:
 
         So differences of two marks include no time of encoding between them.
         """
-        spans = [
-            (self._clock.seconds(end), self._clock.seconds(end) - self._clock.seconds(begin))
-            for begin, end in self._left_out
-        ]
+        spans: list[tuple[float, float]] = []
+        # A span in another one ends first, and counts once.
+        for begin, end in reversed(self._left_out):
+            span = self._clock.seconds(begin), self._clock.seconds(end)
+            if not any(begin_s <= span[0] and span[1] <= end_s for begin_s, end_s in spans):
+                spans.append(span)
 
         def seconds(mark: Any) -> float:
             at_s = self._clock.seconds(mark)
-            return at_s - sum(length_s for end_s, length_s in spans if end_s <= at_s)
+            return at_s - sum(end_s - begin_s for begin_s, end_s in spans if end_s <= at_s)
 
         return seconds

@@ -238,7 +238,7 @@ class DearStrategy(PipelineStrategy, strategies.DDPStrategy):
         """Puts a new `CompletionGuard` before all other callbacks, in place of an earlier one."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         readers = gradient_readers((*callbacks, trainer.lightning_module))
-        if readers := readers if self._shows_gradients else {}:
+        if readers := readers if self.shows_gradients else {}:
             refusals.warn_about_readers(readers)
         called = self._before_hook, self.report_failure, readers, self._expose_gradients
         others = (one for one in callbacks if not isinstance(one, CompletionGuard))
@@ -250,15 +250,14 @@ class DearStrategy(PipelineStrategy, strategies.DDPStrategy):
         local.before_hook(self._outer, self._trainer, hook)
 
     @property
-    def _shows_gradients(self) -> bool:
+    def shows_gradients(self) -> bool:
         """Whether means are gathered for hooks: if the user wants it, and buckets are used."""
         return self.pipeline_of().training.uses_buckets and self._gradients_in_hooks
 
     def _expose_gradients(self, optimizer: optim.Optimizer | None) -> None:
-        if optimizer is not None:
-            self._part(optimizer).mean.expose()
-        elif not self._is_sync_blocked:
-            for part in self.pipeline_of().parts:
+        every = [] if self._is_sync_blocked else self.pipeline_of().parts
+        for part in every if optimizer is None else [self._part(optimizer)]:
+            with part.timer.leaving_out():
                 part.mean.expose()
 
     @override
@@ -308,7 +307,7 @@ class DearStrategy(PipelineStrategy, strategies.DDPStrategy):
             loss = super().backward(*args, **kwargs)
         # True if the module's `optimizer_step` calls the closure itself, before the optimizer.
         is_between = synchronize and is_automatic and not self._is_stepping
-        if is_between and self._shows_gradients:
+        if is_between and self.shows_gradients:
             refusals.warn_about_readers({"optimizer_step": [type(self.lightning_module).__name__]})
             self._expose_gradients(None)
         return loss

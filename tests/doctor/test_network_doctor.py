@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from typing_extensions import override
 from lightning_dear.callbacks.guards import CompletionGuard
 from lightning_dear.collectives.work import reusable_groups
 from lightning_dear.doctor import NetworkDoctor, network_doctor
+from lightning_dear.engine.active_plan import ActivePlan
 from lightning_dear.studies.competitors import Bf16DDPStrategy
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import WeightRecorder, ddp, dear, fit
@@ -85,6 +87,38 @@ def test_training_is_the_same_and_rank_0_tells_what_it_saw(
     assert {one["name"] for one in found["options"]} >= {"ddp", "ddp_bf16", "dear", "dear + int8"}
     assert "NetworkDoctor: a step takes" in said
     assert "slowest pair within hosts: ranks 0 and 1" in said
+
+
+class _Looks(Net):
+    """Overrides a hook that may read `.grad`, as those do that log its norm."""
+
+    @override
+    def on_after_backward(self) -> None: ...
+
+
+@distributed((2,))
+def test_hooks_that_may_read_gradients_are_named_and_count_as_no_computing(tmp_path: Path) -> None:
+    expose = ActivePlan.expose_gradients
+
+    def slowly(self: ActivePlan) -> None:
+        time.sleep(0.2)
+        expose(self)
+
+    for name in ("ddp", "dear"):
+        with mock.patch.object(ActivePlan, "expose_gradients", slowly):
+            fit(
+                STRATEGIES[name](),
+                _Looks("mlp", "adamw"),
+                NetworkDoctor(STEP, str(tmp_path)),
+                max_epochs=5,
+            )
+        if torch.distributed.get_rank() == 0:
+            found = json.loads((tmp_path / "network_doctor.json").read_text())
+            pastes = {one["name"]: one["paste"] for one in found["options"]}
+            assert pastes["dear"] == "strategy=DearStrategy(gradients_in_hooks=False)"
+            assert found["computing_s"] < 0.1
+            if name == "dear":
+                assert found["step_s"] > 0.2
 
 
 @distributed((2,))

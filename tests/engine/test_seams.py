@@ -12,6 +12,7 @@ from torch import nn
 from lightning_dear.collectives.factory import new_collectives
 from lightning_dear.collectives.gloo import PairwiseCollectives
 from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.engine.step_timer import StepTimer
 from lightning_dear.planning import NoFusion
 from lightning_dear.telemetry.clock import HostClock
 from tests.distributed.harness import distributed
@@ -85,3 +86,14 @@ def test_times_are_those_of_the_clock_that_is_handed_in() -> None:
     assert times.forward_s == int(times.forward_s) > 0
     assert times.backward_s == int(times.backward_s) > 0
     pipeline.detach()
+
+
+def test_a_span_within_another_one_is_left_out_once() -> None:
+    clock = _Steady()
+    timer = StepTimer(nn.Linear(3, 2), clock)
+    timer.is_on = True
+    with timer.leaving_out(), timer.leaving_out():
+        pass
+    after = clock.mark()
+    # Four marks, the outer ones three ticks apart.
+    assert timer._standing_clock()(after) == clock.seconds(after) - 3
