@@ -86,6 +86,16 @@ def test_a_trainer_learns(folder: Path) -> None:
     assert list(folder.rglob("*.ckpt"))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ray_train_starts_two_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray.train")
+    monkeypatch.setenv("RAY_WORKER_GROUP_START_TIMEOUT_S", "400")
+    (command,) = documented("ray_train.py", "python")
+    (said,) = ended([start([sys.executable, *command], folder)])
+    assert "`Trainer.fit` stopped: `max_epochs=2` reached." in said
+
+
 def test_fabric_learns_and_saves(folder: Path) -> None:
     (command,) = documented("fabric.py", "python")
     (said,) = ended([start([sys.executable, *command], folder)])
