@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
@@ -118,6 +118,10 @@ class NetworkDoctor(Callback):
             ranks = range(trainer.world_size)
             self._keys = [f"dear_doctor/{self.step}/{rank}" for rank in ranks]
             _store().set(self._keys[trainer.global_rank], "1")
+            rank_zero_info(
+                f"NetworkDoctor watches steps {_FIRST_STEP} to {self.step}, and then measures links"
+                " for about 5 s."
+            )
 
     @override
     def on_before_backward(self, *_: Any) -> None:

@@ -166,7 +166,7 @@ class Case:
         found = []
         for name, (strategy, workload) in self.cases.items():
             codec = workload.compressor
-            price = "none" if codec == "none" else f"none seen in our studies ({codec})"
+            price = "none" if codec == "none" else f"{codec}; no worse loss in our studies"
             paste = _PASTES.get(name) or self._dear(codec)
             paste = _BF16_ON_GLOO if name == "ddp_bf16" and self.is_gloo else paste
             seconds, overrides = self.predicted(name).step.step_s, strategy.overrides_for(workload)
@@ -230,16 +230,16 @@ class Case:
         titles = "what", "ms a batch", "speed-up", "price"
         # Rows leave out what hooks cost.
         running = None if self.pays_for_hooks else self.running
-        rows = [
-            [
-                f"{one.name}{' (now)' * (one.name == running)}",
-                f"{one.batch_s * 1e3:.1f}",
-                f"{self.now_s / one.batch_s:.2f}",
-                one.price,
-            ]
-            for one in self.options
-        ]
         others = [one for one in self.options if one.name != running]
+        now = [
+            one._replace(name=f"{one.name} (now)", batch_s=self.now_s)
+            for one in self.options
+            if one.name == running
+        ]
+        rows = [
+            [one.name, f"{one.batch_s * 1e3:.1f}", f"{self.now_s / one.batch_s:.2f}", one.price]
+            for one in sorted(others + now, key=lambda one: one.batch_s)
+        ]
         helps = [one for one in others if one.batch_s * (1 + self.error) < self.now_s]
         # A larger batch is a last resort, since training may need another learning rate.
         helps.sort(key=lambda one: one.name.startswith(_ACCUMULATED))
@@ -251,7 +251,8 @@ class Case:
         how = "predicted" if self.batch_s is None else "measured"
         lines = [
             f"{said}. Now ({how}): {self.now_s * 1e3:.1f} ms a batch; without communication:"
-            f" {self.alone_s * 1e3:.1f}. These predictions are usually within {self.error:.0%}:",
+            f" {self.alone_s * 1e3:.1f}. These predictions are off by {self.error:.0%} on the"
+            " average:",
             *(format_table(titles, rows), *pastes),
         ]
         if rates:
@@ -267,10 +268,15 @@ class Case:
             return ["Nothing here will help: no row is shorter by more than predictions err."]
         if for_dear_train:
             return [f"  dear-train {one.overrides}" for one in helps]
-        lines = [f"  Trainer({one.paste}, ...)" for one in helps]
+        lines = [
+            f"  Trainer({one.paste}, ...)  # {one.name}: {one.batch_s * 1e3:.0f} ms"
+            for one in helps
+        ]
         text = " ".join(one.paste.replace("=", " ", 1) for one in helps)
         lines[:0] = [f"  {line}" for word, line in _IMPORTS.items() if word in text]
-        lines.insert(0, "Paste one of these (fastest first, larger batches last):")
+        lines.insert(
+            0, "Paste one of these in place of yours (fastest first, larger batches last):"
+        )
         if "gradients_in_hooks" in text:
             lines.append(
                 f"{', '.join(self.hooks)} may read .grad. If so, leave gradients_in_hooks=False"
