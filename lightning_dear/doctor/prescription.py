@@ -41,10 +41,12 @@ _PASTES = {
     "ddp, large buckets": "strategy=DDPStrategy(bucket_cap_mb=100)",
     "ddp_bf16": "strategy=DDPStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook)",
 }
-_BF16_ON_GLOO = "strategy=Bf16DDPStrategy()"
-
 # The same module stands for both packages, and has another name in each.
 _IS_MIRROR = ".pytorch_lightning." in __name__
+
+_BF16_ON_GLOO = "" if _IS_MIRROR else "strategy=Bf16DDPStrategy()"
+"""Empty for `pytorch_lightning`, for which there is no such class."""
+
 _OURS = "lightning_dear.pytorch_lightning" if _IS_MIRROR else "lightning_dear"
 _THEIRS = "pytorch_lightning" if _IS_MIRROR else "lightning.pytorch"
 
@@ -64,7 +66,7 @@ class Option(NamedTuple):
         name: What it is, such as "dear + int8".
         batch_s: Predicted seconds for a batch.
         price: What it costs besides, such as "none".
-        paste: Argument of a Trainer that brings it.
+        paste: Argument of a Trainer that brings it. Empty means that there is none.
         overrides: Overrides of `dear-train` that bring it.
     """
 
@@ -240,7 +242,7 @@ class Case:
             [one.name, f"{one.batch_s * 1e3:.1f}", f"{self.now_s / one.batch_s:.2f}", one.price]
             for one in sorted(others + now, key=lambda one: one.batch_s)
         ]
-        helps = [one for one in others if one.batch_s * (1 + self.error) < self.now_s]
+        helps = [one for one in others if one.paste and one.batch_s * (1 + self.error) < self.now_s]
         # A larger batch is a last resort, since training may need another learning rate.
         helps.sort(key=lambda one: one.name.startswith(_ACCUMULATED))
         pastes = self._pastes(helps[:_MOST_PASTES], for_dear_train=for_dear_train)

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from lightning_dear.apps import job
 from lightning_dear.apps.train import train
+from lightning_dear.checkpoint import weights
 from lightning_dear.paths import conf_dir
 from tests.conf.composing import composed, options_of
 
@@ -94,6 +95,32 @@ def test_its_checkpoint_is_plain_and_resumes(main_job, tmp_path):
     (later,) = (tmp_path / "out/checkpoints").iterdir()
     # One process sees twice the batches per epoch that each of two did.
     assert torch.load(later, weights_only=True)["global_step"] == 18 + 37
+
+
+def test_it_starts_with_weights_from_a_safetensors_file(main_job, tmp_path, capsys):
+    _, folder = main_job
+    (path,) = (folder / "checkpoints").iterdir()
+    file = tmp_path / "weights.safetensors"
+    weights.export(path, file)
+    # With a learning rate of 0 they stay.
+    still = ("optimizer.lr=0", "optimizer.weight_decay=0", "strategy=single")
+    begun = run(
+        tmp_path, *QUICK, *still, "trainer.max_epochs=1", f"init_from='{file}'", "hydra.run.dir=out"
+    )
+    assert begun.returncode == 0, begun.stderr
+    (later,) = (tmp_path / "out/checkpoints").iterdir()
+    ended, given = torch.load(later, weights_only=True)["state_dict"], weights.read(file)
+    trained = [name for name in given if name.endswith("weight")]
+    assert trained
+    assert all(torch.equal(ended[name], given[name]) for name in trained)
+    for overrides, message in (
+        ((f"init_from='{file}'",), "ValueError: init_from=.* has weights of another model"),
+        ((f"init_from='{file}'", f"ckpt_path='{path}'"), "ValueError: ckpt_path has weights"),
+    ):
+        composition = composed(tmp_path, *overrides)
+        with composition as config, pytest.raises(SystemExit), job.one_message("dear-train"):
+            train.train(config)
+        assert re.match(f"dear-train: {message}", capsys.readouterr().err)
 
 
 SEEN = """

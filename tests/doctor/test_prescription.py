@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib import import_module
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_dear.doctor import prescription
 from lightning_dear.doctor.links import Pair
 from lightning_dear.doctor.prescription import Case, Findings, measured_devices
 from lightning_dear.doctor.step_watch import StepTimes
@@ -148,6 +151,20 @@ def test_every_line_to_paste_runs_as_it_stands() -> None:
         for one in pastes:
             strategy, _, _ = one.removeprefix("Trainer(strategy=").partition(", ...)  #")
             eval(strategy, names)
+
+
+def test_scripts_of_pytorch_lightning_get_its_own_lines() -> None:
+    mirror = import_module("lightning_dear.pytorch_lightning.doctor.prescription")
+    assert mirror._IMPORTS[" DearStrategy("] == (
+        "from lightning_dear.pytorch_lightning import DearStrategy"
+    )
+    assert mirror._IMPORTS[" DDPStrategy("].startswith("from pytorch_lightning.")
+    # There is no strategy with the hook for it on gloo.
+    assert mirror._BF16_ON_GLOO == ""
+    with mock.patch.object(prescription, "_BF16_ON_GLOO", ""):
+        said = findings(case()).text
+    assert "Bf16DDPStrategy" not in said
+    assert "Trainer(, ...)" not in said
 
 
 def test_hooks_that_read_gradients_are_named_with_what_they_cost() -> None:
