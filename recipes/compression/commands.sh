@@ -15,6 +15,11 @@ dear-bench cluster=emulated cluster.num_hosts=8 cluster.rate_mbit=100 model.prof
   hydra.run.dir=outputs/oktopk_speed/p8_r5 \
   entries='[{name: oktopk, strategy: dear, compressor: oktopk, model.encoding_scale: 4, fusion.bucket_cap_mb: 120, warm_up_steps: 70, model.quick_batches: 68},{name: topka, strategy: dear, compressor: topka, model.encoding_scale: 4, fusion.bucket_cap_mb: 60, warm_up_steps: 70, model.quick_batches: 68},{name: gaussiank, strategy: dear, compressor: gaussiank, model.encoding_scale: 4, fusion.bucket_cap_mb: 60, warm_up_steps: 70, model.quick_batches: 68},{name: topkdsa, strategy: dear, compressor: topkdsa, model.encoding_scale: 4, fusion.bucket_cap_mb: 120, warm_up_steps: 40, model.quick_batches: 38, rounds: 2},{name: gtopk, strategy: dear, compressor: gtopk, model.encoding_scale: 4, fusion.bucket_cap_mb: 120, warm_up_steps: 40, model.quick_batches: 38, rounds: 2},{name: oktopk_uncharged, strategy: dear, compressor: oktopk, fusion.bucket_cap_mb: 120, warm_up_steps: 70, model.quick_batches: 68, rounds: 1},{name: bf16, strategy: dear, compressor: bf16, rounds: 1},{name: ddp, strategy: ddp, rounds: 1},{name: ddp_tuned, strategy: ddp_tuned, grid: {strategy.bucket_cap_mb: [10, 100]}, rounds: 1}]'
 
+# The same with ratio=10 measured p8_r10; DDP's hook and dear beside it:
+dear-bench cluster=emulated cluster.num_hosts=8 cluster.rate_mbit=100 model.profile=bert_base model.scale=4 ratio=10 \
+  model.gradient_seed=1 num_batches=128 optimizer=sgd_plain rounds=1 steps=8 warm_up_steps=3 \
+  hydra.run.dir=outputs/oktopk_speed/p8_r10_hook entries=[ddp,ddp_bf16,dear]
+
 python -m tests.benchmarks.sparse_volumes --compressors oktopk --check --raw oktopk.csv
 python -m tests.benchmarks.sparse_volumes --compressors oktopk --check --ranks 8 --hosts emulated --raw oktopk8.csv
 python -m tests.benchmarks.sparse_volumes --steps 50 --densities 0.01 --gradients digits gpt --raw all.csv
