@@ -19,7 +19,7 @@ def _made() -> type[DearStrategy]:
     from ray.train.lightning import RayDDPStrategy
 
     class RayDearStrategy(DearStrategy, RayDDPStrategy):  # type: ignore[misc]
-        """`DearStrategy` for Ray Train's workers, where `prepare_trainer` accepts it.
+        """`DearStrategy` for Ray Train's workers: Ray's `prepare_trainer` accepts it.
 
         Ray makes the default process group: `TorchConfig(backend=..., timeout_s=...)` of Ray's
         `TorchTrainer` sets its backend and its timeout. `timeout` here is that of this strategy's
@@ -44,6 +44,8 @@ def _made() -> type[DearStrategy]:
         def _check_start(self, host: Any) -> None:
             """Accepts all: a worker knows one device and one node, and Ray the number of ranks."""
 
+    # As if it stood in the module, so that Ray sends it to workers by its name.
+    RayDearStrategy.__qualname__ = "RayDearStrategy"
     return RayDearStrategy
 
 

@@ -29,7 +29,7 @@ def export(
     checkpoint: str | Path,
     file: str | Path,
     *,
-    cut: Sequence[str] = (),
+    cut: str | Sequence[str] = (),
     current: bool = False,
     weights_only: bool | None = None,
 ) -> None:
@@ -42,7 +42,8 @@ def export(
         checkpoint: A Trainer's checkpoint: a file, or a folder of `save_distributed_checkpoint`.
         file: Path of the file to write. It must not exist. The file gets this name only when it is
             complete.
-        cut: Prefixes such as "net.", which names lose that begin with them, one after the other.
+        cut: A prefix of names, such as "net.", or several. Each is cut off the names that begin
+            with it, one prefix after the other.
         current: Whether to write the weights that were trained, where the checkpoint also has their
             average (Lightning's `WeightAveraging`). Otherwise the average is written.
         weights_only: Same as the argument of `torch.load`.
@@ -74,8 +75,8 @@ def export(
             f"A safetensors file cannot hold {', '.join(wrong)} of {checkpoint}: no plain tensor of"
             " a type that it knows. Leave it out of the module's state_dict."
         )
-    tensors, tied = _untied(_cut(state, cut))
-    own = {"tied": tied, "sha256": _digest(tensors)}
+    tensors, tied = _untied(_cut(state, [cut] if isinstance(cut, str) else cut))
+    own = {"tied": tied, "sha256": _digest(tensors, tied)}
     metadata = {"format": "pt", _OWN_KEY: json.dumps(own)}
     files.write(tensors, target, lambda value, stream: stream.write(format_.save(value, metadata)))
 
@@ -83,8 +84,8 @@ def export(
 def read(file: str | Path) -> dict[str, Tensor]:
     """Returns name -> tensor of a safetensors file, on the CPU. Local.
 
-    Tied weights that `export` has written once have all their names. Files of other programs are
-    read, too, but only for those of `export` a changed byte is found.
+    Tied weights that `export` has written once have all their names. In its files, changed tensors
+    and changed names are found. Files of other programs are read, too, without that.
 
     Raises:
         ValueError: If the file is damaged, or no safetensors file. The message names it.
@@ -93,25 +94,32 @@ def read(file: str | Path) -> dict[str, Tensor]:
     need("A safetensors file", "safetensors", extra="weights")
     import safetensors
 
+    if Path(file).is_dir():
+        raise files.CheckpointError(f"{file} is a folder. Name a safetensors file.")
     try:
         with safetensors.safe_open(file, framework="pt") as stream:
             tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
-            own = json.loads((stream.metadata() or {}).get(_OWN_KEY, "{}"))
-    except (safetensors.SafetensorError, ValueError) as error:
+            own = dict(json.loads((stream.metadata() or {}).get(_OWN_KEY, "{}")))
+    except (safetensors.SafetensorError, TypeError, ValueError) as error:
         raise files.CheckpointError(
             f"{file} cannot be loaded ({error}). Copy it again: it is damaged, or no safetensors"
             " file."
         ) from error
-    if own and own["sha256"] != _digest(tensors):
+    if not own:
+        return tensors
+    tied = own.get("tied")
+    if not isinstance(tied, dict) or own.get("sha256") != _digest(tensors, tied):
         raise files.CheckpointError(f"{file} is damaged: not what was written. Copy it again.")
-    return tensors | {name: tensors[kept] for name, kept in own.get("tied", {}).items()}
+    return tensors | {name: tensors[kept] for name, kept in tied.items()}
 
 
 def _is_plain(value: Any) -> bool:
     """Tells whether a safetensors file can hold `value`."""
     import safetensors.torch as format_
 
-    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized:
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return False
+    if value.is_quantized or value.is_meta:
         return False
     try:
         format_.save({"one": torch.empty(1, dtype=value.dtype)})
@@ -124,7 +132,7 @@ def _cut(state: Mapping[str, Tensor], prefixes: Sequence[str]) -> dict[str, Tens
     for prefix in prefixes:
         if not any(name.startswith(prefix) for name in state):
             raise ValueError(
-                f"No name begins with {prefix!r}; the first one is {next(iter(state))!r}."
+                f"No name begins with {prefix!r}; the first one is {next(iter(state), None)!r}."
             )
         cut = {name.removeprefix(prefix): one for name, one in state.items()}
         if len(cut) < len(state):
@@ -145,8 +153,8 @@ def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
     return {name: state[name].detach().contiguous().clone() for name in kept.values()}, tied
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    found = hashlib.sha256()
+def _digest(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> str:
+    found = hashlib.sha256(json.dumps(tied, sort_keys=True).encode())
     for name, one in sorted(tensors.items()):
         found.update(f"{name} {one.dtype} {tuple(one.shape)}".encode())
         found.update(one.reshape(-1).view(torch.uint8).numpy().data)

@@ -23,6 +23,9 @@ the first one counts."""
 def split(compressors: Mapping[str, Compressor | None]) -> tuple[Compressor | None, Groups]:
     """Returns the compressor of a strategy, and the groups of parameters that have another one.
 
+    If parameters of `OTHERS` travel as they are, and others do not, the first codec that encodes
+    stands for all, since it decides what is gathered. The last group is then (`OTHERS`, `Fp32`).
+
     Args:
         compressors: Pattern of parameter names -> compressor. None as a compressor means no
             compression, and becomes `Fp32` in a group. The last pattern is `OTHERS`.
@@ -46,12 +49,12 @@ def split(compressors: Mapping[str, Compressor | None]) -> tuple[Compressor | No
                 f" them, such as int8 or topk, or set compressor={one.name!r} for all."
             )
         groups.append((pattern, one or Fp32()))
-    encoding = [one for one in compressors.values() if one is not None]
-    if (others := compressors[OTHERS]) is None and encoding:
-        # Options of the exchange are those of a codec, so that one that is used stands for all.
+    others = compressors[OTHERS]
+    encoding = [one for one in compressors.values() if type(one) not in (type(None), Fp32)]
+    if encoding and type(others) in (type(None), Fp32):
         others = encoding[0]
         groups.append((OTHERS, Fp32()))
-    return others, tuple(groups) if encoding else ()
+    return others, () if others is None else tuple(groups)
 
 
 def codec_for(groups: Groups, codec: Codec, name: str, num_dimensions: int) -> Codec:
@@ -127,7 +130,7 @@ def check_groups(groups: Groups, compressor: Compressor | None) -> None:
                 f"{what} leaves parameters uncompressed beside {compressor.name}'s signs. Leave it"
                 " out. Signs and gradients need different learning rates."
             )
-        if type(other) is Fp32:
+        if type(other) is Fp32 or other is compressor:
             continue
         if other.halves != compressor.halves:
             raise ValueError(

@@ -177,6 +177,7 @@ class Case:
             count = times * self.num_batches
             name, price = f"{_ACCUMULATED}={count}", f"{times} times the batch size"
             seconds = self.predicted(self.running or "", count).step.step_s
+            seconds += self.hooks_s / times * self.pays_for_hooks
             found.append(Option(name, seconds, price, name, f"trainer.{name}"))
         return sorted(found, key=lambda option: option.batch_s)
 

@@ -371,10 +371,12 @@ class StopRequest:
 
     @cached_property
     def _code(self) -> int | None:
-        """The exit code after SIGTERM. Collective with `is_elastic`; blocks then.
+        """The exit code after SIGTERM: None, which means 0, or `RESTART`.
 
-        `RESTART` on hosts of which no rank got the signal, if torchrun has a restart left for them.
-        The counts of restarts may differ from host to host, and the largest one counts.
+        Collective with `is_elastic`, and blocks. It is `RESTART` on hosts of which no rank got the
+        signal, if torchrun has restarts left. The counts of restarts may differ from host to host,
+        and the largest one counts. If ranks do not tell each other in time, each decides by what it
+        knows itself.
         """
         if not self._is_elastic:
             return None
@@ -382,9 +384,12 @@ class StopRequest:
             int(os.environ[name]) for name in ("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")
         )
         said = self.board.end_with(json.dumps((host, self._got_sigterm, count)))
+        if not said:
+            log.warning("Not all ranks have told in time whether their hosts got SIGTERM.")
+            return None if self._got_sigterm or count >= max_restarts() else RESTART
         told = [json.loads(one) for one in said]
         asked = {one for one, got_sigterm, _ in told if got_sigterm}
-        has_left = max((one for *_, one in told), default=count) < max_restarts()
+        has_left = max((one for *_, one in told)) < max_restarts()
         return RESTART if asked and host not in asked and has_left else None
 
     def disconnect(self) -> None:

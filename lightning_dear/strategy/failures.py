@@ -32,8 +32,9 @@ T = TypeVar("T")
 EXCEPTION_GRACE_S = 10.0
 """Seconds that a rank waits in `FailureBoard.agree` for the others, unless told otherwise."""
 
-END_WAIT_S = 30.0
-"""Seconds that a rank waits in `FailureBoard.end_with` for the others."""
+END_WAIT_S = 10.0
+"""Seconds that a rank waits in `FailureBoard.end_with` for the others. torchrun kills ranks 30 s
+after SIGTERM, and they are still to save."""
 
 REPORT_WAIT_S = 1.0
 """Seconds that a failing rank waits for other ranks' reports, or until they have read its own.
@@ -203,10 +204,10 @@ class FailureBoard:
         self._ask(lambda store: self._write(store, line))
 
     def end_with(self, own: str) -> list[str]:
-        """Returns what all ranks have given, in rank order. Collective. Blocks.
+        """Tells all ranks this rank's `own` text, and returns everybody's, in rank order.
 
-        All ranks must have stopped after the same step. The list is empty if a rank does not come
-        within `END_WAIT_S`.
+        Collective. Blocks. The list is empty if some rank has not called it within `END_WAIT_S`;
+        other ranks, which have waited for longer, may then get all texts.
         """
         told: dict[int, str] = {}
 

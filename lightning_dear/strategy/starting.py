@@ -94,7 +94,8 @@ def warn_of_restarts_from_step_0(trainer: Any) -> None:
     if frame is not None and frame.f_locals.get("ckpt_path", "") is None:
         rank_zero_warn(
             "torchrun starts this job again after a failure (--max-restarts), but fit has no"
-            " ckpt_path, so that it would begin anew. Pass trainer.fit(..., ckpt_path='last')."
+            " ckpt_path, so that it would begin anew. Pass trainer.fit(..., ckpt_path='last'),"
+            " unless the script finds the checkpoint itself."
         )
 
 

@@ -62,6 +62,13 @@ def test_prefixes_are_cut_on_request(tmp_path: Path) -> None:
     path = saved(tmp_path, state)
     weights.export(path, tmp_path / "cut", cut=["net.", "_orig_mod."])
     assert weights.read(tmp_path / "cut").keys() == {"a", "loss.b"}
+    weights.export(
+        saved(tmp_path, {"net.a": torch.ones(1), "norm": torch.ones(1)}),
+        tmp_path / "one",
+        cut="net.",
+    )
+    assert weights.read(tmp_path / "one").keys() == {"a", "norm"}
+    path = saved(tmp_path, state)
     with pytest.raises(ValueError, match=r"No name begins with 'model\.'; the first one is 'net"):
         weights.export(path, tmp_path / "none", cut=["model."])
     both = saved(tmp_path, {"net.a": torch.ones(2), "a": torch.zeros(2)})
@@ -102,6 +109,27 @@ def test_damage_is_found_on_both_sides(tmp_path: Path) -> None:
         weights.export(path, tmp_path / "other")
     with pytest.raises(ValueError, match="last"):
         weights.export(saved(tmp_path, None), tmp_path / "other")
+
+
+def test_changes_of_what_is_said_of_tied_weights_are_found(tmp_path: Path) -> None:
+    path, file = saved(tmp_path, Tied().state_dict()), tmp_path / "file.safetensors"
+    weights.export(path, file)
+    good = file.read_bytes()
+    begin = good.index(b"tied")
+    for at in range(begin, good.index(b"sha256") + 80):
+        file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        with pytest.raises(ValueError, match=r"file\.safetensors"):
+            weights.read(file)
+
+
+def test_folders_and_tensors_without_data_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a folder"):
+        weights.read(tmp_path)
+    path = saved(tmp_path, {"a": torch.ones(1, device="meta")})
+    with pytest.raises(ValueError, match="cannot hold a of"):
+        weights.export(path, tmp_path / "file")
+    with pytest.raises(ValueError, match="the first one is None"):
+        weights.export(saved(tmp_path, {}), tmp_path / "file", cut="net.")
 
 
 def test_files_of_other_programs_are_read(tmp_path: Path) -> None:

@@ -179,6 +179,12 @@ def test_hooks_that_read_gradients_are_named_with_what_they_cost() -> None:
     seconds = one.predicted("dear").step.step_s + one.hooks_s
     pays = replace(one, running="dear", pays_for_hooks=True, batch_s=seconds)
     assert pays.error == 0.06
+    batches = {one.name: one.batch_s for one in pays.options}
+    alone = replace(pays, pays_for_hooks=False)
+    without = {one.name: one.batch_s for one in alone.options}
+    slower = batches["accumulate_grad_batches=2"] - without["accumulate_grad_batches=2"]
+    assert slower == pytest.approx(one.hooks_s / 2)
+    assert batches["dear"] == without["dear"]
     said = findings(pays).text
     assert "(now)" not in said.replace("Now (measured)", "")
     assert "gradients_in_hooks" not in findings(case()).text

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_dear import DearStrategy
 from lightning_dear.strategy import starting
-from lightning_dear.strategy.connections import RESTART
+from lightning_dear.strategy.connections import RESTART, StopRequest
 from tests.distributed.harness import run_ranks
 from tests.elastic import agents
 from tests.lightning.fitting import dear, fit, new_trainer
@@ -68,6 +68,21 @@ def test_hosts_without_the_signal_are_started_again_if_restarts_are_left(
     arguments = hosts, asked, restarts, signal.SIGTERM
     seen = run_ranks(_fit, len(hosts), *arguments, init_process_group=False)
     assert seen == [(code, 4) for code in codes]
+
+
+@pytest.mark.parametrize(
+    ("got_sigterm", "count", "code"), [(False, 2, RESTART), (False, 3, None), (True, 0, None)]
+)
+def test_ranks_that_hear_nothing_in_time_decide_alone(
+    got_sigterm: bool, count: int, code: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("GROUP_RANK", 1), ("TORCHELASTIC_RESTART_COUNT", count)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    request: Any = object.__new__(StopRequest)
+    request.board = mock.Mock(**{"end_with.return_value": []})
+    request._is_elastic, request._got_sigterm = True, got_sigterm
+    assert request._code == code
 
 
 def test_after_ctrl_c_nothing_is_started_again() -> None:

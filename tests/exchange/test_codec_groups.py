@@ -289,7 +289,20 @@ def test_a_mapping_gives_the_compressor_and_groups() -> None:
     assert (others, groups[0], groups[1][0]) == (int8, ("a", int8), "*")
     assert isinstance(groups[1][1], Fp32)
     assert split({"a": None, "*": None}) == (None, ())
+    # fp32 for all others means the same, and no schedule takes it for the compressor.
+    fp32, topk = Fp32(), TopK()
+    for patterns in ({"a": topk, "*": fp32}, {"b": fp32, "a": topk, "*": None}):
+        others, some = split(patterns)
+        assert others is topk
+        assert some[-1] == ("*", Fp32())
+    assert split({"a": fp32, "*": fp32}) == (fp32, (("a", fp32),))
     assert codec_for(groups, int8, "b", 2) is groups[1][1]
+
+
+def test_a_stand_in_for_all_is_not_compared_with_itself() -> None:
+    assert DearStrategy(compressor={"*.weight": "dgc", "*": "none"}) is not None
+    with pytest.raises(ValueError, match="leaves parameters uncompressed beside signsgd"):
+        DearStrategy(compressor={"*.weight": "signsgd", "*": "none"})
 
 
 @pytest.mark.parametrize("patterns", [{}, {"a": "int8"}, {"*": "int8", "a": "none"}])
