@@ -116,6 +116,7 @@ CHECKPOINTS = "checkpoint/storage.py"
 
 # Folders of tests that are no room's: what many rooms take part in, what is removed, what helps.
 OTHER_TESTS = {
+    "elastic",
     "lightning",
     "conf",
     "gpu",

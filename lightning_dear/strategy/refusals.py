@@ -38,6 +38,7 @@ _INSTEAD = {
     # Options of `DearStrategy` that Fabric's strategy does not take.
     "compression_schedule": "it needs a Trainer, which counts steps",
     "decouple": "it needs a Trainer",
+    "elastic": "it needs a Trainer, whose handler of SIGTERM it uses",
     "split": "it needs a Trainer, whose loaders it cuts",
     "save_distributed_checkpoint": "it needs a Trainer; fabric.save writes one file",
 }

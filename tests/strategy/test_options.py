@@ -133,6 +133,7 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
             "gradients_in_hooks",
             "audit",
             "check_digests",
+            "elastic",
             "save_distributed_checkpoint",
             "find_unused_parameters",
         )
