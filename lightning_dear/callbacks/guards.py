@@ -15,14 +15,19 @@ from lightning_dear.callbacks.batch_split import BatchSplit
 _AFTER_BACKWARD = "on_after_backward"
 _BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
 
-_LIGHTNINGS = (
-    "DeviceStatsMonitor LearningRateMonitor ModelCheckpoint RichProgressBar TQDMProgressBar"
-    " ThroughputMonitor Timer"
-)
 _NON_READERS: set[type[Callback]] = {
-    *(BatchSplit, compression_schedule.CompressionSchedule, monitor.DearMonitor),
-    *(fusion_tuner.FusionTuner, timeline.TimelineCallback),
-    *(getattr(callbacks, name) for name in _LIGHTNINGS.split()),
+    BatchSplit,
+    compression_schedule.CompressionSchedule,
+    monitor.DearMonitor,
+    fusion_tuner.FusionTuner,
+    timeline.TimelineCallback,
+    callbacks.DeviceStatsMonitor,
+    callbacks.LearningRateMonitor,
+    callbacks.ModelCheckpoint,
+    callbacks.RichProgressBar,
+    callbacks.TQDMProgressBar,
+    callbacks.ThroughputMonitor,
+    callbacks.Timer,
 }
 """Callbacks before whose batch hooks `CompletionGuard` does not wait. The hooks read no weights, or
 read them only through `state_dict()`, which waits by itself. Most trainers have such a callback,
@@ -94,7 +99,8 @@ class CompletionGuard(Callback):
         key = hook, tuple(map(id, owners))
         if key not in self._readers:
             # Compared by exact class, because a subclass of a known callback may read weights.
-            unknown = (one for one in owners if type(one) not in {CompletionGuard, *_NON_READERS})
+            known = {CompletionGuard, *_NON_READERS}
+            unknown = (one for one in owners if type(one) not in known)
             readers = (type(one).__name__ for one in unknown if is_overridden(hook, one))
             self._readers[key] = next(readers, None)
         return self._readers[key]

@@ -11,7 +11,8 @@ import hashlib
 import os
 import shutil
 import zipfile
-from collections.abc import Callable, Generator, Mapping
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -184,6 +185,33 @@ def delete(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def run_command(
+    parser: ArgumentParser,
+    arguments: Sequence[str] | None,
+    act: Callable[[Namespace, bool | None], object],
+) -> None:
+    """Runs a command that loads a checkpoint. If it fails, the process exits with 1 and a message.
+
+    Args:
+        parser: Its arguments, to which `--trusted` is added.
+        arguments: Command-line arguments. None means those of this process.
+        act: Gets what was given, and `weights_only` of `torch.load`.
+    """
+    parser.add_argument(
+        "--trusted",
+        action="store_true",
+        help="load with weights_only=False: only for checkpoints from a trusted source",
+    )
+    given = parser.parse_args(arguments)
+    try:
+        act(given, False if given.trusted else None)
+    except (ImportError, OSError, ValueError, UnpicklingError) as error:
+        parser.exit(1, f"{error}\n")
 
 
 # --- reading --------------------------------------------------------------------------------------

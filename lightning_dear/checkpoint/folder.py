@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -242,16 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("folder", help="folder written with save_distributed_checkpoint=True")
     parser.add_argument("file", help="file to write; it must not exist")
-    parser.add_argument(
-        "--trusted",
-        action="store_true",
-        help="load with weights_only=False: only for folders from a trusted source",
+    files.run_command(
+        parser, arguments, lambda given, only: convert(given.folder, given.file, weights_only=only)
     )
-    given = parser.parse_args(arguments)
-    try:
-        convert(given.folder, given.file, weights_only=False if given.trusted else None)
-    except (OSError, ValueError, UnpicklingError) as error:
-        parser.exit(1, f"{error}\n")
 
 
 if __name__ == "__main__":

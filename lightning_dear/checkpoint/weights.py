@@ -12,7 +12,6 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -179,19 +178,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--current", action="store_true", help="the trained weights instead of their average"
     )
-    parser.add_argument(
-        "--trusted",
-        action="store_true",
-        help="load with weights_only=False: only for checkpoints from a trusted source",
-    )
-    given = parser.parse_args(arguments)
-    trusted = False if given.trusted else None
-    try:
-        export(
-            given.checkpoint, given.file, cut=given.cut, current=given.current, weights_only=trusted
-        )
-    except (ImportError, OSError, ValueError, UnpicklingError) as error:
-        parser.exit(1, f"{error}\n")
+
+    def act(given: argparse.Namespace, weights_only: bool | None) -> None:
+        how = {"cut": given.cut, "current": given.current, "weights_only": weights_only}
+        export(given.checkpoint, given.file, **how)
+
+    files.run_command(parser, arguments, act)
 
 
 if __name__ == "__main__":

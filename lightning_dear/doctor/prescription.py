@@ -51,9 +51,10 @@ _OURS = "lightning_dear.pytorch_lightning" if _IS_MIRROR else "lightning_dear"
 _THEIRS = "pytorch_lightning" if _IS_MIRROR else "lightning.pytorch"
 
 _IMPORTS = {
-    " DearStrategy(": f"from {_OURS} import DearStrategy",
-    "Bf16DDPStrategy(": "from lightning_dear.studies.competitors import Bf16DDPStrategy",
-    " DDPStrategy(": f"from {_THEIRS}.strategies import DDPStrategy",
+    '="dear"': f"import {_OURS}",
+    "=DearStrategy(": f"from {_OURS} import DearStrategy",
+    "=Bf16DDPStrategy(": "from lightning_dear.studies.competitors import Bf16DDPStrategy",
+    "=DDPStrategy(": f"from {_THEIRS}.strategies import DDPStrategy",
     "default_hooks.": "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks",
 }
 """What a line to paste may have in it, and what it then needs."""
@@ -271,23 +272,20 @@ class Case:
             return ["Nothing here will help: no row is shorter by more than predictions err."]
         if for_dear_train:
             return [f"  dear-train {one.overrides}" for one in helps]
-        lines = [
-            f"  Trainer({one.paste}, ...)  # {one.name}: {one.batch_s * 1e3:.0f} ms"
-            for one in helps
-        ]
-        text = " ".join(one.paste.replace("=", " ", 1) for one in helps)
-        lines[:0] = [f"  {line}" for word, line in _IMPORTS.items() if word in text]
-        lines.insert(
-            0, "Paste one of these in place of yours (fastest first, larger batches last):"
+        text = " ".join(one.paste for one in helps)
+        hint = (
+            f"{', '.join(self.hooks)} may read .grad. If so, leave gradients_in_hooks=False out; a"
+            f" batch then takes {self.hooks_s * 1e3:.1f} ms more under dear."
         )
-        if "gradients_in_hooks" in text:
-            lines.append(
-                f"{', '.join(self.hooks)} may read .grad. If so, leave gradients_in_hooks=False"
-                f" out; a batch then takes {self.hooks_s * 1e3:.1f} ms more under dear."
-            )
-        if any('"dear"' in one.paste for one in helps):
-            lines.insert(1, f"  import {_OURS}")
-        return lines
+        return [
+            "Paste one of these in place of yours (fastest first, larger batches last):",
+            *(f"  {line}" for word, line in _IMPORTS.items() if word in text),
+            *(
+                f"  Trainer({one.paste}, ...)  # {one.name}: {one.batch_s * 1e3:.0f} ms"
+                for one in helps
+            ),
+            *[hint] * ("gradients_in_hooks" in text),
+        ]
 
 
 def measured_devices(device: torch.device) -> dict[str, Device]:

@@ -155,10 +155,10 @@ def test_every_line_to_paste_runs_as_it_stands() -> None:
 
 def test_scripts_of_pytorch_lightning_get_its_own_lines() -> None:
     mirror = import_module("lightning_dear.pytorch_lightning.doctor.prescription")
-    assert mirror._IMPORTS[" DearStrategy("] == (
+    assert mirror._IMPORTS["=DearStrategy("] == (
         "from lightning_dear.pytorch_lightning import DearStrategy"
     )
-    assert mirror._IMPORTS[" DDPStrategy("].startswith("from pytorch_lightning.")
+    assert mirror._IMPORTS["=DDPStrategy("].startswith("from pytorch_lightning.")
     # There is no strategy with the hook for it on gloo.
     assert mirror._BF16_ON_GLOO == ""
     with mock.patch.object(prescription, "_BF16_ON_GLOO", ""):
