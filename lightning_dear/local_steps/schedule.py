@@ -33,8 +33,9 @@ class LocalSteps:
             and for which the model has enough modules.
         delay: Steps from sending a fragment to merging it, from 0 to `every` - 1. Messages travel
             meanwhile. None means half of the interval, rounded down.
-        mix: Share of a replica's own values that it keeps in a merge, from 0 to 1. None means 0
-            without delay, and 0.5 with it: the replica has trained on since it was sent.
+        mix: Share of a replica's own values that it keeps in a merge, from 0 to 1. None means
+            `delay` / `every`, at most 0.5: the share of a round that the replica has trained since
+            it was sent.
         outer: Function that makes the outer optimizer of a fragment from a list of parameters. The
             optimizer must be element-wise. None means SGD with learning rate 1 and Nesterov
             momentum 0.5, or without momentum if `every` is 8 or less.
@@ -125,7 +126,7 @@ class LocalSteps:
                 " trained parameters. Pass at most that many: a fragment is a run of modules."
             )
         delay = self.every // number // 2 if self.delay is None else self.delay
-        mix = (0.5 if delay else 0.0) if self.mix is None else float(self.mix)
+        mix = min(0.5, delay / self.every) if self.mix is None else float(self.mix)
         return Schedule(self.every, number, delay, mix)
 
     def new_outer(self, parameters: list[Any]) -> optim.Optimizer:

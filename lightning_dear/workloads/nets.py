@@ -54,10 +54,17 @@ class GPT(nn.Module):
         width: Features per position; a multiple of ``num_heads``.
         num_layers: Number of blocks.
         num_heads: Attention heads per block.
+        std: Standard deviation of the first weights, by default GPT-2's. None means what torch
+            chooses, which in a linear layer is 1 / sqrt(3 * inputs).
     """
 
     def __init__(
-        self, context_length: int = 128, width: int = 128, num_layers: int = 4, num_heads: int = 4
+        self,
+        context_length: int = 128,
+        width: int = 128,
+        num_layers: int = 4,
+        num_heads: int = 4,
+        std: float | None = 0.02,
     ) -> None:
         super().__init__()
         if min(context_length, width, num_layers, num_heads) < 1 or width % num_heads:
@@ -71,16 +78,18 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_layers)))
         self.final_norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, NUM_BYTES, bias=False)
+        if std is None:
+            return
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=0.02)
+                nn.init.normal_(parameter, std=std)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
         # Each block adds two outputs to the residual stream. Their weights are scaled down so that
         # its variance does not grow with the number of blocks.
         for name, parameter in self.named_parameters():
             if name.endswith(("attention.output.weight", "mlp.2.weight")):
-                nn.init.normal_(parameter, std=0.02 / (2 * num_layers) ** 0.5)
+                nn.init.normal_(parameter, std=std / (2 * num_layers) ** 0.5)
 
     def forward(self, text: Tensor) -> Tensor:
         """Map bytes (batch, time), int64, to logits (batch, time, 256)."""
