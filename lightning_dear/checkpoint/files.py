@@ -210,7 +210,9 @@ def run_command(
     given = parser.parse_args(arguments)
     try:
         act(given, False if given.trusted else None)
-    except (ImportError, OSError, ValueError, UnpicklingError) as error:
+    except UnpicklingError as error:
+        parser.exit(1, f"{error}\nIf you trust the checkpoint's source, pass --trusted.\n")
+    except (ImportError, OSError, ValueError) as error:
         parser.exit(1, f"{error}\n")
 
 

@@ -167,10 +167,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     path, file = saved(tmp_path, {"net.a": torch.ones(2)}), tmp_path / "file"
     weights.main([str(path), str(file), "--cut", "net."])
     assert weights.read(file).keys() == {"a"}
+    (tmp_path / "other").mkdir()
+    foreign = saved(tmp_path / "other", {"a": slice(1)})
     for wrong, said in (
         ([path, file], "exists already"),
         ([path, tmp_path / "new", "--current"], "has no 'current_model_state'"),
         ([tmp_path / "none.ckpt", tmp_path / "new"], "none.ckpt"),
+        ([foreign, tmp_path / "new"], "source, pass --trusted."),
     ):
         with pytest.raises(SystemExit) as ended:
             weights.main(list(map(str, wrong)))

@@ -18,17 +18,23 @@ from lightning_dear.local_steps.schedule import Schedule
 @pytest.mark.parametrize(
     ("every", "modules", "schedule"),
     [
-        (32, 10, Schedule(32, 4, 4, 0.5)),
-        (32, 3, Schedule(32, 2, 8, 0.5)),
-        (8, 10, Schedule(8, 4, 1, 0.5)),
-        (9, 10, Schedule(9, 3, 1, 0.5)),
-        (7, 10, Schedule(7, 1, 3, 0.5)),
+        (32, 10, Schedule(32, 4, 4, 0.125)),
+        (32, 3, Schedule(32, 2, 8, 0.25)),
+        (8, 10, Schedule(8, 4, 1, 0.125)),
+        (9, 10, Schedule(9, 3, 1, 1 / 9)),
+        (7, 10, Schedule(7, 1, 3, 3 / 7)),
         (4, 10, Schedule(4, 4, 0, 0.0)),
         (1, 10, Schedule(1, 1, 0, 0.0)),
     ],
 )
 def test_defaults(every: int, modules: int, schedule: Schedule) -> None:
     assert LocalSteps(every=every).schedule(modules) == schedule
+
+
+def test_a_replica_keeps_at_most_half_of_its_own_values_by_itself() -> None:
+    assert LocalSteps(every=32, delay=16).schedule(10).mix == 0.5
+    assert LocalSteps(every=32, delay=28).schedule(10).mix == 0.5
+    assert LocalSteps(every=32, delay=28, mix=0.75).schedule(10).mix == 0.75
 
 
 @pytest.mark.parametrize(("every", "momentum"), [(1, 0), (8, 0), (9, 0.5), (32, 0.5)])

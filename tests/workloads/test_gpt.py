@@ -31,6 +31,15 @@ def test_an_untrained_model_knows_nothing():
     assert loss.item() == pytest.approx(5.545, abs=0.1)
 
 
+def test_first_weights_are_gpt2s_or_torchs():
+    def std_of_queries(net: GPT) -> float:
+        return net.blocks[0].attention.query_key_value.weight.std().item()
+
+    assert std_of_queries(small(width=64)) == pytest.approx(0.02, rel=0.1)
+    assert std_of_queries(small(width=64, std=0.1)) == pytest.approx(0.1, rel=0.1)
+    assert std_of_queries(small(width=64, std=None)) == pytest.approx((3 * 64) ** -0.5, rel=0.1)
+
+
 def test_too_long_an_input_is_refused():
     with pytest.raises(ValueError, match="context_length=8"):
         small()(torch.zeros(1, 9, dtype=torch.int64))
