@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import partial
 from inspect import signature
 from itertools import chain
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -20,7 +21,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies import launchers, strategy
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.pytorch.overrides import distributed as overrides
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, device
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -180,11 +180,12 @@ class DearFabricStrategy(base.PipelineStrategy, DDPStrategy):
         number = self._next_number(len(optimizers), taken)
         before = self._end_training_of(module)
         modules.check_apart(module, self._trained)
+        # Before the anchor of local steps is made of them.
+        _sync(module, self.world_size)
         own = {"first_number": number, "shares_groups": bool(taken)}
         pipeline, outer = self._new_halves(module, optimizers, collectives, **own)
         for one in [*others, pipeline] if taken else []:
             one.hold_back()
-        _sync(module, self.world_size)
         wrapped = self._remember(DearModule(module, pipeline, outer))
         for part in pipeline.parts:
             part.inherit(before)
@@ -272,11 +273,14 @@ class DearFabricStrategy(base.PipelineStrategy, DDPStrategy):
         for one in stepped:
             one.has_run = False
             one.outer.after_step(optimizer)
-            num_steps = min(part.num_steps for part in one.pipeline.parts)
-            if halves := self._end_of_dense_steps(one.pipeline, num_steps):
-                one.take(*halves)
-                connections.connect_scaler(self.precision, one.pipeline, modules.part_of)
+            self._go_over(one, min(part.num_steps for part in one.pipeline.parts))
         return output
+
+    def _go_over(self, module: Any, num_steps: float) -> None:
+        """Goes over to local steps once `dense_steps` steps were made; see `PipelineStrategy`."""
+        if halves := self._end_of_dense_steps(module.pipeline, num_steps):
+            module.take(*halves)
+            connections.connect_scaler(self.precision, module.pipeline, modules.part_of)
 
     @override
     def clip_gradients_norm(
@@ -355,9 +359,10 @@ class DearFabricStrategy(base.PipelineStrategy, DDPStrategy):
         if any(isinstance(one, (DearModule, Optimizer)) for one in state.values()):
             state = dict(state)
             stamp(state)
-        for name, one in state.items():
-            _outer_of(one).show_anchor()
-            _outer_of(one).save(state, name)
+        for name, one in [*state.items()]:
+            if isinstance(one, DearModule):
+                one.outer.show_anchor()
+                self._local.save(one.outer, state, None, name)
         with base.meanwhile(self, _is_saving=True):
             super().save_checkpoint(path, state, *args, **kwargs)
 
@@ -386,9 +391,11 @@ class DearFabricStrategy(base.PipelineStrategy, DDPStrategy):
             rest = super().load_checkpoint(path, state, *args, **kwargs)
         if state:
             for name, one in state.items() if isinstance(state, dict) else ():
-                remark, _ = _outer_of(one).load(rest, name)
-                if remark:
-                    rank_zero_info(remark)
+                self._local.resumed = own = rest.get(CHECKPOINT_KEY, {})
+                is_trained = isinstance(one, DearModule) and one.pipeline is not None
+                if is_trained and OuterHalf.is_in(own, name):
+                    self._go_over(one, inf)
+                self._local.load(_outer_of(one), self.precision, name)
             rest.pop(CHECKPOINT_KEY, None)
         return rest
 

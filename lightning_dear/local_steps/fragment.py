@@ -1,6 +1,7 @@
 """A fragment: some of the parameters, their anchor, and the exchange that moves the anchor."""
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -81,15 +82,17 @@ class Fragment:
     what has arrived, waits beside the anchor. So only `merge`, which runs after the same step on
     all ranks, changes what other code can see.
 
-        pseudo-gradient g = (anchor - replica) / world size    `send`
-        reduce-scatter: this rank's shard of the sum of g      (meanwhile replicas train on)
+        send (anchor - replica) / world size                   `send`
+        reduce-scatter: this rank's shard of the sum, which
+        is the mean pseudo-gradient                            (meanwhile replicas train on)
         outer optimizer steps this rank's shard                `step`
         all-gather of the stepped shards                       (meanwhile replicas train on)
         anchor <- gathered;
         replica <- (1 - mix) anchor + mix replica              `merge`
 
     If ranks count by samples, the factor is this rank's part of them. Ranks exchange their numbers
-    first, and `launch` sends g once these have arrived.
+    first, and `launch` sends once these have arrived. A shadow is a tensor of the anchor, as a
+    parameter of the outer optimizer.
 
     If a rank's values are not finite when they are sent, all ranks leave this exchange out: anchor,
     outer optimizer and replicas stay as they are.
@@ -219,8 +222,8 @@ class Fragment:
                 alike.
 
         Returns:
-            Whether the rank may go on with its replica: what it has sent is finite, or is not the
-            replica's (`keeps_own`). What is not finite is merged by no rank.
+            Whether the rank may go on with its replica: what it has sent is finite. What is not
+            finite is merged by no rank. Buffers (`keeps_own`) are sent without it.
         """
         self.sent_at, rank = sent_at, self._options.collectives.world.rank
         self._take()
@@ -235,7 +238,15 @@ class Fragment:
         # Besides the notes in `step`, only here the host waits for a device.
         is_finite = bool(largest.isfinite().all())
         for one in () if is_finite else gradients:
-            one.zero_()
+            # Buffers may stay as they are for good. Then no later exchange would be merged.
+            one.nan_to_num_(0.0, 0.0, 0.0) if self.keeps_own else one.zero_()
+        if self.keeps_own and not is_finite:
+            warnings.warn(
+                f"Buffers of rank {rank} are not finite, among '{self.names[0]}' and"
+                f" {len(self.names) - 1} more. The anchor keeps its own values in their place.",
+                stacklevel=2,
+            )
+            is_finite = True
         self._bad.ask = partial(int, 0 if is_finite else min(rank, 254) + 1)
         # Now, and not in `launch`: until then other ranks may have made another number of steps.
         self._notes.say()
@@ -246,7 +257,7 @@ class Fragment:
             weights.weigh(samples)
             self.round.launch_weights()
         self.launch()
-        return is_finite or self.keeps_own
+        return is_finite
 
     def launch(self, *, blocks: bool = False) -> None:
         """Launches the messages of `send`, once an exchange.

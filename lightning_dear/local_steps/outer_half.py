@@ -34,7 +34,7 @@ class OuterHalf:
 
     The inner half is a `Pipeline` on one rank. The caller calls `after_step` after each call of an
     optimizer's step, also one that a GradScaler skips, and `show_replica` before anything trains.
-    Without parts there are no local steps, and no method does anything.
+    Made without arguments it does nothing: there are no local steps.
 
     Args:
         parts: One for each optimizer.
@@ -293,13 +293,22 @@ class OuterHalf:
             " of its own. LocalSteps(local_state=False) leaves it out."
         )
 
-    def load(self, checkpoint: Mapping[str, Any], model: str = "") -> tuple[str, Mapping[str, Any]]:
-        """Takes over what a checkpoint dict has of local steps. Collective. Blocks.
+    @staticmethod
+    def is_in(saved: Mapping[str, Any], model: str) -> bool:
+        """Whether this package's part of a checkpoint has what `save` has put there."""
+        return _OUTER + model in saved
+
+    def load(self, saved: Mapping[str, Any], model: str = "") -> tuple[str, Mapping[str, Any]]:
+        """Takes over what a checkpoint has of local steps. Collective. Blocks.
 
         The module must hold its weights, and inner optimizers its states. If it has local state
         that fits, each rank goes on from its own replica, and from the exchanges that were under
         way. If not, all ranks begin at the anchor, with the outer optimizers' state. That is found
         by names of parameters, so that fragments may be others. What is missing stays as it is.
+
+        Args:
+            saved: What the checkpoint has under `CHECKPOINT_KEY`.
+            model: Name of the model, if the checkpoint has several.
 
         Returns:
             Sentence for the user, or "", and what `save` got as `of_rank`, or nothing.
@@ -307,11 +316,10 @@ class OuterHalf:
         Raises:
             ValueError: If the saved outer optimizer is of another class, see `check_class`.
         """
-        saved = checkpoint.get(CHECKPOINT_KEY, {})
         for part in self._parts:
             for fragment in part.fragments if part.take_masters() else ():
                 fragment.take_replica()
-        if not self._parts or _OUTER + model not in saved:
+        if not self._parts or not self.is_in(saved, model):
             return "", {}
         check_class(self._outer, saved[_OUTER + model], ", the outer optimizer")
         for fragment in self.fragments:
@@ -340,7 +348,10 @@ class OuterHalf:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Makes the module's values the anchor, equal on all ranks, and counts anew. Local."""
+        """Copies the module's values into the anchor, and counts steps from 0. Local.
+
+        All ranks must have equal values: nothing is sent.
+        """
         for part in self._parts:
             part.begin()
             part.is_finished = True

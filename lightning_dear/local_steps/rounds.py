@@ -138,10 +138,14 @@ class OptimizerRounds:
         """
         self._held = parameters_of(self.optimizer)
         fragments = self.shared.steps.fragments or self.schedule.fragments
+        if isinstance(fragments, int):
+            # Modules may have gone since the schedule was made. Then the last fragments are empty.
+            fragments = min(fragments, num_modules(self._module, self._held))
         notes = lambda outer: [StepsDigest(self), OptionsDigest(self, outer)]  # noqa: E731
-        for turn, named in enumerate(cut(self._module, self._held, fragments)):
-            kept = [one for one in self.groups[turn] if one.keeps_own]
-            if named:
+        pieces = cut(self._module, self._held, fragments)
+        for turn, group in enumerate(self.groups):
+            kept = [one for one in group if one.keeps_own]
+            if named := pieces[turn] if turn < len(pieces) else {}:
                 first = {name: anchor.get(name, value) for name, value in named.items()}
                 replica, number = partial(self._replica, named), self._number + turn
                 kept.insert(0, Fragment(replica, first, self.shared, number, notes))
@@ -191,7 +195,7 @@ class OptimizerRounds:
         """Sentence for the user if the fit has too few rounds for the outer momentum, or ""."""
         own = (one for one in self.fragments if not one.keeps_own)
         momentum = next(own).stepper.optimizer.param_groups[0].get("momentum", 0.0)
-        num_rounds = num_steps / self.schedule.every
+        num_rounds = (num_steps - self.shared.steps.dense_steps) / self.schedule.every
         least = 5 / (1 - momentum) if 0 < momentum < 1 else 0.0
         if not 0 < num_rounds < least:
             return ""
@@ -249,7 +253,9 @@ class OptimizerRounds:
         return [self.count, *(one - self._weights.total for one in self._totals)]
 
     def begin(self, progress: Sequence[float] = (0, 0)) -> None:
-        """Makes the module's values the anchor, equal on all ranks, and counts anew. Local.
+        """Copies the module's values into the anchor, and counts steps anew. Local.
+
+        All ranks must have equal values: nothing is sent.
 
         Args:
             progress: `progress` from which to count on, perhaps of another training.
@@ -262,9 +268,9 @@ class OptimizerRounds:
             fragment.take_replica()
 
     def publish(self) -> None:
-        """Rounds masters to 16-bit parameters, and tells autograd that parameters changed.
+        """Makes the module, autograd and processes that share its memory see written values.
 
-        Memory that other processes read gets the new values, too.
+        Masters are rounded to 16-bit parameters.
         """
         if active := self.part.plans.active:
             for bucket in active.flat.buckets:
@@ -334,9 +340,8 @@ class OptimizerRounds:
             self.shared.signal.hear([fragment.stop.heard])
         if rank is not None:
             log.warning(
-                "An exchange is left out, since %s of rank %d were not finite: of '%s' and %d"
+                "An exchange is left out, since weights of rank %d were not finite: of '%s' and %d"
                 " more, step %d.",
-                "buffers" if fragment.keeps_own else "weights",
                 rank,
                 fragment.names[0],
                 len(fragment.names) - 1,

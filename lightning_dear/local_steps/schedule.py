@@ -24,7 +24,8 @@ class LocalSteps:
     """Options of local steps: how long ranks train alone, and what they exchange then.
 
     A round has `every` steps, in which each fragment is sent once and merged once. The interval
-    between two merges is I = `every` / number of fragments. See `Schedule` for the law.
+    between two merges is I = `every` / number of fragments. `Schedule` says after which step each
+    fragment is sent and merged.
 
     Args:
         every: Steps of a round, H. 1 means that each step exchanges all parameters.
@@ -33,14 +34,14 @@ class LocalSteps:
             and for which the model has enough modules.
         delay: Steps from sending a fragment to merging it, from 0 to `every` - 1. Messages travel
             meanwhile. None means half of the interval, rounded down.
-        mix: Share of a replica's own values that it keeps in a merge, from 0 to 1. None means
+        mix: A merge sets replica = `mix` * replica + (1 - `mix`) * anchor. From 0 to 1. None means
             `delay` / `every`, at most 0.5: the share of a round that the replica has trained since
             it was sent.
         outer: Function that makes the outer optimizer of a fragment from a list of parameters. The
             optimizer must be element-wise. None means SGD with learning rate 1 and Nesterov
             momentum 0.5, or without momentum if `every` is 8 or less.
-        dense_steps: Number of steps at the start of a fit that exchange gradients in each step, as
-            without local steps.
+        dense_steps: Number of first steps of a training that exchange gradients, as without local
+            steps. A Trainer counts its `global_step`, which adds up the steps of all optimizers.
         local_state: Whether checkpoint folders (`save_distributed_checkpoint=True`) also have what
             each rank has of its own: its replica, inner optimizer state, loss scale, buffers, and
             what is under way. Resuming on as many ranks is then bit for bit. False means that all
@@ -119,7 +120,8 @@ class LocalSteps:
         if isinstance(number, Sequence):
             number = len(number)
         elif number is None:
-            number = next(n for n in (4, 3, 2, 1) if self.every % n == 0 and n <= num_modules)
+            fitting = (n for n in (4, 3, 2) if self.every % n == 0 and n <= num_modules)
+            number = next(fitting, 1)
         elif number > num_modules:
             raise ValueError(
                 f"LocalSteps(fragments={number}) is more than the {num_modules} modules that own"
@@ -171,7 +173,9 @@ before it has gone there and back."""
 
 
 def hiding(measured: Sequence[tuple[float, float]], num_modules: int) -> LocalSteps | None:
-    """Returns the shortest round whose messages hide behind computing. Pure.
+    """Returns the shortest round whose messages take no longer than computing. Pure.
+
+    Its number of steps is a power of two.
 
     A step that exchanges gradients sends as much as a round does, and its messages take at most the
     whole step. So they hide in a round whose steps, of computing alone on the fastest rank, take

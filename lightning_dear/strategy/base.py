@@ -166,7 +166,7 @@ class PipelineStrategy(ABC):
         module: Module,
         optimizers: Sequence[Optimizer],
         collectives: Collectives,
-        num_steps: int = 0,
+        num_steps: float = 0,
         **own: Any,
     ) -> tuple[Pipeline, OuterHalf]:
         """Returns a pipeline with this strategy's options, and its outer half. Collective. Blocks.
@@ -189,7 +189,7 @@ class PipelineStrategy(ABC):
         return pipeline, OuterHalf.of(pipeline, *how, averages_buffers=averages)
 
     def _end_of_dense_steps(
-        self, dense: Pipeline, num_steps: int
+        self, dense: Pipeline, num_steps: float
     ) -> tuple[Pipeline, OuterHalf] | None:
         """Goes over to local steps once `dense_steps` steps were made. Then collective, and blocks.
 

@@ -270,7 +270,7 @@ class DearStrategy(PipelineStrategy, strategies.DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        local.say_how_local(self._outer, self._trainer)
+        local.say_how_local(self._outer, self._local.steps, self._trainer)
         if self._stop is not None:
             self._stop.take_ctrl_c()
 
@@ -280,7 +280,7 @@ class DearStrategy(PipelineStrategy, strategies.DDPStrategy):
         # Not in `training_step`, which runs within the optimizer's step.
         if halves := self._end_of_dense_steps(self.pipeline_of(), self._trainer.global_step):
             self._take(*halves)
-            local.say_how_local(self._outer, self._trainer)
+            local.say_how_local(self._outer, self._local.steps, self._trainer)
         if batch_idx == 0:
             self.pipeline_of().training.buffers.asks = True
 
@@ -356,7 +356,7 @@ class DearStrategy(PipelineStrategy, strategies.DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self._local.resumed = {files.CHECKPOINT_KEY: checkpoint.get(files.CHECKPOINT_KEY, {})}
+        self._local.resumed = checkpoint.get(files.CHECKPOINT_KEY, {})
         self._local.load(self._outer, self.precision_plugin)
 
     @override

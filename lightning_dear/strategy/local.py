@@ -14,7 +14,7 @@ from lightning_dear.checkpoint.files import CHECKPOINT_KEY
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.local_steps import LocalSteps, OuterHalf, hiding, num_modules
-from lightning_dear.planning import FusionPlanner, SearchingPlanner
+from lightning_dear.planning import FixedPlan, FusionPlanner, SearchingPlanner
 
 _NUM_TIMED = 8
 """Steps that local_steps="auto" measures. The first two, in which plans are made, do not count."""
@@ -41,41 +41,43 @@ class LocalStepsOption:
     """
 
     def __init__(self, option: int | str | LocalSteps | None) -> None:
-        is_number = isinstance(option, int) and not isinstance(option, bool)
-        if not is_number and option not in (None, "auto") and not isinstance(option, LocalSteps):
+        self._is_auto = self._searches = option == "auto"
+        self._has_said = False
+        if isinstance(option, int):
+            option = LocalSteps(every=option)
+        elif isinstance(option, str) and option == "auto":
+            option = LocalSteps(dense_steps=_NUM_TIMED)
+        elif option is not None and not isinstance(option, LocalSteps):
             kind = ValueError if isinstance(option, str) else TypeError
             raise kind(
                 f"local_steps must be a number, 'auto', LocalSteps(...) or None, got {option!r}."
             )
-        if isinstance(option, int) and option < 1:
-            raise ValueError(f"local_steps={option} must be 1 or more. None exchanges each step.")
-        self._is_auto = self._searches = option == "auto"
-        self._has_said = False
-        first = LocalSteps(dense_steps=_NUM_TIMED) if isinstance(option, str) else option
-        self.steps = LocalSteps(every=first) if isinstance(first, int) else first
+        self.steps = option
         self.resumed: Mapping[str, Any] = {}
         # Of each timed step: when it ended, and the seconds that this rank waited in it.
         self._timed: list[tuple[float, float]] = []
-        self._seen = -1
+        self._seen: float = -1
 
-    def is_due(self, dense: Pipeline, num_steps: int) -> bool:
+    def is_due(self, dense: Pipeline, num_steps: float) -> bool:
         """Whether steps that exchange gradients are over. To be called between two steps.
 
         Collective, and blocks, at the end of the steps that "auto" measures.
 
         Args:
             dense: Pipeline over all ranks.
-            num_steps: Number of steps so far.
+            num_steps: Number of steps so far. `inf` means that local steps have begun before.
         """
         # Batches whose gradients accumulate make no step.
         if self._searches and num_steps != self._seen:
             self._seen = num_steps
             self._search(dense)
         is_alone = dense.collectives.world.size == 1
-        return not is_alone and self.steps is not None and num_steps >= self.steps.dense_steps
+        if is_alone or self._searches or self.steps is None:
+            return False
+        return num_steps >= self.steps.dense_steps
 
     def _search(self, dense: Pipeline) -> None:
-        saved = self.resumed.get(CHECKPOINT_KEY, {}).get(_FOUND)
+        saved = self.resumed.get(_FOUND)
         statistics = dense.training.instruments.statistics
         self._timed.append((time.monotonic(), 0.0 if statistics is None else statistics.exposed_s))
         if saved is None and len(self._timed) <= _NUM_TIMED:
@@ -97,7 +99,7 @@ class LocalStepsOption:
     def _how(self) -> list[tuple[str, Any]]:
         return [(name, getattr(self.steps, name)) for name in ("every", "fragments", "delay")]
 
-    def load(self, outer: OuterHalf, precision: Precision) -> None:
+    def load(self, outer: OuterHalf, precision: Precision, model: str = "") -> None:
         """Goes on from `resumed` once local steps are on, and forgets it. Collective. Blocks.
 
         Tells the user on rank 0 if that is not bit for bit.
@@ -105,10 +107,11 @@ class LocalStepsOption:
         Args:
             outer: The outer half. Without local steps nothing is done.
             precision: The precision plug-in. Mutated: gets the loss scale that this rank had.
+            model: Name of the model, if the checkpoint has several.
         """
         if not outer.is_on:
             return
-        remark, own = outer.load(self.resumed)
+        remark, own = outer.load(self.resumed, model)
         if remark:
             rank_zero_info(remark)
         if own.get("precision"):
@@ -116,7 +119,11 @@ class LocalStepsOption:
         self.resumed = {}
 
     def save(
-        self, outer: OuterHalf, checkpoint: dict[str, Any], precision: Precision | None
+        self,
+        outer: OuterHalf,
+        checkpoint: dict[str, Any],
+        precision: Precision | None,
+        model: str = "",
     ) -> None:
         """Puts the outer half, and what "auto" has found, into a checkpoint. Collective. Blocks.
 
@@ -125,9 +132,10 @@ class LocalStepsOption:
             checkpoint: Lightning's checkpoint dict. Mutated.
             precision: For a folder the precision plug-in, whose loss scale differs by rank. None
                 means an ordinary file.
+            model: Name of the model, if the checkpoint has several.
         """
         of_rank = None if precision is None else {"precision": precision.state_dict()}
-        remark = outer.save(checkpoint, of_rank=of_rank)
+        remark = outer.save(checkpoint, model, of_rank)
         # Once in a fit: folders are alike.
         if remark and not self._has_said:
             rank_zero_info(remark)
@@ -151,8 +159,8 @@ def check_local_steps(
     """
     codec = options.compressor
     why = {
-        option_of(fusion): isinstance(fusion, SearchingPlanner)
-        and "it measures steps in which gradients travel. Use fusion='threshold'",
+        option_of(fusion): isinstance(fusion, SearchingPlanner | FixedPlan)
+        and "it plans steps in which gradients travel. Use fusion='threshold'",
         "gather='gradients'": given["gather"] == "gradients"
         and "the anchor is gathered, and any optimizer steps whole tensors. Leave it out",
         "decouple=False": not options.decouple and "the anchor is reduce-scattered. Leave it out",
@@ -174,29 +182,36 @@ def check_local_steps(
             raise ValueError(f"local_steps does not work with {option}: {reason}.")
 
 
-def say_how_local(outer: OuterHalf, trainer: Any) -> None:
-    """Tells the user on rank 0 what local steps do, and warns of too few rounds in a fit.
+def say_how_local(outer: OuterHalf, steps: LocalSteps | None, trainer: Any) -> None:
+    """Tells the user on rank 0 what local steps do, and warns of too few of them in a fit.
 
     Args:
-        outer: Outer half. Without local steps nothing is said.
-        trainer: The trainer, when a fit begins.
+        outer: Outer half. Without local steps only a fit that has dense steps alone is named.
+        steps: Options of local steps. None means that there are none.
+        trainer: The trainer, when a fit or its local steps begin.
     """
+    num_steps = trainer.estimated_stepping_batches
+    if steps is not None and 0 < num_steps <= steps.dense_steps and trainer.world_size > 1:
+        rank_zero_warn(
+            f"This fit has {num_steps} steps, and local steps begin after {steps.dense_steps}: none"
+            " is local. Train longer, lower dense_steps, or leave local_steps out."
+        )
     if not outer.is_on:
         return
-    for remark, warning in outer.remarks(trainer.estimated_stepping_batches):
+    for remark, warning in outer.remarks(num_steps):
         rank_zero_info(remark)
         if warning:
             rank_zero_warn(warning)
 
 
 _BEHIND_STEPS = ("on_train_batch_end", "on_validation_start", "on_train_epoch_end")
-"""Hooks that Lightning calls behind the last step of a fit, and in which checkpoints are saved."""
+"""Hooks that Lightning calls after the last step of a fit, and in which checkpoints are saved."""
 
 
 def before_hook(outer: OuterHalf, trainer: Any, hook: str) -> None:
     """Puts into the module what a hook of a fit is to see. Collective, blocks, where a fit ends.
 
-    Behind the last step ranks exchange all that is left, so that the last validation and the last
+    After the last step ranks exchange all that is left, so that the last validation and the last
     checkpoint have the weights of the end. Where a callback ends the fit, they do so only before
     `on_train_end`.
 
@@ -211,7 +226,7 @@ def before_hook(outer: OuterHalf, trainer: Any, hook: str) -> None:
     is_last_batch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
     is_over = is_last_batch and most not in (None, -1) and most <= epoch + 1
     is_over |= 0 <= trainer.max_steps <= trainer.global_step
-    # A resumed fit begins with the batch that was the last one.
+    # A resumed fit still has `is_last_batch` of the checkpoint when it begins.
     is_behind = hook in _BEHIND_STEPS and not trainer.sanity_checking
     if hook == "on_train_end" or (is_over and is_behind):
         outer.finish()

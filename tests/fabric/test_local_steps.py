@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from lightning_dear.fabric.module import finish_at_exit
+from lightning_dear.local_steps import LocalSteps
 from tests.distributed.harness import distributed
 from tests.fabric.running import dear, new_fabric
 from tests.lightning.fitting import assert_ranks_agree
@@ -22,10 +24,13 @@ from tests.lightning.test_local_steps import batch_of, new_net, reference_of, st
 class Training:
     """A model that `fabric.setup` returned."""
 
-    def __init__(self, **options: Any) -> None:
-        self.fabric = new_fabric(dear(local_steps=steps(fragments=None, **options)))
+    def __init__(self, local_steps: Any = None, *, differs: bool = False, **options: Any) -> None:
+        how = local_steps or steps(fragments=None, **options)
+        self.fabric = new_fabric(dear(local_steps=how))
         self.strategy: Any = self.fabric.strategy
         self.raw = new_net()
+        for parameter in self.raw.parameters() if differs and dist.get_rank() else ():
+            nn.init.ones_(parameter)
         optimizer = AdamW(self.raw.parameters(), lr=0.01)
         self.model, self.optimizer = self.fabric.setup(self.raw, optimizer)
 
@@ -56,9 +61,11 @@ def output_of(weights: dict[str, Tensor]) -> Tensor:
     return found
 
 
+@pytest.mark.parametrize("differs", [False, True])
 @distributed(world_sizes=(2, 3))
-def test_evaluation_and_the_end_have_the_anchor() -> None:
-    training = Training()
+def test_evaluation_and_the_end_have_the_anchor(differs: bool) -> None:
+    """Also if only rank 0 has loaded weights: all ranks begin with them."""
+    training = Training(differs=differs)
     training.run(range(6))
     with torch.no_grad():
         outputs = [training.model(batch_of(0, 77))]
@@ -162,3 +169,32 @@ def test_dense_steps_come_first() -> None:
     assert not torch.equal(everyone[0], everyone[1])
     training.strategy.finish_local_steps()
     assert_ranks_agree([[*training.weights.values()]])
+
+
+@pytest.mark.parametrize("local_steps", [None, "auto"])
+@distributed(world_sizes=(2,))
+def test_a_file_of_local_steps_goes_on_without_dense_steps(
+    local_steps: str | None, tmp_path: Path
+) -> None:
+    found = LocalSteps(every=4, fragments=2, delay=1)
+    with mock.patch("lightning_dear.strategy.local.hiding", return_value=found):
+        training = Training(local_steps, dense_steps=4)
+        training.run(range(16))
+    path = training.fabric.broadcast(tmp_path) / "file.ckpt"
+    training.fabric.save(path, {"model": training.model, "optimizer": training.optimizer})
+    training.fabric.barrier()
+    saved = torch.load(path, weights_only=False)
+    other = Training(local_steps, dense_steps=4)
+    other.fabric.load(path, {"model": other.model, "optimizer": other.optimizer})
+    (module,) = other.strategy._trained
+    assert module.outer.is_on
+    states = {name: own for one in module.outer.fragments for name, own in one.state().items()}
+    theirs = saved["lightning_dear"]["outer_optimizermodel"]
+    assert states.keys() == theirs.keys() - {"optimizer_class"}
+    for name, own in states.items() if dist.get_rank() == 0 and local_steps is None else ():
+        assert torch.equal(own["momentum_buffer"], theirs[name]["momentum_buffer"])
+    for name, value in other.weights.items():
+        assert torch.equal(value, saved["model"][name])
+    other.run(range(16, 19))
+    other.strategy.finish_local_steps()
+    assert_ranks_agree([[*other.weights.values()]])

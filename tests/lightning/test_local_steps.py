@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -221,8 +222,10 @@ class Masked(Module):
             self.register_buffer("running", torch.zeros(3))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.spoils:
+            self.running[2] += 1 + self.global_rank
         if self.spoils and self.global_rank == 1:
-            self.running.fill_(float("nan"))
+            self.running[:2] = float("nan")
         elif hasattr(self, "running") and not self.spoils:
             self.running.add_(self.global_rank)
         return super().training_step(batch, batch_idx)
@@ -248,7 +251,8 @@ def test_buffers_that_are_not_finite_do_not_stop_replicas() -> None:
         fit(dear(local_steps=steps()), module, 11)
         ends.append([one.detach().clone() for one in module.net.parameters()])
     assert all(map(torch.equal, *ends))
-    assert torch.equal(module.running, torch.zeros(3))
+    # The mean of 1 and 2 in each of 11 steps.
+    assert torch.equal(module.running, torch.tensor([0, 0, 16.5]))
 
 
 @distributed(world_sizes=(2,))
@@ -318,3 +322,30 @@ def test_a_second_fit_gets_other_groups() -> None:
         module = Module()
         fit(dear(local_steps=steps()), module, 5, Looks())
         assert same_on_all_ranks(weights(module))
+
+
+@distributed(world_sizes=(2,))
+def test_an_optimizer_may_come_to_have_fewer_modules_than_fragments() -> None:
+    class Shrinks(Module):
+        def on_train_batch_start(self, batch: Any, index: int) -> None:
+            if index == 5:
+                self.trainer.optimizers[0].param_groups.pop()
+
+        def configure_optimizers(self) -> Any:
+            groups = [{"params": self.net[:2].parameters()}, {"params": self.net[2:].parameters()}]
+            return AdamW(groups, lr=0.01)
+
+    module = Shrinks()
+    fit(dear(local_steps=LocalSteps(every=4)), module, 13)
+    assert same_on_all_ranks(weights(module))
+
+
+@pytest.mark.parametrize(("dense_steps", "warned"), [(3, 0), (4, 1)])
+@distributed(world_sizes=(2,))
+def test_a_fit_without_a_local_step_is_told(dense_steps: int, warned: int) -> None:
+    how = dear(local_steps=LocalSteps(every=1, dense_steps=dense_steps))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit(how, Module(), 4, max_steps=4)
+    said = [one for one in found if "none is local" in str(one.message)]
+    assert len(said) == (warned if dist.get_rank() == 0 else 0)

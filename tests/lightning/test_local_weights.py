@@ -17,6 +17,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import override
 
+from lightning_dear.planning import FixedPlan
 from tests.distributed.harness import distributed
 from tests.lightning.fitting import dear, new_trainer
 from tests.lightning.test_local_steps import (
@@ -246,6 +247,11 @@ def test_a_weight_that_is_no_number_is_named(rank: int) -> None:
         assert "-1" in own
     else:
         assert own != "nothing", said
+
+
+def test_a_plan_of_the_whole_model_is_refused() -> None:
+    said = raised(lambda: dear(local_steps=8, fusion=FixedPlan("plan.json")))
+    assert "it plans steps in which gradients travel. Use fusion='threshold'" in said
 
 
 def test_measured_shares_are_refused() -> None:

@@ -117,8 +117,15 @@ LOCAL_STEPS = [
     Mutation(
         "buffers that are not finite, apart from replicas",
         "Fragment.send",
-        "is_finite or self.keeps_own",
-        "is_finite",
+        "            is_finite = True\n",
+        "            pass\n",
+        (f"{FITS}::test_buffers_that_are_not_finite_do_not_stop_replicas",),
+    ),
+    Mutation(
+        "finite buffers of a rank that has others",
+        "Fragment.send",
+        "one.nan_to_num_(0.0, 0.0, 0.0) if self.keeps_own else one.zero_()",
+        "one.zero_()",
         (f"{FITS}::test_buffers_that_are_not_finite_do_not_stop_replicas",),
     ),
     Mutation(

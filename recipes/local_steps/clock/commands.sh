@@ -2,15 +2,15 @@
 pip install 'opentelemetry-api>=1.39' 'opentelemetry-sdk>=1.39' 'opentelemetry-exporter-otlp-proto-http>=1.39'
 pip install --no-deps torchft==0.2.0
 
-# entry NAME STEPS STRATEGY H DELAY [OVERRIDES [OUTER]]: a training with H local steps.
+# entry NAME STEPS STRATEGY H DELAY [OVERRIDES [OUTER [MIX]]]: a training with H local steps.
 entry() {
   echo "{name: $1, trainer.max_steps: $2, strategy: $3, strategy.local_steps: {_target_: lightning_dear.local_steps.LocalSteps,\
- every: $4, fragments: 4, delay: $5${7:+, outer: $7}}${6:+, $6}}"
+ every: $4, fragments: 4, delay: $5, mix: ${8:-0.5}${7:+, outer: $7}}${6:+, $6}}"
 }
 int8='strategy.compressor: int8'
 published='{_target_: torch.optim.SGD, _partial_: true, lr: 0.7, momentum: 0.9, nesterov: true}'
 
-gpt() { python -m lightning_dear.apps.converge experiment=converge_local_steps '~buckets.layer-wise' seeds=[1,2] "$@"; }
+gpt() { python -m lightning_dear.apps.converge experiment=converge_local_steps '~buckets.layer-wise' model.net.std=0.02 seeds=[1,2] "$@"; }
 digits() {
   python -m lightning_dear.apps.converge experiment=converge_digits '~buckets.layer-wise' data.batch_size=16 tuning_seeds=[] \
     reference_lr_factors=[1] lr_factors=[1] dense_shares=[0] "$@"

@@ -94,9 +94,7 @@ REFUSED = (
     _option(
         "gather", "gradients", "the anchor is gathered", "leave it out: any optimizer may be inside"
     ),
-    _option(
-        "fusion", "mgwfbp", "it measures steps in which gradients travel", "`fusion='threshold'`"
-    ),
+    _option("fusion", "mgwfbp", "it plans steps in which gradients travel", "`fusion='threshold'`"),
     _option("reduce_dtype", "fp32", "messages are in fp32", "leave it out"),
     refused(
         name="local_steps with split='auto'",
