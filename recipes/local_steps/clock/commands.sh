@@ -27,7 +27,8 @@ $(entry 'int8 16 momentum 0' 336 dear 16 4 "$int8" '{_target_: torch.optim.SGD, 
 $(entry 'int8 8 delay 3' 272 dear 8 3 "$int8"),$(entry 'int8 8' 288 dear 8 6 "$int8"),\
 $(entry 'int8 16 published' 320 dear 16 4 "$int8" "$published"),$(entry 'int8 16 published 304' 304 dear 16 4 "$int8" "$published"),\
 $(entry 'none 32 published' 352 dear 32 7 '' "$published"),$(entry 'none 32 published 336' 336 dear 32 7 '' "$published"),\
-$(entry 'none 16 published' 320 dear 16 3 '' "$published"),$(entry 'none 64 published' 416 dear 64 15 '' "$published"),$(entry 'none 64 published 384' 384 dear 64 15 '' "$published")]"
+$(entry 'none 16 published' 320 dear 16 3 '' "$published"),$(entry 'none 64 published' 416 dear 64 15 '' "$published"),$(entry 'none 64 published 384' 384 dear 64 15 '' "$published"),\
+$(entry 'int8 32 mix 0.125' 352 dear 32 4 "$int8" '' 0.125),$(entry 'int8 16 mix 0.25' 320 dear 16 4 "$int8" '' 0.25)]"
 digits cluster.devices=4 seeds=[1,2,3] hydra.run.dir=outputs/steps_digits entries="[{name: ddp, strategy: ddp, trainer.max_steps: 45},\
 $(entry 'int8 8' 64 dear 8 3 "$int8"),$(entry 'int8 16' 80 dear 16 3 "$int8"),$(entry 'int8 16 delay 6' 80 dear 16 6 "$int8"),$(entry 'int8 32' 96 dear 32 4 "$int8")]"
 
@@ -41,6 +42,7 @@ wire_gpt() {
 wire_digits() { digits "${link[@]}" +model.net.network=lightning_dear.workloads.nets.ResNet seeds=[1,2] entries="[$1]"; }
 wire_gpt '{name: ddp 192, strategy: ddp, trainer.max_steps: 192}' # 35 minutes
 wire_gpt "$(entry 'int8 16 published' 320 dear 16 4 "$int8" "$published")"
+wire_gpt "$(entry 'int8 16' 320 dear 16 4 "$int8" '' 0.25)" # on an Intel Xeon
 wire_gpt "$(entry 'int8 32' 352 dear 32 4 "$int8")"
 wire_gpt "$(entry 'torchft 32 published' 352 torchft 32 7 '' "$published")"
 wire_gpt "$(entry 'torchft 64 published' 416 torchft 64 15 '' "$published")"
