@@ -61,11 +61,10 @@ def output_of(weights: dict[str, Tensor]) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("differs", [False, True])
 @distributed(world_sizes=(2, 3))
-def test_evaluation_and_the_end_have_the_anchor(differs: bool) -> None:
+def test_evaluation_and_the_end_have_the_anchor() -> None:
     """Also if only rank 0 has loaded weights: all ranks begin with them."""
-    training = Training(differs=differs)
+    training = Training(differs=True)
     training.run(range(6))
     with torch.no_grad():
         outputs = [training.model(batch_of(0, 77))]
@@ -171,7 +170,7 @@ def test_dense_steps_come_first() -> None:
     assert_ranks_agree([[*training.weights.values()]])
 
 
-@pytest.mark.parametrize("local_steps", [None, "auto"])
+@pytest.mark.parametrize("local_steps", [None, pytest.param("auto", marks=pytest.mark.slow)])
 @distributed(world_sizes=(2,))
 def test_a_file_of_local_steps_goes_on_without_dense_steps(
     local_steps: str | None, tmp_path: Path

@@ -16,6 +16,27 @@ BITS = f"{LAW}::test_bits_of_the_reference"
 
 LOCAL_STEPS = [
     Mutation(
+        "rank 0's weights, of which Fabric's anchor is made",
+        "DearFabricStrategy.setup_module_and_optimizers",
+        "        _sync(module, self.world_size)\n",
+        "",
+        (f"{FABRIC}::test_evaluation_and_the_end_have_the_anchor",),
+    ),
+    Mutation(
+        "local steps of a file under Fabric, without dense steps",
+        "DearFabricStrategy.load_checkpoint",
+        "self._go_over(one, inf)",
+        "pass",
+        (f"{FABRIC}::test_a_file_of_local_steps_goes_on_without_dense_steps",),
+    ),
+    Mutation(
+        "fragments that have come to have no module",
+        "OptimizerRounds._cut",
+        "min(fragments, num_modules(self._module, self._held))",
+        "fragments",
+        (f"{FITS}::test_an_optimizer_may_come_to_have_fewer_modules_than_fragments",),
+    ),
+    Mutation(
         "an exchange that would be sent before the first step",
         "Schedule.merged_after",
         "if step > self.delay else None",
