@@ -359,7 +359,7 @@ class DearFabricStrategy(base.PipelineStrategy, DDPStrategy):
         if any(isinstance(one, (DearModule, Optimizer)) for one in state.values()):
             state = dict(state)
             stamp(state)
-        for name, one in [*state.items()]:
+        for name, one in state.items():
             if isinstance(one, DearModule):
                 one.outer.show_anchor()
                 self._local.save(one.outer, state, None, name)
@@ -391,11 +391,12 @@ class DearFabricStrategy(base.PipelineStrategy, DDPStrategy):
             rest = super().load_checkpoint(path, state, *args, **kwargs)
         if state:
             for name, one in state.items() if isinstance(state, dict) else ():
-                self._local.resumed = own = rest.get(CHECKPOINT_KEY, {})
-                is_trained = isinstance(one, DearModule) and one.pipeline is not None
-                if is_trained and OuterHalf.is_in(own, name):
-                    self._go_over(one, inf)
-                self._local.load(_outer_of(one), self.precision, name)
+                if isinstance(one, DearModule) and one.pipeline is not None:
+                    self._local.resumed = own = rest.get(CHECKPOINT_KEY, {})
+                    if OuterHalf.is_in(own, name):
+                        self._go_over(one, inf)
+                    self._local.load(one.outer, self.precision, name)
+            self._local.resumed = {}
             rest.pop(CHECKPOINT_KEY, None)
         return rest
 

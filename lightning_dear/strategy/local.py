@@ -45,7 +45,7 @@ class LocalStepsOption:
         self._has_said = False
         if isinstance(option, int):
             option = LocalSteps(every=option)
-        elif isinstance(option, str) and option == "auto":
+        elif self._is_auto:
             option = LocalSteps(dense_steps=_NUM_TIMED)
         elif option is not None and not isinstance(option, LocalSteps):
             kind = ValueError if isinstance(option, str) else TypeError
@@ -186,18 +186,18 @@ def say_how_local(outer: OuterHalf, steps: LocalSteps | None, trainer: Any) -> N
     """Tells the user on rank 0 what local steps do, and warns of too few of them in a fit.
 
     Args:
-        outer: Outer half. Without local steps only a fit that has dense steps alone is named.
-        steps: Options of local steps. None means that there are none.
+        outer: Outer half. It is off in dense steps.
+        steps: Options of local steps. None means that nothing is said.
         trainer: The trainer, when a fit or its local steps begin.
     """
+    if steps is None or trainer.world_size == 1:
+        return
     num_steps = trainer.estimated_stepping_batches
-    if steps is not None and 0 < num_steps <= steps.dense_steps and trainer.world_size > 1:
+    if 0 < num_steps <= steps.dense_steps:
         rank_zero_warn(
             f"This fit has {num_steps} steps, and local steps begin after {steps.dense_steps}: none"
             " is local. Train longer, lower dense_steps, or leave local_steps out."
         )
-    if not outer.is_on:
-        return
     for remark, warning in outer.remarks(num_steps):
         rank_zero_info(remark)
         if warning:
