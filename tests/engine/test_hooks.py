@@ -305,7 +305,8 @@ def test_torch_keeps_hooks_where_they_are_looked_for() -> None:
     assert not parameter._post_accumulate_grad_hooks
     optimizer = torch.optim.SGD([parameter])
     common = register_optimizer_step_pre_hook(lambda *_: None)
-    assert list(common.hooks_dict_ref()) == [common.id]
+    # Trainings of other tests, in the same process, may have left hooks.
+    assert [*common.hooks_dict_ref()][-1] == common.id
     own = optimizer.register_step_pre_hook(lambda *_: None)
     assert list(optimizer._optimizer_step_pre_hooks) == [own.id]
     assert own.hooks_dict_ref() is optimizer._optimizer_step_pre_hooks

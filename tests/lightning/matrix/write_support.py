@@ -6,9 +6,20 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
+from typing import TypeVar
 
-from tests.lightning.matrix.rows import SUM_ORDER, THREE_RANKS, Apart, Different, Feature, Uncaught
+from tests.lightning.matrix.rows import (
+    SUM_ORDER,
+    THREE_RANKS,
+    Apart,
+    Different,
+    Feature,
+    Refused,
+    Uncaught,
+)
 from tests.lightning.matrix.table import DIFFERENT, FEATURES, REFUSED, UNCAUGHT
+
+Row = TypeVar("Row", Feature, Refused)
 
 BETWEEN_NAMES = "; "
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "support.md"
@@ -77,7 +88,7 @@ def _merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [(BETWEEN_NAMES.join(names), *cells) for names, cells in merged]
 
 
-def _sections(rows: Iterable[Feature]) -> Iterator[tuple[str, Iterable[Feature]]]:
+def _sections(rows: Iterable[Row]) -> Iterator[tuple[str, Iterable[Row]]]:
     return groupby(rows, key=attrgetter("section"))
 
 
