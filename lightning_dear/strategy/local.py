@@ -20,7 +20,7 @@ _NUM_TIMED = 8
 """Steps that local_steps="auto" measures. The first two, in which plans are made, do not count."""
 
 _FOUND = "local_steps"
-"""Key, under `CHECKPOINT_KEY`, of the options that local_steps="auto" has found."""
+"""Key, under `CHECKPOINT_KEY`, of the rounds that local_steps="auto" goes on with."""
 
 
 class LocalStepsOption:
@@ -41,11 +41,11 @@ class LocalStepsOption:
     """
 
     def __init__(self, option: int | str | LocalSteps | None) -> None:
-        self._is_auto = self._searches = option == "auto"
+        self._searches = option == "auto"
         self._has_said = False
         if isinstance(option, int):
             option = LocalSteps(every=option)
-        elif self._is_auto:
+        elif self._searches:
             option = LocalSteps(dense_steps=_NUM_TIMED)
         elif option is not None and not isinstance(option, LocalSteps):
             kind = ValueError if isinstance(option, str) else TypeError
@@ -125,7 +125,7 @@ class LocalStepsOption:
         precision: Precision | None,
         model: str = "",
     ) -> None:
-        """Puts the outer half, and what "auto" has found, into a checkpoint. Collective. Blocks.
+        """Puts the outer half, and what rounds it has, into a checkpoint. Collective. Blocks.
 
         Args:
             outer: The outer half.
@@ -140,7 +140,7 @@ class LocalStepsOption:
         if remark and not self._has_said:
             rank_zero_info(remark)
         self._has_said |= bool(remark)
-        if self._is_auto and not self._searches and self.steps is not None:
+        if not self._searches and self.steps is not None:
             checkpoint[CHECKPOINT_KEY][_FOUND] = dict(self._how())
 
 

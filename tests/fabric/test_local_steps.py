@@ -170,10 +170,13 @@ def test_dense_steps_come_first() -> None:
     assert_ranks_agree([[*training.weights.values()]])
 
 
-@pytest.mark.parametrize("local_steps", [None, pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("local_steps", "then"),
+    [(None, None), (None, "auto"), pytest.param("auto", "auto", marks=pytest.mark.slow)],
+)
 @distributed(world_sizes=(2,))
 def test_a_file_of_local_steps_goes_on_without_dense_steps(
-    local_steps: str | None, tmp_path: Path
+    local_steps: str | None, then: str | None, tmp_path: Path
 ) -> None:
     found = LocalSteps(every=4, fragments=2, delay=1)
     with mock.patch("lightning_dear.strategy.local.hiding", return_value=found):
@@ -183,7 +186,7 @@ def test_a_file_of_local_steps_goes_on_without_dense_steps(
     training.fabric.save(path, {"model": training.model, "optimizer": training.optimizer})
     training.fabric.barrier()
     saved = torch.load(path, weights_only=False)
-    other = Training(local_steps, dense_steps=4)
+    other = Training(then, dense_steps=4)
     other.fabric.load(path, {"model": other.model, "optimizer": other.optimizer})
     (module,) = other.strategy._trained
     assert module.outer.is_on
