@@ -105,7 +105,10 @@ def test_fabric_learns_and_saves(folder: Path) -> None:
     assert (folder / "fabric.ckpt").is_file()
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["as it is", "with options"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(0, id="as it is"), pytest.param(1, id="with options", marks=pytest.mark.slow)],
+)
 def test_a_hydra_application_learns(folder: Path, number: int) -> None:
     command = documented("hydra_app.py", "python")[number]
     (said,) = ended([start([sys.executable, *command], folder)])
@@ -116,7 +119,11 @@ def test_a_hydra_application_learns(folder: Path, number: int) -> None:
     assert ("compression.Int8" in config.read_text()) == bool(number)
 
 
-@pytest.mark.parametrize("options", ON_TWO_HOSTS, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [ON_TWO_HOSTS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in ON_TWO_HOSTS[1:])],
+    ids=str,
+)
 def test_two_hosts_meet(folder: Path, options: list[str]) -> None:
     """As two agents of torchrun, which for want of hosts share this one."""
     commands = documented("torchrun.py", "torchrun")

@@ -39,13 +39,16 @@ sharded.MAX_RUN_NUMEL = 1 << 11
 def dear(**options: Any) -> DearStrategy:
     """Ours, with several buckets even for the small models and tensors split between them."""
     options.setdefault("fusion", ThresholdFusion(bucket_cap_mb=0.02, first_bucket_cap_mb=0.005))
-    return DearStrategy(timeout=TIMEOUT, **options)
+    return DearStrategy(**{"timeout": TIMEOUT, **options})
 
 
 def ddp(**options: Any) -> DDPStrategy:
     """The one to compare with."""
     return DDPStrategy(timeout=TIMEOUT, **options)
 
+
+SHORT = timedelta(seconds=5)
+"""A timeout where one rank fails and lives on, so that others wait for all of it."""
 
 STRATEGIES = {"ddp": ddp, "dear": dear}
 

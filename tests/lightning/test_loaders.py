@@ -282,7 +282,7 @@ def _resumes(folder: Path, make: Callable[..., Any], options: dict[str, Any]) ->
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [Positioned, SizedPositioned])
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "max_epochs": 6}])
 def test_a_loader_goes_on_behind_the_batch_that_was_trained(

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_dear.planning import FixedPlan
 from tests.distributed.harness import distributed
-from tests.lightning.fitting import dear, new_trainer
+from tests.lightning.fitting import SHORT, dear, new_trainer
 from tests.lightning.test_local_steps import (
     FRAGMENTS,
     NESTEROV,
@@ -238,7 +238,7 @@ def test_a_weight_that_is_no_number_is_named(rank: int) -> None:
 
     said: Sequence[Any] = [None, None]
     try:
-        fit(weighed(), Bad())
+        fit(dear(local_steps=steps(), weights="samples", timeout=SHORT), Bad())
         own = "nothing"
     except Exception as error:
         own = str(error)

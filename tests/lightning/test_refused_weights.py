@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_dear.compression import Signum
 from tests.distributed.harness import distributed
-from tests.lightning.fitting import dear
+from tests.lightning.fitting import SHORT, dear
 from tests.lightning.test_weights import (
     ByHand,
     Case,
@@ -313,7 +313,7 @@ def test_two_optimizers_share_the_weights_of_a_batch() -> None:
 def test_a_rank_that_leaves_out_a_weight_raises() -> None:
     words = "no weight. Call strategy.weigh" if dist.get_rank() else "Rank 1|rank 1"
     with pytest.raises(RuntimeError, match=words):
-        fit(module := LeavesOut(Case(steady)), module.case)
+        fit(module := LeavesOut(Case(steady, strategy={"timeout": SHORT})), module.case)
 
 
 @distributed(world_sizes=[1])

@@ -202,7 +202,8 @@ def test_no_simpler_plan_is_predicted_to_be_faster(
         others += [replace(one, uncompressed=tuple(range(len(one.buckets)))) for one in others]
     search = MergeCompHeuristicFusion()
     others.append(search.best_plan(StepModel(tensors, size, times, link, codecs)))
-    assert step_s(found) <= min(map(step_s, others))
+    # Equal plans may be added up in another order.
+    assert step_s(found) <= min(map(step_s, others)) * (1 + 1e-12)
 
 
 def test_what_is_cheap_to_send_and_dear_to_encode_stays_uncompressed() -> None:
