@@ -112,12 +112,10 @@ def block_tiles(
     elements, nbytes = num_blocks * block_size, num_blocks * block_size * bits // 8
     if num_blocks:
         shape = (len(rows), num_blocks)
-        blocks = (
-            rows[:, :elements].view(*shape, block_size),
-            values[:, :nbytes].view(*shape, block_size * bits // 8),
-        )
+        blocks = rows[:, :elements].view(*shape, block_size)
+        coded = values[:, :nbytes].view(*shape, block_size * bits // 8)
         whole = (each[:, :num_blocks] for each in statistics)
-        yield from tiles(*blocks, *whole, num_scratch=num_scratch)
+        yield from tiles(blocks, coded, *whole, num_scratch=num_scratch)
     if short:
         ends = rows[:, None, elements:], values[:, None, nbytes:]
         last = (each[:, num_blocks:] for each in statistics)

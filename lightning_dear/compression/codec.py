@@ -164,9 +164,8 @@ class Compressor(ABC):
     def _check_name(self, what: str, names: Sequence[str]) -> None:
         """Raises a ValueError if the value of the attribute `what` is not among `names`."""
         if (value := getattr(self, what)) not in names:
-            raise ValueError(
-                f"Unknown {what} {value!r} of {self.name}; valid names: {', '.join(names)}."
-            )
+            valid = ", ".join(names)
+            raise ValueError(f"Unknown {what} {value!r} of {self.name}; valid names: {valid}.")
 
     def _check_value(self, what: str, wanted: str, *, is_valid: bool) -> None:
         """Raises a ValueError unless `is_valid`: the option `what` must be what `wanted` says."""

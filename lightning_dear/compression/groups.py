@@ -40,9 +40,7 @@ def split(compressors: Mapping[str, Compressor | None]) -> tuple[Compressor | No
             f" such as {{'vectors': 'none', '*': 'int8'}}; got {[*compressors]}."
         )
     groups: list[tuple[str, Codec]] = []
-    for pattern, one in compressors.items():
-        if pattern == OTHERS:
-            continue
+    for pattern, one in [*compressors.items()][:-1]:
         if one is not None and not isinstance(one, Codec):
             raise ValueError(
                 f"{one.name} cannot compress only some parameters ({pattern!r}). Choose another for"
@@ -90,11 +88,9 @@ def unused_group(groups: Groups, tensors: Iterable[tuple[str, int]]) -> str | No
         pattern is `VECTORS` or `OTHERS`.
     """
     tensors = list(tensors)
+    used = {_match(groups, *one) for one in tensors}
     for number, (pattern, _) in enumerate(groups):
-        so_far = groups[: number + 1]
-        if pattern not in (VECTORS, OTHERS) and not any(
-            _match(so_far, *one) == number for one in tensors
-        ):
+        if pattern not in (VECTORS, OTHERS) and number not in used:
             examples = f" Names are such as {tensors[0][0]!r}." if tensors else ""
             return (
                 f"compressor={{{pattern!r}: ...}} is used for no parameter: no name matches it, or"

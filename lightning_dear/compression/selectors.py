@@ -51,7 +51,11 @@ def exact(rows: Tensor, k: int) -> Tensor:
     have more than `TILE_ELEMENTS` elements.
     """
     if rows.is_cpu and rows.shape[1] > TILE_ELEMENTS:
-        return _exact_in_blocks(rows, k)
+        # A threshold leaves out most values before `topk` sorts the others. It is so low that fewer
+        # than k are found very rarely (five standard deviations). Then the whole row is sorted.
+        places = all_above(rows[0], float(sampled_floor(rows, k, num_deviations=5.0)))
+        if len(places) >= k:
+            return places[rows[0, places].abs().topk(k, sorted=False).indices][None]
     return rows.abs().topk(k, sorted=False).indices
 
 
@@ -150,19 +154,6 @@ def sampled_floor(rows: Tensor, k: int, num_deviations: float = 0.0) -> Tensor:
     return torch.where(is_shared, threshold, threshold.nextafter(torch.zeros_like(threshold)))
 
 
-def _exact_in_blocks(row: Tensor, k: int) -> Tensor:
-    """Returns the places of the k largest |x| of one row on a CPU, [1, k] int64.
-
-    A threshold leaves out most values before `topk` sorts the others.
-    """
-    # The threshold is so low that fewer than k values are found very rarely (five standard
-    # deviations). Then the whole row is sorted.
-    places = all_above(row[0], float(sampled_floor(row, k, num_deviations=5.0)))
-    if len(places) < k:
-        return row.abs().topk(k, sorted=False).indices
-    return places[row[0, places].abs().topk(k, sorted=False).indices][None]
-
-
 def all_above(values: Tensor, floor: float, at_least: int | None = None) -> Tensor:
     """Returns the places of values with |x| > floor, and of nan, ascending. For a CPU only.
 
@@ -203,8 +194,7 @@ def _scratch_for(block: Any) -> tuple[Any, Any]:
     """
     kept: dict[Any, tuple[Any, Any]] = _kept.__dict__
     if block.dtype.name not in kept:
-        numel = TILE_ELEMENTS
-        kept[block.dtype.name] = np.empty(numel, block.dtype), np.empty(numel, dtype=bool)
+        kept[block.dtype.name] = np.empty(TILE_ELEMENTS, block.dtype), np.empty(TILE_ELEMENTS, bool)
     return kept[block.dtype.name]
 
 

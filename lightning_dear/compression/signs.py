@@ -232,9 +232,8 @@ class RunningMean(error_feedback.Memory):
         before, mean = self._latest("running_mean", rows), self._next("running_mean", rows)
         torch.mul(before, decay, out=mean)
         gradients = rows if scale is None else rows.div_(scale)
-        rows.copy_(mean.add_(gradients, alpha=1 - self.decay))
-        if scale is not None:
-            rows.mul_(scale)
+        mean.add_(gradients, alpha=1 - self.decay)
+        rows.copy_(mean) if scale is None else torch.mul(mean, scale, out=rows)
         self._has_pending = True
 
 

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dear.collectives.work import Collectives
-from lightning_dear.planning import LinkCost
-from lightning_dear.planning.measured import sent_bytes
+from lightning_dear.planning.measured import LinkCost, sent_bytes
 from lightning_dear.telemetry.clock import clock_of
 from lightning_dear.tuning.host_path import network_s
 from lightning_dear.tuning.link_cost import measure_collectives
@@ -137,10 +136,7 @@ def link_rows(cost: LinkCost, pairs: Sequence[Pair], hosts: Sequence[int]) -> Ro
     what = "pairs" if 2 * len(pairs) == len(hosts) * (len(hosts) - 1) else "neighbouring pairs"
     return [
         ("latency of an exchange among all ranks", f"{cost.alpha_s * 1e6:.0f} us"),
-        (
-            "longest round trip between two ranks",
-            f"{max(pair.round_trip_s for pair in pairs) * 1e3:.1f} ms",
-        ),
+        ("longest round trip between two ranks", milli(max(pair.round_trip_s for pair in pairs))),
         ("rate of each rank while all send", _rate_of(cost)),
         ("rate of each rank in the backend's all-reduces", _rate_of(cost.all_reduce or cost)),
         *((f"slowest pair {kind}", _slowest(some, what)) for kind, some in kinds.items() if some),
@@ -160,3 +156,8 @@ def _rate_of(cost: LinkCost) -> str:
 
 def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e6:.2f} MB/s"
+
+
+def milli(seconds: float) -> str:
+    """Returns a duration in milliseconds, for people."""
+    return f"{seconds * 1e3:.1f} ms"

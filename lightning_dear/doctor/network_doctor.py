@@ -9,22 +9,18 @@ from typing import Any, NamedTuple, TypeVar
 import fsspec  # type: ignore[import-untyped]
 import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch import Callback, LightningModule, Trainer, strategies
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch import nn, optim
 from typing_extensions import override
 
 from lightning_dear import private_names
 from lightning_dear.callbacks.guards import gradient_readers
-from lightning_dear.collectives.factory import temporary_collectives
-from lightning_dear.collectives.store import from_all_ranks
+from lightning_dear.collectives import factory, store
 from lightning_dear.doctor.links import Pair, measure_links
 from lightning_dear.doctor.prescription import Case, Findings, measured_devices
 from lightning_dear.doctor.step_watch import DearWatch, StepTimes, StepWatch
-from lightning_dear.planning import LinkCost
-from lightning_dear.planning.measured import combined_times
+from lightning_dear.planning.measured import LinkCost, combined_times
 from lightning_dear.strategy import DearStrategy
 from lightning_dear.studies.device_costs import AS_GOOD, Device
 
@@ -69,10 +65,8 @@ class NetworkDoctor(Callback):
     """
 
     def __init__(self, step: int = 20, dirpath: str | None = None) -> None:
-        if step < _FIRST_STEP + 3:
-            raise ValueError(
-                f"step={step} of NetworkDoctor is too early. Set {_FIRST_STEP + 3} or more."
-            )
+        if step < (least := _FIRST_STEP + 3):
+            raise ValueError(f"step={step} of NetworkDoctor is too early. Set {least} or more.")
         self.step, self.dirpath = step, dirpath
         self._num_seen = 0
         self._watch: StepWatch | DearWatch | None = None
@@ -85,7 +79,7 @@ class NetworkDoctor(Callback):
 
     @override
     def on_before_zero_grad(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: optim.Optimizer
     ) -> None:
         if self._has_ended:
             return
@@ -115,8 +109,7 @@ class NetworkDoctor(Callback):
         elif problem := _problem(trainer):
             self._end(f"NetworkDoctor measures nothing: {problem}")
         else:
-            ranks = range(trainer.world_size)
-            self._keys = [f"dear_doctor/{self.step}/{rank}" for rank in ranks]
+            self._keys = [f"dear_doctor/{self.step}/{rank}" for rank in range(trainer.world_size)]
             _store().set(self._keys[trainer.global_rank], "1")
             rank_zero_info(
                 f"NetworkDoctor watches steps {_FIRST_STEP} to {self.step}, and then measures links"
@@ -185,16 +178,14 @@ class NetworkDoctor(Callback):
         node = trainer.node_rank, trainer.local_rank
 
         def measure() -> tuple[LinkCost, list[Pair], Sequence[int]]:
-            with temporary_collectives(device, _TIMEOUT, node=node) as made:
+            with factory.temporary_collectives(device, _TIMEOUT, node=node) as made:
                 group = {"group": made.object_group, "budget_s": _BUDGET_S}
                 return *measure_links(made, device, nbytes, **group), made.world.hosts
 
         links = _agreed("the links", measure)
         speeds = _agreed("encoding", lambda: measured_devices(device))
-        slowest = {
-            name: min((one[name] for one in speeds), key=lambda one: one.bytes_per_s)
-            for name in speeds[0]
-        }
+        each = {name: [one[name] for one in speeds] for name in speeds[0]}
+        slowest = {name: min(some, key=lambda one: one.bytes_per_s) for name, some in each.items()}
         return Links(links[0][0], [pair for one in links for pair in one[1]], links[0][2], slowest)
 
     def _tell(self, trainer: Trainer, findings: Findings) -> None:
@@ -232,7 +223,7 @@ def _agreed(what: str, measure: Callable[[], T]) -> list[T]:
         own, problem = measure(), None
     except Exception as error:
         problem = f"rank {dist.get_rank()} could not measure {what} ({error!r})"
-    told = from_all_ranks((own, problem))
+    told = store.from_all_ranks((own, problem))
     if problems := [one for _, one in told if one is not None]:
         raise RuntimeError(problems[0])
     return [one for one, _ in told]
@@ -241,17 +232,17 @@ def _agreed(what: str, measure: Callable[[], T]) -> list[T]:
 def _problem(trainer: Trainer) -> str | None:
     """Returns why this training is not examined. None means that it is."""
     strategy: Any = trainer.strategy
-    if not isinstance(strategy, DDPStrategy):
+    if not isinstance(strategy, strategies.DDPStrategy):
         return f"{type(strategy).__name__} is neither DDP nor strategy='dear'."
     if trainer.world_size == 1:
         return "one rank sends nothing."
     if len(trainer.optimizers) != 1:
         return "the model has several optimizers."
-    if isinstance(trainer.optimizers[0], LBFGS):
+    if isinstance(trainer.optimizers[0], optim.LBFGS):
         return "LBFGS computes several gradients a step."
     if not isinstance(strategy, DearStrategy):
         # DeepSpeed's and XLA's strategies are subclasses.
-        is_ddp = isinstance(strategy.model, DistributedDataParallel)
+        is_ddp = isinstance(strategy.model, nn.parallel.DistributedDataParallel)
         return None if is_ddp else f"{type(strategy).__name__} is neither DDP nor strategy='dear'."
     if strategy.pipeline_of().collectives.world.size == 1:
         return "with local_steps ranks meet once a round."
@@ -269,11 +260,10 @@ def _findings(
     trainer: Trainer, watch: StepWatch | DearWatch, told: Sequence[StepTimes], links: Links | None
 ) -> Findings:
     """Returns what to print. Local, on rank 0."""
+    unmeasured = Findings(told, None, (), ())
     if links is None:
-        return Findings(told, None, (), ())
+        return unmeasured
     times = combined_times([one.times for one in told], max)
-    batch_s = max(one.step_s for one in told) / told[0].num_batches
-    rest_s = Findings(told, None, (), ()).numbers["rest_s"]
     readers = gradient_readers((*trainer.callbacks, trainer.lightning_module))  # type: ignore[attr-defined]
     case = Case(
         watch.tensors(times),
@@ -282,10 +272,10 @@ def _findings(
         links.cost,
         trainer.world_size,
         links.devices,
-        rest_s=rest_s,
+        rest_s=unmeasured.numbers["rest_s"],
         is_gloo=_is_gloo(),
         running=_running(trainer.strategy),
-        batch_s=batch_s,
+        batch_s=max(one.step_s for one in told) / told[0].num_batches,
         hooks=[f"{name}.{hook}" for hook, names in readers.items() for name in names],
         # Gradients that were shown are gathered once more after clipping.
         num_hook_gathers=bool(readers) + bool(readers and trainer.gradient_clip_val),

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_dear import compression, planning
-from lightning_dear.compression import Codec
-from lightning_dear.doctor.links import Pair, link_rows
+from lightning_dear.doctor.links import Pair, link_rows, milli
 from lightning_dear.doctor.step_watch import StepTimes
 from lightning_dear.planning import LinkCost, ModelTimes, TensorSpec
 from lightning_dear.planning.predict import KNOWN_ERROR
@@ -122,9 +121,8 @@ class Case:
     @cached_property
     def network(self) -> Network:
         """The network: each rank counts as a node, since measured costs include shared links."""
-        ours, theirs = (
-            Link(one.alpha_s, one.beta_s) for one in (self.cost, self.cost.all_reduce or self.cost)
-        )
+        costs = self.cost, self.cost.all_reduce or self.cost
+        ours, theirs = (Link(one.alpha_s, one.beta_s) for one in costs)
         one_hop = Network(ours, self.world_size, algorithm="pairwise", all_reduce=theirs)
         return replace(one_hop, has_reduce_scatter=not self.is_gloo)
 
@@ -136,16 +134,11 @@ class Case:
     @cached_property
     def cases(self) -> dict[str, ranking.Pair]:
         """Name -> strategy and workload to predict."""
-        large = replace(
-            strategies.STRATEGIES["ddp"],
-            build=strategies.planned(_LARGE_BUCKETS.plan, Schedule(is_ddp=True), all_reduces=True),
-            overrides="strategy=ddp strategy.bucket_cap_mb=100",
-        )
-        known, plain = strategies.STRATEGIES, self.workload
-        encoded = {
-            name: compressed(plain, name, device, self.world_size)
-            for name, device in self.devices.items()
-        }
+        known, plain, size = strategies.STRATEGIES, self.workload, self.world_size
+        build = strategies.planned(_LARGE_BUCKETS.plan, Schedule(is_ddp=True), all_reduces=True)
+        overrides = "strategy=ddp strategy.bucket_cap_mb=100"
+        large = replace(known["ddp"], build=build, overrides=overrides)
+        encoded = {name: compressed(plain, name, one, size) for name, one in self.devices.items()}
         return {
             "ddp": (known["ddp"], plain),
             "ddp, large buckets": (large, plain),
@@ -235,11 +228,8 @@ class Case:
         # Rows leave out what hooks cost.
         running = None if self.pays_for_hooks else self.running
         others = [one for one in self.options if one.name != running]
-        now = [
-            one._replace(name=f"{one.name} (now)", batch_s=self.now_s)
-            for one in self.options
-            if one.name == running
-        ]
+        own = [one for one in self.options if one.name == running]
+        now = [one._replace(name=f"{one.name} (now)", batch_s=self.now_s) for one in own]
         rows = [
             [one.name, f"{one.batch_s * 1e3:.1f}", f"{self.now_s / one.batch_s:.2f}", one.price]
             for one in sorted(others + now, key=lambda one: one.batch_s)
@@ -290,10 +280,7 @@ class Case:
 
 def measured_devices(device: torch.device) -> dict[str, Device]:
     """Return for each of `AS_GOOD` the speed with which this rank encodes. Local. Blocks."""
-    made: Any = {name: compression.resolve_compressor(name) for name in AS_GOOD}
-    return {
-        name: measured_device(one, device) for name, one in made.items() if isinstance(one, Codec)
-    }
+    return {name: measured_device(compression.CODECS[name](), device) for name in AS_GOOD}
 
 
 # --- the screen -----------------------------------------------------------------------------------
@@ -322,12 +309,11 @@ class Findings:
         slowest = max(self.told, key=lambda one: one.computing_s)
         waits_s = [one.exposed_s for one in self.told]
         known_s = slowest.computing_s + min(waits_s)
-        late_s = max(waits_s) - min(waits_s)
         return {
             "step_s": step_s,
             "computing_s": slowest.computing_s,
             "messages_s": min(waits_s),
-            "late_rank_s": late_s,
+            "late_rank_s": max(waits_s) - min(waits_s),
             "rest_s": max(step_s - known_s, 0.0),
         }
 
@@ -362,17 +348,13 @@ class Findings:
         is_loading = now["rest_s"] > _LOADING_SHARE * now["step_s"]
         hint = " (the loader? Try a larger num_workers)" if is_loading else ""
         lines = [
-            f"NetworkDoctor: a step takes {_milli(now['step_s'])} on {len(self.told)} ranks:"
-            f" computing {_milli(now['computing_s'])}, waiting for messages"
-            f" {_milli(now['messages_s'])}, for the latest rank {_milli(now['late_rank_s'])}"
-            f" ({late}), data and the rest {_milli(now['rest_s'])}{hint}."
+            f"NetworkDoctor: a step takes {milli(now['step_s'])} on {len(self.told)} ranks:"
+            f" computing {milli(now['computing_s'])}, waiting for messages"
+            f" {milli(now['messages_s'])}, for the latest rank {milli(now['late_rank_s'])}"
+            f" ({late}), data and the rest {milli(now['rest_s'])}{hint}."
         ]
         if self.case is None:
             return f"{lines[0]}\nLinks were not measured: that has not been run with NCCL yet."
         links = link_rows(self.case.cost, self.pairs, self.hosts)
         lines += [f"{title}: {value}" for title, value in links]
         return "\n".join([*lines, self.case.verdict(self.share)])
-
-
-def _milli(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"

@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import Callback
 from torch.nn import Module, Parameter
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dear import private_names
 from lightning_dear.engine.active_plan import spec_of
 from lightning_dear.engine.pipeline import Pipeline
-from lightning_dear.planning import TensorSpec
-from lightning_dear.planning.measured import ModelTimes, combined_times
+from lightning_dear.planning import ModelTimes, TensorSpec, measured
 from lightning_dear.strategy import DearStrategy
 from lightning_dear.telemetry.clock import clock_of
 from lightning_dear.telemetry.statistics import median_and_error
@@ -69,7 +67,7 @@ class StepWatch:
         optimizer: Its optimizer.
     """
 
-    def __init__(self, wrapper: Module, module: Module, optimizer: Optimizer) -> None:
+    def __init__(self, wrapper: Module, module: Module, optimizer: torch.optim.Optimizer) -> None:
         self._names = {one: name for name, one in module.named_parameters() if one.requires_grad}
         self.trained = list(self._names)
         self._clock = clock_of(self.trained[0].device)
@@ -133,30 +131,24 @@ class StepWatch:
         self.close()
         marks = [(what, number, self._clock.seconds(mark)) for what, number, mark in self._marks]
         ends = [place for place, (what, *_) in enumerate(marks) if what == _STEPPED]
-        steps = [self._step(marks[a : b + 1]) for a, b in zip(ends, ends[1:], strict=False)]
+        steps = [self._step(marks[begin : end + 1]) for begin, end in pairwise(ends)]
         return middle_of([one for one in steps if one is not None])
 
     def _step(self, marks: Sequence[_Moment]) -> StepTimes | None:
         """Returns the times of one step, whose marks these are, from the step before."""
         turns = [(at, what) for at, (what, *_) in enumerate(marks) if what not in (_USE, _READY)]
         # Where forwards run again in backward (checkpointing), the last end of a backward counts.
-        cuts = [0]
-        for (place, what), (_, after) in pairwise(turns):
-            cuts += [place] if what == _ENDED != after else []
-        batches = [
-            self._batch(marks[begin + 1 : end + 1])
-            for begin, end in zip(cuts, cuts[1:], strict=False)
-        ]
+        ends = (place for (place, what), (_, after) in pairwise(turns) if what == _ENDED != after)
+        cuts = [0, *ends]
+        batches = [self._batch(marks[begin + 1 : end + 1]) for begin, end in pairwise(cuts)]
         found = [one for one in batches if one is not None]
         if not found or len(found) < len(batches):
             return None
         every, exposed_s = [times for times, _ in found], sum(exposed_s for _, exposed_s in found)
-        times = replace(
-            every[-1],
-            forward_s=sum(one.forward_s for one in every) / len(every),
-            backward_s=sum(one.backward_s for one in every) / len(every),
-            step_s=marks[-1][2] - marks[cuts[-1]][2],
-        )
+        forward_s = sum(one.forward_s for one in every) / len(every)
+        backward_s = sum(one.backward_s for one in every) / len(every)
+        step_s = marks[-1][2] - marks[cuts[-1]][2]
+        times = replace(every[-1], forward_s=forward_s, backward_s=backward_s, step_s=step_s)
         return StepTimes(times, marks[-1][2] - marks[0][2], exposed_s, 0.0, len(found))
 
     def _batch(self, marks: Sequence[_Moment]) -> tuple[ModelTimes, float] | None:
@@ -270,16 +262,13 @@ class DearWatch:
         """Returns the times. None means that too few steps were seen. Blocks as `StepWatch.end`."""
         if not self._steps:
             return None
-        times = combined_times(self._timing.found, median)
+        times = measured.combined_times(self._timing.found, median)
         moments = [self._clock.seconds(mark) for mark, _ in self._steps]
         # The first of the steps was still watched by the engine's timer.
         waits = [one.exposed_s for _, one in self._steps[2:] if one]
-        lengths = [end - begin for begin, end in zip(moments[1:], moments[2:], strict=False)]
-        steps = [
-            StepTimes(times, one_s, wait_s, 0.0, self._trainer.accumulate_grad_batches)
-            for one_s, wait_s in zip(lengths, waits, strict=False)
-        ]
-        return middle_of(steps)
+        lengths = [end - begin for begin, end in pairwise(moments[1:])]
+        count, pairs = self._trainer.accumulate_grad_batches, zip(lengths, waits, strict=False)
+        return middle_of([StepTimes(times, one_s, wait_s, 0.0, count) for one_s, wait_s in pairs])
 
 
 def _places(times_s: Mapping[int, float]) -> dict[int, int]:
@@ -300,6 +289,5 @@ def middle_of(steps: Sequence[StepTimes]) -> StepTimes | None:
     exposed_s, exposed_error_s = median_and_error([one.exposed_s for one in steps])
     _, computing_error_s = median_and_error([one.computing_s for one in steps])
     error_s = max(exposed_error_s, computing_error_s)
-    times = combined_times([one.times for one in steps], median)
-    step_s = median(one.step_s for one in steps)
-    return StepTimes(times, step_s, exposed_s, error_s, most)
+    times = measured.combined_times([one.times for one in steps], median)
+    return StepTimes(times, median(one.step_s for one in steps), exposed_s, error_s, most)

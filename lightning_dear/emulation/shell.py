@@ -70,9 +70,7 @@ def run(argv: Sequence[str]) -> str:
     """
     command = " ".join(argv)
     try:
-        done = subprocess.run(
-            argv, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False
-        )
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
     except FileNotFoundError:
         raise EmulationUnavailable(f"`{command}`: {argv[0]} is missing. Install it") from None
     except subprocess.TimeoutExpired:

@@ -225,15 +225,14 @@ class BucketPlan:
         Args:
             tensors: Tensors that the plan was made for.
         """
+        slices = [bucket.slices for bucket in self.buckets]
+        buckets = [[[part.tensor, part.start, part.stop] for part in parts] for parts in slices]
         return {
             "version": FORMAT_VERSION,
             "name": self.name,
             "world_size": self.world_size,
             "tensors": [[t.index, t.name, t.numel, t.itemsize] for t in tensors],
-            "buckets": [
-                [[part.tensor, part.start, part.stop] for part in bucket.slices]
-                for bucket in self.buckets
-            ],
+            "buckets": buckets,
             **{order: list(getattr(self, order)) for order in _ORDERS},
         }
 
@@ -263,10 +262,8 @@ class BucketPlan:
         matched = _matched(data["tensors"], tensors)
         if unknown := {part[0] for parts in data["buckets"] for part in parts} - matched.keys():
             raise ValueError(f"Tensor {min(unknown)} of a bucket must be in the plan's tensors.")
-        buckets = tuple(
-            bucket_of([(matched[index], *span) for index, *span in parts], world_size)
-            for parts in data["buckets"]
-        )
+        ranges = [[(matched[index], *span) for index, *span in parts] for parts in data["buckets"]]
+        buckets = tuple(bucket_of(own, world_size) for own in ranges)
         if data.get("early"):
             warnings.warn(
                 f"The plan gathers {len(data['early'])} buckets during backward. That gained too"

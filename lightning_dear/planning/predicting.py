@@ -251,10 +251,8 @@ class MergeCompFusion(search.PredictingPlanner):
         returned. Without a codec, steps that differ by up to 0.2 % count as equally fast.
         """
         courses = programme.courses_of(model, self.max_pieces)
-        chosen: list[list[_Group]] = [
-            [(group, False) for group in programme.members_of(course.pieces, [len(course.pieces)])]
-            for course in courses
-        ]
+        whole = [programme.members_of(course.pieces, [len(course.pieces)]) for course in courses]
+        chosen: list[list[_Group]] = [[(group, False) for group in groups] for groups in whole]
         for family, course in enumerate(courses):
             plans: dict[BucketPlan, list[_Group]] = {}
             before = chosen[family]

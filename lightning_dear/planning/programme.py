@@ -273,14 +273,11 @@ class Course:
         size = len(self.pieces)
         left = self._cost_s(self._least, end, size) if end < size else (0.0,) * 6
         encode_s, reduce_s, sum_s, publish_s, gather_s, decode_s = left
-        reduced_s = np.maximum(
-            self.times.backward_s + rows[:, BEHIND] + (encode_s + sum_s),
-            np.maximum(rows[:, SUMMED] + sum_s, rows[:, FREE] + reduce_s),
-        )
-        passed_s = np.maximum(
-            rows[:, PASSED] + (publish_s + decode_s),
-            np.maximum(rows[:, CLOCK] + publish_s, rows[:, LATE] + gather_s),
-        )
+        summed_s = np.maximum(rows[:, SUMMED] + sum_s, rows[:, FREE] + reduce_s)
+        clock_s = np.maximum(rows[:, CLOCK] + publish_s, rows[:, LATE] + gather_s)
+        behind_s = self.times.backward_s + rows[:, BEHIND] + (encode_s + sum_s)
+        reduced_s = np.maximum(behind_s, summed_s)
+        passed_s = np.maximum(rows[:, PASSED] + (publish_s + decode_s), clock_s)
         return reduced_s + passed_s + self.times.forward_s
 
     def step_s(self, cuts: Sequence[int]) -> float:
@@ -330,10 +327,8 @@ def members_of(pieces: Sequence[Piece], cuts: Iterable[int]) -> list[list[int]]:
         pieces: Pieces that are grouped.
         cuts: For each group, the number of pieces up to its end.
     """
-    return [
-        [index for piece in pieces[begin:end] for index in piece.indices]
-        for begin, end in pairwise([0, *cuts])
-    ]
+    groups = [pieces[begin:end] for begin, end in pairwise([0, *cuts])]
+    return [[index for piece in group for index in piece.indices] for group in groups]
 
 
 class Grouping(NamedTuple):

@@ -359,11 +359,9 @@ class PlannedStep(ABC):
         Args:
             number: Bucket number.
         """
-        return [
-            Wait((ALL_GATHER, number), from_last_step=True),
-            *computed(CODEC, self.costs[number].decode_s),
-            *computed(STEP, self._late_per_byte_s * self.stepped_bytes[number]),
-        ]
+        decoding = computed(CODEC, self.costs[number].decode_s)
+        stepping = computed(STEP, self._late_per_byte_s * self.stepped_bytes[number])
+        return [Wait((ALL_GATHER, number), from_last_step=True), *decoding, *stepping]
 
     def backward(self) -> list[Op]:
         """Returns the operations of backward.

@@ -348,10 +348,7 @@ class BayesianSearch:
             warnings.simplefilter("ignore", ConvergenceWarning)
             process.fit(_column([cap_mb for _, cap_mb, _ in self._measured]), targets)
         expected, spread = process.predict(_column(caps), return_std=True)
-        gains = [
-            _expected_improvement(min(targets) - float(target), float(deviation))
-            for target, deviation in zip(expected, spread, strict=True)
-        ]
+        gains = list(map(_expected_improvement, min(targets) - expected, spread))
         return gains.index(max(gains))
 
 

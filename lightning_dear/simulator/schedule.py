@@ -182,11 +182,10 @@ class _SimulatedStep(PlannedStep):
         """
         network, nbytes = self._network, self._nbytes[number]
         shard = size / network.world_size
-        if kind == steps.ALL_GATHER:
-            return shard, size, 0.0
         way = self.costs[number].way
-        if kind == steps.ALL_REDUCE and way in ("all_gather", "both_halves"):
-            # Every rank's encoded gradients come to every rank, which decodes them.
+        # Every rank's encoded gradients come to every rank, which decodes them.
+        is_decoded = kind == steps.ALL_REDUCE and way in ("all_gather", "both_halves")
+        if kind == steps.ALL_GATHER or is_decoded:
             return shard, size, 0.0
         if kind == steps.ALL_REDUCE:
             return size / 2, size / 2, network.sent_bytes(size / 2)
@@ -289,9 +288,7 @@ def partitioned_program(workload: Workload, network: Network) -> Program:
 
     forward = [(reads_s[one.index], use(one)) for one in tensors]
     backward = [(ready_s[one.index], list(map(Launch, parts(one)))) for one in tensors]
-    ops = [
-        *steps.interleaved(steps.FORWARD, times.forward_s, forward),
-        *steps.interleaved(steps.BACKWARD, times.backward_s, backward),
-        *steps.computed(steps.STEP, workload.fixed_step_s),
-    ]
+    ops = steps.interleaved(steps.FORWARD, times.forward_s, forward)
+    ops += steps.interleaved(steps.BACKWARD, times.backward_s, backward)
+    ops += steps.computed(steps.STEP, workload.fixed_step_s)
     return Program(f"parts of {PARTITION_MB:g} MiB", tuple(ops))

@@ -160,9 +160,8 @@ def linear(workload: Workload, network: Network) -> planning.LinkCost:
         beta_s = (cost_s(large) - cost_s(small)) / sent if sent else 0.0
         return max(cost_s(small) - beta_s * halves * network.sent_bytes(small), 0.0), beta_s
 
-    return planning.LinkCost(
-        *fitted(network.half_s, 1), all_reduce=planning.LinkCost(*fitted(network.all_reduce_s, 2))
-    )
+    all_reduce = planning.LinkCost(*fitted(network.all_reduce_s, 2))
+    return planning.LinkCost(*fitted(network.half_s, 1), all_reduce=all_reduce)
 
 
 def _mgwfbp(workload: Workload, network: Network) -> Program:

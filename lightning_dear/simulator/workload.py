@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final, Literal
 
-from lightning_dear.planning import CodecCosts, ModelTimes, TensorSpec
+from lightning_dear.planning import CodecCosts, ModelTimes, TensorSpec, measured
 from lightning_dear.planning.fusion import MIB, runs_of, use_key
-from lightning_dear.planning.measured import NO_CODEC
 
 BLOCKS: Final = "blocks"
 
@@ -42,7 +41,7 @@ class Workload:
     name: str
     tensors: Sequence[TensorSpec]
     times: ModelTimes
-    codecs: CodecCosts = NO_CODEC
+    codecs: CodecCosts = measured.NO_CODEC
     compressor: str = "none"
     fixed_step_s: float = 0.0
     copies_s: float = 0.0
@@ -58,7 +57,7 @@ class Workload:
     @property
     def uncompressed(self) -> "Workload":
         """The same workload without a compressor."""
-        return replace(self, codecs=NO_CODEC, whole_codecs=None, compressor="none")
+        return replace(self, codecs=measured.NO_CODEC, whole_codecs=None, compressor="none")
 
     def sharded_times(self, world_size: int) -> ModelTimes:
         """Return the times as planners need them: `step_s` is for stepping one rank's shard."""

@@ -193,10 +193,8 @@ class StepProbe(profilers.Profiler):
         first = self._length.num_warm_up_steps
         last = first + len(self.statistics)
         begins_s = np.array(self.begins_s[:: self.batches_per_step])
-        phases_s = [
-            np.reshape(of_batches, (-1, self.batches_per_step)).sum(1)[first:last]
-            for of_batches in (self.forward_s, self.backward_s)
-        ]
+        shape, phases = (-1, self.batches_per_step), (self.forward_s, self.backward_s)
+        phases_s = [np.reshape(of_batches, shape).sum(1)[first:last] for of_batches in phases]
         waits = [[getattr(one, name, math.nan) for name in FIGURES[3:]] for one in self.statistics]
         return np.column_stack([np.diff(begins_s[first : last + 1]), *phases_s, waits])
 

@@ -6,9 +6,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from lightning_dear.studies import plot, report, table
+from lightning_dear.studies import plot, report, summary, table
 from lightning_dear.studies.files import Line, read_lines, write_lines
-from lightning_dear.studies.summary import COMPUTE_ALONE, WORDS
 
 _FIGURES = {
     "compute ms": ("compute_s", ".1f", 1e3),
@@ -49,7 +48,7 @@ def join_parts(folder: Path) -> None:
     """
     parts = sorted(folder.glob("[0-9]*/summary.csv"), key=lambda path: int(path.parent.name))
     for name in ("raw.csv", "blocks.csv", "summary.csv") if parts else ():
-        lines = [line for part in parts for line in read_lines(part.with_name(name), WORDS)]
+        lines = [line for part in parts for line in read_lines(part.with_name(name), summary.WORDS)]
         write_lines(folder / name, lines)
 
 
@@ -112,7 +111,7 @@ def describe(row: Line) -> str:
 def verdicts(rows: Sequence[Line]) -> Iterator[str]:
     """Yield a sentence for each point: the entry that is clearly the fastest, or that none is."""
     for group in _by_point(rows):
-        judged = [row for row in group if row["ratio"] and row["entry"] != COMPUTE_ALONE]
+        judged = [row for row in group if row["ratio"] and row["entry"] != summary.COMPUTE_ALONE]
         if len(judged) < 2:
             continue
         best, first = min(judged, key=itemgetter("ratio")), judged[0]
@@ -134,7 +133,7 @@ def times_as_fast(row: Line, first: str) -> str:
 def said_of(block: Line, rows: Sequence[Line]) -> str:
     """Return a line on a block that has ended: its step time, and the entry's speed-up so far."""
     row, first = next(one for one in rows if one["entry"] == block["entry"]), rows[0]["entry"]
-    is_compared = row["entry"] not in (first, COMPUTE_ALONE) and row["ratio"]
+    is_compared = row["entry"] not in (first, summary.COMPUTE_ALONE) and row["ratio"]
     so_far = f", so far {times_as_fast(row, first)}" if is_compared else ""
     step_ms = block["step_s"] * 1e3
     return f"round {block['round'] + 1}: {row['entry']} {step_ms:.0f} ms a step{so_far}"
@@ -154,7 +153,7 @@ def draw(path: Path, rows: Sequence[Line]) -> None:
 def show_again(folder: Path) -> None:
     """Print the table of a folder, and write it and the picture again; see `report.show`."""
     join_parts(folder)
-    report.show(folder, WORDS, text_of, draw)
+    report.show(folder, summary.WORDS, text_of, draw)
 
 
 def _draw_point(axis: Any, rows: Sequence[Line]) -> None:

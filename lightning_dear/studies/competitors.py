@@ -48,10 +48,7 @@ class Bf16DDPStrategy(DDPStrategy):
 
 
 # DDP compares these annotations with classes, so this file must not make annotations strings.
-def _as_bf16(
-    group: Any,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> futures.Future[Tensor]:
+def _as_bf16(group: Any, bucket: dist.GradBucket) -> futures.Future[Tensor]:  # type: ignore[name-defined]
     """PyTorch's hook under another name: DDP refuses the original name, except on NCCL and XCCL."""
     return bf16_compress_hook(group, bucket)
 

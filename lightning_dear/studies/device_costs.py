@@ -247,9 +247,8 @@ def _sparse(made: SparseAllReduce, device: Device, world_size: int) -> CodecCost
         there_and_back, starts = (2, 2.0 * rounds) if made.is_tree else (1, None)
         wire = Linear(0.0, 4 * there_and_back * _words_per_element(made, world_size) * world_size)
         encode = device.work(8 + (0 if tau else 3 + 2 * _NUDGES), 4 * select)
-        return replace(
-            _GATHERED, encode=encode, decode_sum=adding, reduce_bytes=wire, reduce_starts=starts
-        )
+        gathered = replace(_GATHERED, reduce_bytes=wire, reduce_starts=starts)
+        return replace(gathered, encode=encode, decode_sum=adding)
     half = Linear(0.0, 4 * _words_per_element(made, world_size) * world_size / 2)
     encode, decode_sum = device.work(8, 4 * select), device.work(world_size, 4 * 3 * density)
     encode_shard, decode = device.work(6, 4 * 3.0), device.work(2, 4 * (1 + 3 * density))

@@ -111,10 +111,8 @@ def measure(
     links, cpu_s = with_starts(links, collectives, device, ready_s)
     begin("the backend's own halves")
     sizes = sorted({*_WAITED_BYTES, min(max(nbytes // 4, 1 << 20), 1 << 22)})
-    all_gather, reduce_scatter = (
-        {size: half_times(collectives, device, name, size) for size in sizes}
-        for name in (ALL_GATHER, REDUCE_SCATTER)
-    )
+    all_gather = {one: half_times(collectives, device, ALL_GATHER, one) for one in sizes}
+    reduce_scatter = {one: half_times(collectives, device, REDUCE_SCATTER, one) for one in sizes}
     begin("what DDP takes of a host")
     ddp_s = ddp_seconds(collectives, device, units, list(module.buffers()))
     begin("what FSDP2 takes of a host")

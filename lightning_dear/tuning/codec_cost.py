@@ -81,10 +81,9 @@ def _cost(
     # part of its host's sum: 1 / `together` of a bucket. So the size that was measured, with all
     # elements encoded, stands for a bucket that is `together` times as large.
     of_ranks = [[options.ranks_together(collectives) * size for size in sizes]] * 2
-    encode, decode_sum, encode_shard, decode = (
-        fitted_line(lengths, times_s[place::4])
-        for place, lengths in enumerate((*of_ranks, shards, sizes))
-    )
+    lengths = enumerate((*of_ranks, shards, sizes))
+    lines = (fitted_line(length, times_s[place::4]) for place, length in lengths)
+    encode, decode_sum, encode_shard, decode = lines
     row = fitted_line(shards, [codec.wire_bytes(shard) for shard in shards])
     encode = replace(encode, alpha=encode.alpha + launches_s[0])
     encode_shard = replace(encode_shard, alpha=encode_shard.alpha + launches_s[1])

@@ -191,11 +191,9 @@ class Tuning:
             if self._part.timer.times is not None:
                 own.append(self._part.timer.times)
         everyones = self.pipeline.collectives.all_gather_object(combined_times(own, median))
-        return replace(
-            combined_times(everyones, max),
-            allows_all_reduce=self.pipeline.training.all_reduce_refusal is None,
-            allows_cuts=not self.pipeline.options.is_of_gradients,
-        )
+        times, may_cut = combined_times(everyones, max), not self.pipeline.options.is_of_gradients
+        may_all_reduce = self.pipeline.training.all_reduce_refusal is None
+        return replace(times, allows_all_reduce=may_all_reduce, allows_cuts=may_cut)
 
     def _measure_steps(self) -> Generator[None, None, float]:
         """Returns the median seconds of a step on the slowest rank. Takes `STEPS_PER_TRIAL` steps.

@@ -35,9 +35,8 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, num_heads)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
-        )
+        widen, narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.mlp = nn.Sequential(widen, nn.GELU(approximate="tanh"), narrow)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map (batch, time, width) to the same shape."""
@@ -115,10 +114,8 @@ class ResidualBlock(nn.Module):
         self.norm2 = nn.BatchNorm2d(out_channels)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or in_channels != out_channels:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(in_channels, out_channels, 1, stride, bias=False),
-                nn.BatchNorm2d(out_channels),
-            )
+            conv = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(out_channels))
 
     def forward(self, images: Tensor) -> Tensor:
         """Map (batch, in_channels, h, w) to (batch, out_channels, h / stride, w / stride)."""

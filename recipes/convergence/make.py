@@ -77,8 +77,7 @@ def runs_of(rows: Rows, window_steps: int) -> Runs:
 
 def _run(rows: Rows, window_steps: int) -> Run:
     names = ("step", "time_s", "sent_mb", "train_loss")
-    columns = [np.array([float(row[name]) for row in rows]) for name in names]
-    steps, times_s, sent_mb, losses = columns
+    steps, times_s, sent_mb, losses = (np.array([float(row[one]) for row in rows]) for one in names)
     # All points are equally many steps apart, so the first one's step number is that distance.
     width, rest = divmod(window_steps, int(steps[0]))
     if rest or width < 1:
@@ -99,9 +98,8 @@ def targets_of(model: str, runs: Runs, reference: str, margin: float) -> dict[in
         ValueError: If the reference is missing, or has fewer steps than the window.
     """
     if reference not in runs:
-        raise ValueError(
-            f"{model} has no entry {reference!r}. Set reference to one of {', '.join(runs)}."
-        )
+        valid = ", ".join(runs)
+        raise ValueError(f"{model} has no entry {reference!r}. Set reference to one of {valid}.")
     targets = {seed: float(run.losses[-1]) + margin for seed, run in runs[reference].items()}
     if not np.isfinite(list(targets.values())).all():
         raise ValueError(

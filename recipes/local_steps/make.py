@@ -23,7 +23,7 @@ def make(cfg: DictConfig, siblings: Mapping[str, Sibling]) -> Report:
     """
     rows = best_rows(siblings)
     summary = [row_of(rows, run) for run in rows]
-    return Report(list(_claims(cfg, rows, summary)), summary, _picture(summary))
+    return Report(list(_claims(cfg, summary)), summary, _picture(summary))
 
 
 def best_rows(siblings: Mapping[str, Sibling]) -> dict[Run, Mapping[str, str]]:
@@ -53,11 +53,8 @@ def steps_of_reference(rows: Mapping[Run, Mapping[str, str]], model: str, loss: 
     Between its trainings the loss is linear in the logarithm of steps. With a loss below that of
     the longest training, the result is the number of steps of the longest one.
     """
-    curve = sorted(
-        (steps, loss_of(row))
-        for (of_model, setting, steps), row in rows.items()
-        if (of_model, setting) == (model, REFERENCE)
-    )
+    own = {run[2]: row for run, row in rows.items() if run[:2] == (model, REFERENCE)}
+    curve = sorted((steps, loss_of(row)) for steps, row in own.items())
     steps, losses = np.array(curve, dtype=float).reshape(-1, 2).T
     if not len(losses) or loss > losses[0]:
         return float("nan")
@@ -81,9 +78,7 @@ def row_of(rows: Mapping[Run, Mapping[str, str]], run: Run) -> dict[str, Any]:
     }
 
 
-def _claims(
-    cfg: DictConfig, rows: Mapping[Run, Mapping[str, str]], summary: Rows
-) -> Iterator[Claim]:
+def _claims(cfg: DictConfig, summary: Rows) -> Iterator[Claim]:
     """Yield a claim for each list of trainings in the config: what differs, and the ratios."""
     times = _times_of(summary)
     for what, one in cfg.claims.items():

@@ -216,5 +216,4 @@ def _picture(published: Figures, predicted: Figures) -> Any:
         for one in figures
         if one.is_of(PCIE, GPUS) and one.model in OTHERS and one.compressor != FP32
     }
-    title = f"Scaling factor: published, and predicted from {FITTED}"
-    return grouped_bars(shares, "%", title, 100)
+    return grouped_bars(shares, "%", f"Scaling factor: published, and predicted from {FITTED}", 100)

@@ -60,8 +60,8 @@ DOCTORS = [
     Mutation(
         "the last end of a backward counts",
         "StepWatch._step",
-        "if what == _ENDED != after else",
-        "if what == _ENDED else",
+        "if what == _ENDED != after)",
+        "if what == _ENDED)",
         ("tests/doctor/test_step_watch.py",),
     ),
     Mutation(

@@ -51,10 +51,8 @@ class Comparison:
     def __post_init__(self) -> None:
         """Compose the point's config, describe the point and load the batches."""
         self.cfg = config.at_point(self.setting)
-        self.entries = [
-            replace(one, length=self._whole(one.overrides, one.length))
-            for one in config.entries_of(self.cfg)
-        ]
+        own = config.entries_of(self.cfg)
+        self.entries = [replace(one, length=self._whole(one.overrides, one.length)) for one in own]
         self._usual = BlockLength(self.cfg.warm_up_steps, self.cfg.steps)
         # Ratios are to the first row, so COMPUTE_ALONE, which is no competitor, comes last.
         most = {entry.name: min(entry.rounds, self.cfg.rounds) for entry in self.entries}

@@ -144,8 +144,7 @@ def _finish(cfg: DictConfig, world_size: int, found: tuple[Workload, Costs] | No
         )
     folder = Path(HydraConfig.get().runtime.output_dir)
     choices, (workload, costs) = HydraConfig.get().runtime.choices, found
-    name, compressor = str(choices["model"]), str(choices["compressor"])
-    workload = replace(workload, name=name, compressor=compressor)
+    workload = replace(workload, name=str(choices["model"]), compressor=str(choices["compressor"]))
     saved.save_workload(workload, folder / "model.json")
     (folder / "cluster").mkdir(exist_ok=True)
     cluster = cluster_of(cfg, world_size, costs, len(workload.tensors))

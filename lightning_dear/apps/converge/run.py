@@ -136,9 +136,8 @@ class Study:
         def new_trainer() -> Trainer:
             return build.build_trainer(cfg, build.build_strategy(cfg))
 
-        ending = training.run_training(
-            new_trainer, model, self._datamodule, self.report.progress.step, self._sent_by_a_rank
-        )
+        on_step, sent = self.report.progress.step, self._sent_by_a_rank
+        ending = training.run_training(new_trainer, model, self._datamodule, on_step, sent)
         steps: Tensor = self._strategy.reduce(ending.steps, reduce_op="mean")
         last_losses = steps[-self._cfg.loss_steps :, 0]
         trial = {

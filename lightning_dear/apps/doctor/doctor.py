@@ -29,7 +29,7 @@ from lightning_dear.callbacks.batch_split import quickest
 from lightning_dear.collectives.factory import new_collectives, on_host
 from lightning_dear.collectives.work import Collectives
 from lightning_dear.collectives.world import World
-from lightning_dear.doctor.links import Pair, Rows, link_rows, measure_links
+from lightning_dear.doctor.links import Pair, Rows, link_rows, measure_links, milli
 from lightning_dear.doctor.prescription import NEGLIGIBLE_SHARE, Case, measured_devices
 from lightning_dear.local_steps import LocalSteps, hiding
 from lightning_dear.planning import LinkCost
@@ -71,10 +71,8 @@ def examine_job(cfg: DictConfig, trainer: Trainer) -> Findings:
     # Ranks that a launcher forks or spawns have no Hydra to resolve ${hydra:...} with.
     OmegaConf.resolve(cfg)
     strategy = trainer.strategy
-    launcher = strategy.launcher
-    findings: Findings = (
-        launcher.launch(examine, strategy, cfg) if launcher else examine(strategy, cfg)
-    )
+    launcher: Any = strategy.launcher
+    findings = launcher.launch(examine, strategy, cfg) if launcher else examine(strategy, cfg)
     if trainer.is_global_zero:
         title = f"doctor: {cfg.task_name}, {trainer.world_size} rank(s)"
         below = [f"PROBLEM: {problem}" for problem in findings.problems] or [findings.verdict]
@@ -140,7 +138,7 @@ def _examine_all(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictCon
     case = Case(
         own.tensors,
         own.times.times.scaled(max(computing)[0] / total_s),
-        _accumulated(cfg),
+        int(cfg.trainer.get("accumulate_grad_batches") or 1),
         cost,
         meeting.world_size,
         measured_devices(strategy.root_device),
@@ -152,7 +150,7 @@ def _examine_all(meeting: MeetingPoint, strategy: ParallelStrategy, cfg: DictCon
     if strategy.root_device.type != "cpu":
         rows, both = _host_path(collectives, own, cost, backend)
         table, said = [*table, *rows], f"{said}\n{both}"
-    late = late_row([(seconds, error) for seconds, error in computing])
+    late = late_row(computing)
     return Findings([], [*table, *compute_rows(own), late], said)
 
 
@@ -235,10 +233,6 @@ def _unreachable(meeting: MeetingPoint) -> list[str]:
     return [sentence for one in failed for sentence in one]
 
 
-def _accumulated(cfg: DictConfig) -> int:
-    return int(cfg.trainer.get("accumulate_grad_batches") or 1)
-
-
 # --- output ------------------------------------------------------------------------------------
 
 
@@ -254,8 +248,8 @@ def compute_rows(compute: Compute) -> Rows:
     times = compute.times.times
     return [
         ("gradients", f"{compute.gradient_bytes / 1e6:.2f} MB"),
-        ("forward (median)", _milli(times.forward_s)),
-        ("backward (median)", _milli(times.backward_s)),
+        ("forward (median)", milli(times.forward_s)),
+        ("backward (median)", milli(times.backward_s)),
     ]
 
 
@@ -277,7 +271,7 @@ def late_row(computing: Sequence[tuple[float, float]]) -> tuple[str, str]:
     shares, needed = quickest([(0.0, one) for one, _ in computing], [_PARTS] * len(computing))
     shares = [share // gcd(*shares) for share in shares]
     gain = _PARTS * longest_s / needed
-    said = f"rank {rank}, by {_milli(late_s)} a batch; split={shares}: {gain:.1f} times faster"
+    said = f"rank {rank}, by {milli(late_s)} a batch; split={shares}: {gain:.1f} times faster"
     return "late rank", said
 
 
@@ -293,9 +287,8 @@ def verdict(case: Case, far: LinkCost, modules: int) -> str:
     said = case.verdict(share, for_dear_train=True)
     if share < NEGLIGIBLE_SHARE:
         return f"{said} strategy=ddp would do as well."
-    return (
-        f"Nothing was trained: the step is predicted.\n{said}{local_steps_said(case, far, modules)}"
-    )
+    local = local_steps_said(case, far, modules)
+    return f"Nothing was trained: the step is predicted.\n{said}{local}"
 
 
 def local_steps_said(case: Case, far: LinkCost, modules: int) -> str:
@@ -323,14 +316,10 @@ def local_steps_said(case: Case, far: LinkCost, modules: int) -> str:
     arguments = ", ".join(f"{name}={getattr(found, name)}" for name in names)
     local_s = max(computed_s, round_s / found.every)
     return (
-        f"\nWith compressor=int8 a batch would still take {_milli(batch_s)}, and with local steps"
-        f" about {_milli(local_s / case.num_batches)}. They cost samples: about 1.5 to 2 times the"
+        f"\nWith compressor=int8 a batch would still take {milli(batch_s)}, and with local steps"
+        f" about {milli(local_s / case.num_batches)}. They cost samples: about 1.5 to 2 times the"
         " steps for a small model; see docs/local_steps.md.\n"
         "strategy=dear compressor=int8 'strategy.local_steps="
         f"{{_target_: lightning_dear.local_steps.LocalSteps, {arguments.replace('=', ': ')}}}'\n"
         f'In a script: DearStrategy(compressor="int8", local_steps=LocalSteps({arguments}))'
     )
-
-
-def _milli(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"

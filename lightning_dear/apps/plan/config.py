@@ -50,10 +50,9 @@ def workloads_of(cfg: DictConfig, workload: Workload, world_size: int) -> list[W
     Raises:
         ValueError: If compressors are given and the model was measured with a compressor.
     """
-    names = cfg.compressors
-    if names is None:
-        names = AS_GOOD if workload.codecs.are_none else ()
-    names = [name for name in names if name != "none"]
+    usual = AS_GOOD if workload.codecs.are_none else ()
+    asked = usual if cfg.compressors is None else cfg.compressors
+    names = [name for name in asked if name != "none"]
     if names and not workload.codecs.are_none:
         raise ValueError(
             f"This model was measured with {workload.compressor!r}. Leave compressors out, or"

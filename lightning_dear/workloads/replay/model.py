@@ -157,8 +157,7 @@ class ReplayNet(nn.Module):
     def __init__(self, profile: ModelProfile, waiter: Waiter, gradients: Gradients) -> None:
         super().__init__()
         self.waiter, self.gradients = waiter, gradients
-        numbered = enumerate(profile.layers)
-        layers = (ReplayLayer(number, layer, waiter, gradients) for number, layer in numbered)
+        layers = (ReplayLayer(at, one, waiter, gradients) for at, one in enumerate(profile.layers))
         self.layers = nn.Sequential(*layers)
 
     def forward(self, number: int = 0) -> Tensor:

@@ -72,12 +72,9 @@ def _time_step(
     timer.start(parameters, {})
     module.zero_grad(set_to_none=True)
     with ExitStack() as stack:
-        for index, parameter in enumerate(parameters):
-
-            def note(_: Tensor, index: int = index) -> None:
-                timer.note_gradient(index)
-
-            stack.callback(parameter.register_post_accumulate_grad_hook(note).remove)
+        for index, one in enumerate(parameters):
+            note = one.register_post_accumulate_grad_hook(lambda _, i=index: timer.note_gradient(i))
+            stack.callback(note.remove)
         with timer.forward():
             value = run()
         with timer.backward():
