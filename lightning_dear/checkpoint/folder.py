@@ -13,9 +13,9 @@ only its presence is checked. It is never read, since it is a pickle that may ru
 """
 
 import argparse
-import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -187,21 +187,43 @@ def convert(folder: str | Path, file: str | Path, *, weights_only: bool | None =
     files.write(load(folder, weights_only=weights_only), target)
 
 
-def _publish(folder: Path, target: Path) -> None:
-    """Renames the complete `folder` to `target`, and removes the checkpoint that was there.
+@contextmanager
+def making_way(path: str | Path | None) -> Iterator[None]:
+    """A context that puts a new checkpoint in the place of a folder `path`, if there is one. Local.
 
-    Runs on rank 0.
+    The old checkpoint is renamed first and removed last, so that a kill at any moment leaves either
+    the old or the new checkpoint complete.
+
+    Args:
+        path: Path of the new checkpoint. None means that nothing is done.
+
+    Raises:
+        IsADirectoryError: If `path` is a directory with other files. It is left as it is.
     """
-    replaced = files.beside(target, "replaced")
-    # The old checkpoint is renamed first and removed last, so that a kill at any moment leaves
-    # either the old or the new checkpoint complete.
-    if os.path.lexists(target):
+    if path is None or not is_folder(path):
+        yield
+        return
+    target, replaced = Path(path), files.beside(Path(path), "replaced")
+    if target.is_dir():
+        held = [one.name for one in target.iterdir()]
+        if held and not any(name == SKELETON_FILE or name.endswith(".distcp") for name in held):
+            raise IsADirectoryError(
+                f"{target} is a directory with other files, such as '{held[0]}'. Give another path:"
+                " a checkpoint takes the place of what has its name."
+            )
         # If `target` is missing, a save was killed between the two renames. Then `replaced` is the
         # last complete checkpoint, and must stay until the new one has its name.
         files.delete(replaced)
         target.rename(replaced)
-    folder.rename(target)
+    yield
     files.delete(replaced)
+
+
+def _publish(folder: Path, target: Path) -> None:
+    """Renames the complete `folder` to `target`. Runs on rank 0."""
+    with making_way(target):
+        target.unlink(missing_ok=True)
+        folder.rename(target)
 
 
 def _existing(path: str | Path) -> Path:

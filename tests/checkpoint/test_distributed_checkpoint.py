@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.optim import Optimizer
 
 from lightning_dear.checkpoint import files as checkpoint_files
 from lightning_dear.checkpoint import folder as distributed_checkpoint
 from lightning_dear.checkpoint import storage as checkpoint_storage
 from lightning_dear.checkpoint.files import CHECKPOINT_KEY
-from lightning_dear.checkpoint.folder import convert, is_folder, load, remove, save
+from lightning_dear.checkpoint.folder import convert, is_folder, load, making_way, remove, save
 from lightning_dear.checkpoint.optimizer_state import sharded_state
 from lightning_dear.checkpoint.storage import put_together, take_apart
 from lightning_dear.engine.pipeline import Pipeline
@@ -527,6 +528,30 @@ def test_replacing_a_file_and_a_link(tmp_path: Path) -> None:
     assert is_folder(link)
     _save_again(link, 2.0)
     assert (_value(target), _value(link)) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("way", ["folder", "file"])
+def test_a_directory_with_other_files_stays(way: str, tmp_path: Path) -> None:
+    target = tmp_path / "results"
+    target.mkdir()
+    (target / "notes.csv").write_text("a day's work")
+    wanted: Any = pytest.raises((IsADirectoryError, CheckpointException), match=r"notes\.csv")
+    with wanted, making_way(target) if way == "file" else nullcontext():
+        _save_again(target, 1.0)
+    assert (target / "notes.csv").read_text() == "a day's work"
+    assert [*tmp_path.iterdir()] == [target]
+
+
+def test_a_file_that_cannot_be_written_leaves_the_folder(tmp_path: Path) -> None:
+    target = tmp_path / "saved"
+    _save_again(target, 1.0)
+    with pytest.raises(OSError, match="no space"), making_way(target):
+        raise OSError("no space")
+    with pytest.warns(UserWarning, match="is loaded instead"):
+        assert _value(target) == 1.0
+    with making_way(target):
+        target.write_text("an ordinary checkpoint")
+    assert [*tmp_path.iterdir()] == [target]
 
 
 def test_removing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
