@@ -136,9 +136,10 @@ _EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop"
 STOP_QUESTION = PrivateName(f"{_EPOCH_LOOP}:_TrainingEpochLoop", "_broadcast_sigterm_tensor")
 # Read, to tell which hook of DDP runs.
 DDP_HOOK = PrivateName("lightning.pytorch.strategies:DDPStrategy", "_ddp_comm_hook")
-# Replaced: the handler of SIGTERM, so that all ranks stop after the same step.
+# Replaced: handlers of SIGTERM and of SLURM's signal. All ranks stop after the same step.
 _CONNECTOR = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
 STOP_HANDLER = PrivateName(_CONNECTOR, "_sigterm_notifier_fn")
+REQUEUE_HANDLER = PrivateName(_CONNECTOR, "_slurm_sigusr_handler_fn")
 SIGNAL_CONNECTOR = PrivateName("lightning.pytorch:Trainer", "_signal_connector")
 # Replaced: the function that makes the command line for further ranks of a Hydra job.
 _FABRIC, _LAUNCHERS = "lightning.fabric.strategies", "lightning.pytorch.strategies.launchers"

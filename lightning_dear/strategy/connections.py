@@ -247,6 +247,9 @@ class StopRequest:
     training, such as in validation. A rank that has received a wish raises Lightning's
     `SIGTERMException` at the end of the batch, or before the next one.
 
+    SLURM's signal (`auto_requeue`) counts as SIGTERM. When all ranks stop, Lightning's handler of
+    it saves a checkpoint, which is collective, and lets SLURM start the job again.
+
     A second Ctrl-C ends the process at once. A Ctrl-C outside of training raises KeyboardInterrupt
     on this rank only.
 
@@ -274,8 +277,10 @@ class StopRequest:
         self._is_elastic, self._got_sigterm = is_elastic, False
         if before is not None and not before.heard:
             board.asked = before.board.asked
-        connector = private_names.SIGNAL_CONNECTOR.of(trainer)
-        private_names.STOP_HANDLER.replace_in(connector, self._on_signal)
+        self._connector = private_names.SIGNAL_CONNECTOR.of(trainer)
+        private_names.STOP_HANDLER.replace_in(self._connector, self._on_signal)
+        private_names.REQUEUE_HANDLER.replace_in(self._connector, self._on_requeue)
+        self._slurms = 0
 
     def take_ctrl_c(self) -> None:
         """Makes Ctrl-C a wish to stop from now on, unless the user has a handler of SIGINT.
@@ -296,6 +301,22 @@ class StopRequest:
         self._got_sigterm |= not is_ctrl_c
         rank = min(self.board.rank, _MAX_RANK)
         self.board.asked = max(self.board.asked, 1 + rank + _CTRL_C * is_ctrl_c)
+
+    def _on_requeue(self, number: int, frame: Any) -> None:
+        self._slurms = number
+        self._on_signal(number, frame)
+
+    def _requeue(self) -> None:
+        """Calls Lightning's handler if any rank got SLURM's signal. Collective. Blocks."""
+        environment = self.trainer.strategy.cluster_environment
+        if not getattr(environment, "auto_requeue", False):
+            return
+        said = self.board.end_with(str(self._slurms))
+        if not said:
+            log.warning("Not saved, not requeued: not all ranks have stopped in time.")
+        if number := max(map(int, said), default=0):
+            private_names.REQUEUE_HANDLER.restore_in(self._connector)
+            private_names.REQUEUE_HANDLER.of(self._connector)(number, None)
 
     def ask_through(self, training: Training, rounds: Signal | None = None) -> None:
         """Sends the wish with each round of `training`, and replaces Lightning's own broadcast.
@@ -348,7 +369,7 @@ class StopRequest:
             self._hear(asked)
 
     def _hear(self, asked: int) -> None:
-        private_names.SIGNAL_CONNECTOR.of(self.trainer).received_sigterm = True
+        self._connector.received_sigterm = True
         if not self.heard:
             self.heard = asked
             log.warning("%s: all ranks end.", self)
@@ -373,12 +394,13 @@ class StopRequest:
     def _code(self) -> int | None:
         """The exit code after SIGTERM: None, which means 0, or `RESTART`.
 
-        Collective with `is_elastic`, and blocks. It is `RESTART` on hosts of which no rank got the
-        signal, if torchrun has restarts left. The counts of restarts may differ from host to host,
-        and the largest one counts. If ranks do not tell each other in time, each decides by what it
-        knows itself.
+        Collective with `is_elastic` or under SLURM, and blocks. It is `RESTART` on hosts of which
+        no rank got the signal, if torchrun has restarts left. The counts of restarts may differ
+        from host to host, and the largest one counts. If ranks do not tell each other in time, each
+        decides by what it knows itself.
         """
         if not self._is_elastic:
+            self._requeue()
             return None
         host, count = (
             int(os.environ[name]) for name in ("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")
@@ -398,7 +420,8 @@ class StopRequest:
         After a fit that has not failed, writes on the board that this rank has ended, and after how
         many steps. Another rank that waits for more steps of this rank reads that and quotes it.
         """
-        private_names.STOP_HANDLER.restore_in(private_names.SIGNAL_CONNECTOR.of(self.trainer))
+        private_names.STOP_HANDLER.restore_in(self._connector)
+        private_names.REQUEUE_HANDLER.restore_in(self._connector)
         private_names.STOP_QUESTION.restore_in(self.trainer.fit_loop.epoch_loop)
         if self.trainer.state.fn == TrainerFn.FITTING and not self.board.has_failed:
             num_batches = self.trainer.fit_loop.total_batch_idx + 1

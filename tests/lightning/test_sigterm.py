@@ -16,6 +16,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from lightning_dear.collectives.streams import Streams
 from lightning_dear.collectives.work import Collectives
@@ -129,6 +131,28 @@ class _SlowNet(Net):
 def _fit_with_slow_validation(folder: Path, rank: int, options: dict[str, Any]) -> Any:
     with mock.patch(f"{__name__}.Net", _SlowNet):
         return _fit(folder, signal.SIGTERM, [rank], "on_validation_start", options)
+
+
+def _fit_under_slurm(folder: Path, ranks: list[int]) -> Any:
+    rank = os.environ["RANK"]
+    place = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0"}
+    job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2"}
+    os.environ.update({**place, **job, "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1"})
+    options = {"plugins": [SLURMEnvironment(auto_requeue=True)], "default_root_dir": folder}
+    with mock.patch(f"{_SignalConnector.__module__}.call", return_value=0) as call:
+        ended = _fit(folder, signal.SIGUSR1, ranks, "on_train_batch_start", options)
+    return ended[:3], [one.args[0] for one in call.call_args_list]
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1]])
+def test_slurm_starts_again_from_the_step_after_which_all_stopped(
+    ranks: list[int], tmp_path: Path
+) -> None:
+    seen = run_ranks(_fit_under_slurm, 2, tmp_path, ranks, init_process_group=False)
+    assert [one[0] for one in seen] == [("SIGTERMException", None, 4)] * 2
+    assert [one[1] for one in seen] == [[["scontrol", "requeue", "4711"]], []]
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)
+    assert saved["global_step"] == 4
 
 
 class _Hears(Callback):
