@@ -5,7 +5,7 @@ A bucket is *pending* from the launch of its all-gather until a thread has waite
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,6 +17,7 @@ from lightning_dear import private_names
 from lightning_dear.bucket import Bucket, FlatBuffers
 from lightning_dear.collectives.work import Work
 from lightning_dear.engine import batch_weights, gate
+from lightning_dear.engine.read_order import Ungated
 from lightning_dear.exchange import Exchange
 
 _NUM_EXPECTED_AHEAD = 4
@@ -46,7 +47,7 @@ class ParameterGatherer:
         module: Module whose parameters are gathered. Mutated: it gets gates and forward pre-hooks.
         buffers: The buckets, and where each parameter lies in them.
         exchange: Launches the all-gathers.
-        ungated: Parameter index -> module whose forward must wait, since it reads the parameter
+        ungated: Parameter index -> modules whose forward must wait, since they read the parameter
             through a reference that no gate sees; see `ForwardRecorder.ungated`.
         waiting: Reason -> context that is entered around every wait.
         on_arrival: Called with a bucket number once the bucket has arrived, by the thread that
@@ -67,7 +68,7 @@ class ParameterGatherer:
         module: nn.Module,
         buffers: FlatBuffers,
         exchange: Exchange,
-        ungated: Mapping[int, nn.Module | None],
+        ungated: Ungated,
         waiting: batch_weights.Waiting,
         on_arrival: Callable[[int], None] | None,
     ) -> None:
@@ -89,7 +90,7 @@ class ParameterGatherer:
         former = ((one.former, one) for one in buffers.placements)
         self._shared = [(memory, one) for memory, one in former if memory is not None]
 
-    def _find_readers(self, module: nn.Module, ungated: Mapping[int, nn.Module | None]) -> None:
+    def _find_readers(self, module: nn.Module, ungated: Ungated) -> None:
         """Makes a `_Reader` for each module that owns parameters, or reads some without a gate.
 
         Also sets `entry` and `ungatable`. Hooks are registered later, by `begin_step`.
@@ -99,10 +100,11 @@ class ParameterGatherer:
         held = {part: self._buckets_of(own.values()) for part, own in found.items()}
         readers = {part: set(numbers) for part, numbers in held.items() if gate.has_gate(part)}
         self.ungatable = tuple({n for part in held if not gate.has_gate(part) for n in held[part]})
-        self.entry = self._buckets_of(i for i, user in ungated.items() if user is None)
-        for index, user in ungated.items():
-            if user is not None:
-                readers.setdefault(user, set()).update(self._buffers.placements[index].buckets)
+        self.entry = self._buckets_of(i for i, users in ungated.items() if None in users)
+        for index, users in ungated.items():
+            for user in users:
+                if user is not None:
+                    readers.setdefault(user, set()).update(self._buffers.placements[index].buckets)
         names = {part: name or type(part).__name__ for name, part in module.named_modules()}
         self._readers = [
             _Reader(self, part, tuple(sorted(numbers)), names.get(part, "read"))
@@ -113,7 +115,7 @@ class ParameterGatherer:
             for number in reader.numbers:
                 self._readers_of[number].append(reader)
 
-    def follow(self, module: nn.Module, ungated: Mapping[int, nn.Module | None]) -> None:
+    def follow(self, module: nn.Module, ungated: Ungated) -> None:
         """Looks anew for the modules that must wait, since modules were replaced. Local.
 
         No bucket may be pending: its parameters would be read without a wait.

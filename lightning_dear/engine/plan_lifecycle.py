@@ -51,6 +51,8 @@ class PlanLifecycle:
         active: What the present plan needs. None while there is no plan, and after `detach`.
         recording: Results of the last recorded step. None until the first one has been recorded.
         trained: The optimizer's parameters, as they were when recording began.
+        follows_reads: Whether the recorded forward has read parameters after a step in it, so that
+            the next forward looks for the modules that must wait; to be assigned to.
         looks_again: Whether the next forward is recorded, although there is a plan, since modules
             were replaced. See `follow_readers`.
         number: Same as the argument.
@@ -117,7 +119,7 @@ class PlanLifecycle:
     # --- from a recording to a plan -------------------------------------------------------------
 
     def _start_recording(self) -> None:
-        self.looks_again = False
+        self.looks_again = self.follows_reads = False
         training = self._training
         streams = training.collectives.streams
         self.trained = TrainedParameters(training.tree, self._stepper.optimizer, streams)
@@ -192,6 +194,9 @@ class PlanLifecycle:
         parameters are complete, and lets the next forward be recorded (`looks_again`). It does
         neither while there is no plan, or if gradients pass through no buckets.
         """
+        if self.follows_reads and self.recording is not None and self.active is not None:
+            self.follows_reads = False
+            self.active.gatherer.follow(self._training.module, self.recording.ungated)
         has_moved = self.trained.have_moved()
         if has_moved and self._training.uses_buckets and self.active is not None:
             self.complete_parameters("exchanged modules")
@@ -207,11 +212,11 @@ class PlanLifecycle:
         if not self.looks_again or self.recording is None or self.active is None:
             return
         self.looks_again = False
-        ungated, present = self.trained.recorder.ungated, set(self._training.module.modules())
-        for index, user in self.recording.ungated.items():
+        ungated, present = self.trained.recorder.ungated, {None, *self._training.module.modules()}
+        for index, users in self.recording.ungated.items():
             # If the module that has read the parameter is gone, None lets every forward wait for
             # the parameter before it begins.
-            ungated.setdefault(index, user if user in present else None)
+            ungated[index] = ungated.get(index, set()) | (users & present) or {None}
         self.recording = replace(self.recording, ungated=ungated)
         self.active.gatherer.follow(self._training.module, ungated)
 

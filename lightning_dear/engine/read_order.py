@@ -3,11 +3,12 @@
 Parameters are often read in another order than they are registered in, so buckets follow the
 recorded order. Some reads do not go through `module._parameters` (a list of parameters kept
 elsewhere, a GRU's flat weights), so that no gate sees them. In later steps such a parameter is
-waited for before the forward of the module that was running at that read.
+waited for before the forward of each module that was running at such a read.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ _DATA_GETTERS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 """Names of tensor attributes through which values can be read."""
 
 
+Ungated = Mapping[int, Set[Module | None]]
+"""See `ForwardRecorder.ungated`."""
+
+
 class ForwardRecorder:
     """Records reads of parameters in forwards, and the order of their gradients.
 
@@ -46,10 +51,10 @@ class ForwardRecorder:
     Attributes:
         first_use: Parameter index -> place in the order of first reads. Parameters that were not
             read are missing.
-        ungated: Parameter index -> module that was running at the first read, for parameters
-            whose first read went through no `module._parameters`. None means that no module was
-            running, or that the parameter is in TorchScript, whose reads cannot be seen. Then it is
-            waited for before the whole forward.
+        ungated: Parameter index -> modules that were running when the parameter was read, though
+            not through `module._parameters` in the same call of their forward. None means that no
+            module was running, or that the parameter is in TorchScript, whose reads cannot be seen.
+            Then it is waited for before the whole forward, and at the end of a step within one.
         gradients: Parameter index -> how often its gradient was accumulated. The keys are in the
             order of each parameter's last accumulation. Parameters without a gradient are missing.
     """
@@ -57,10 +62,16 @@ class ForwardRecorder:
     def __init__(self, module: Module, parameters: Sequence[Parameter], streams: Streams) -> None:
         self._module, self._parameters, self._streams = module, parameters, streams
         self._index = {id(parameter): number for number, parameter in enumerate(parameters)}
-        self._gated: set[int] = set()
+        # Empty unless a forward is recorded. One set for code outside of modules, and one for each
+        # call in `_running`: ids of the parameters that it has read through gates.
+        self._gated: list[set[int]] = []
         self._running: list[Module] = []
+        # Functions that close the gates which were opened since the last enter or leave.
+        self._opened: list[Callable[[], None]] = []
+        # Parameters that were read since the forward began, or since the last step in it.
+        self._seen: set[int] = set()
         self.first_use: dict[int, int] = {}
-        self.ungated: dict[int, Module | None] = {}
+        self.ungated: dict[int, set[Module | None]] = {}
         self.gradients: dict[int, int] = {}
 
     def recording(self) -> AbstractContextManager[Any]:
@@ -70,9 +81,13 @@ class ForwardRecorder:
         """
         stack = ExitStack()
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self._gated, self._seen = [set()], set()
+        for state in (self._gated, self._opened, self._running):
+            stack.callback(state.clear)
         for module, own in owners(self._module, self._parameters).items():
             if not has_gate(module):
-                self.ungated.update(dict.fromkeys(own.values()))
+                for index in own.values():
+                    self.ungated.setdefault(index, set()).add(None)
             else:
                 stack.callback(self._gated_reads(module).open)
         stack.callback(modules.module.register_module_forward_pre_hook(self._enter).remove)
@@ -80,6 +95,21 @@ class ForwardRecorder:
         stack.callback(leaving.remove)
         stack.enter_context(ReadMode(self._record_read))
         return stack
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a forward is being recorded."""
+        return bool(self._gated)
+
+    def note_step(self) -> None:
+        """Lets each parameter's next read count as its first one.
+
+        To be called after a step, once parameters are complete: completing them may read them.
+        """
+        self._seen.clear()
+        for gated in self._gated:
+            gated.clear()
+        self._close()
 
     def note_gradient(self, index: int) -> None:
         """Counts an accumulation into parameter `index`'s gradient, and moves it to the end.
@@ -91,35 +121,50 @@ class ForwardRecorder:
     def _gated_reads(self, module: Module) -> ModuleGate:
         """Closes a gate of the module, and returns it.
 
-        The first read through the gate opens it, and marks all parameters of the module as gated:
-        reads of them go through `module._parameters`.
+        A read through the gate opens it until a module begins or ends. It marks all parameters of
+        the module as gated, in the call that reads: it reads them through `module._parameters`.
         """
 
         def on_read() -> None:
             gate.open()
-            self._gated.update(map(id, private_names.PARAMETERS.of(module).values()))
+            self._opened.append(partial(gate.close, on_read))
+            self._gated[-1].update(map(id, private_names.PARAMETERS.of(module).values()))
 
         gate = ModuleGate(module)
         gate.close(on_read)
         return gate
 
+    def _close(self) -> None:
+        while self._opened:
+            self._opened.pop()()
+
     def _enter(self, module: Module, args: Any) -> None:
         self._running.append(module)
+        self._gated.append(set())
+        self._close()
 
     def _leave(self, module: Module, args: Any, output: Any) -> None:
         if self._running and self._running[-1] is module:
             self._running.pop()
+            self._gated.pop()
+            self._close()
 
     def _record_read(self, value: Any) -> None:
-        """Records the first read of `value`, if it is a parameter, and the stream of every read."""
+        """Records the first read of `value`, if it is a parameter, and the stream of every read.
+
+        Of reads that no gate sees it records all in modules, but only first ones outside of them:
+        a parameter is waited for before a module, or else before the whole forward.
+        """
         index = self._index.get(id(value))
         if index is None:
             return
         self._streams.readers.add(self._streams.current())
-        if index not in self.first_use:
-            self.first_use[index] = len(self.first_use)
-            if id(value) not in self._gated:
-                self.ungated[index] = self._running[-1] if self._running else None
+        is_first = index not in self._seen
+        self._seen.add(index)
+        self.first_use.setdefault(index, len(self.first_use))
+        if id(value) not in self._gated[-1] and (is_first or self._running):
+            user = self._running[-1] if self._running else None
+            self.ungated.setdefault(index, set()).add(user)
 
 
 class ReadMode(overrides.TorchFunctionMode):

@@ -135,12 +135,17 @@ class OptimizerPipeline:
         self.plans.complete_parameters("measuring")
 
     def complete_entry(self) -> None:
-        """Waits for parameters that forward reads outside modules. If it is compiled, for all."""
-        active = self.plans.active
-        if active is not None and self._training.has_compiled_region:
-            active.gatherer.complete(reason="compiled region")
+        """Waits for parameters that forward reads outside modules. If it is compiled, for all.
+
+        Also for all after a step within a recorded forward: what it reads then is not known yet.
+        """
+        active, recorder = self.plans.active, self.plans.trained.recorder
+        self.plans.follows_reads |= recorder.is_recording
+        if active is not None and (self._training.has_compiled_region or recorder.is_recording):
+            active.gatherer.complete(reason="unknown reads")
         elif active is not None:
             active.gatherer.complete(active.gatherer.entry, "training_step")
+        recorder.note_step()
 
     @contextmanager
     def backward(self, *, synchronize: bool | None) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """Measures one step for planners: when forward reads each parameter, when gradients are ready."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn import Module, Parameter
 
 from lightning_dear.engine.gate import ModuleGate, has_gate, owners
-from lightning_dear.engine.read_order import has_compiled_region
+from lightning_dear.engine.read_order import Ungated, has_compiled_region
 from lightning_dear.planning.measured import ModelTimes
 from lightning_dear.telemetry.clock import Clock
 from lightning_dear.telemetry.device_work import device_work_s
@@ -41,9 +41,7 @@ class StepTimer:
         self._module, self._clock = module, clock
         self.start((), None)
 
-    def start(
-        self, parameters: Sequence[Parameter], ungated: Mapping[int, Module | None] | None
-    ) -> None:
+    def start(self, parameters: Sequence[Parameter], ungated: Ungated | None) -> None:
         """Measures the step that begins with the next forward. Forgets earlier times.
 
         Args:
@@ -55,7 +53,7 @@ class StepTimer:
         self.is_on = ungated is not None
         if has_compiled_region(self._module):
             # All parameters count as read when forward begins, since it waits for all of them then.
-            ungated, parameters = dict.fromkeys(range(len(parameters))), ()
+            ungated, parameters = dict.fromkeys(range(len(parameters)), {None}), ()
         self._parameters, self._ungated = parameters, ungated or {}
         self._first_uses: dict[int, Any] = {}
         self._gradients: dict[int, Any] = {}
@@ -146,9 +144,10 @@ class StepTimer:
     def _readers(self) -> dict[Module, set[int]]:
         found = owners(self._module, self._parameters).items()
         readers = {part: set(own.values()) for part, own in found if has_gate(part)}
-        for index, user in self._ungated.items():
-            if user is not None and has_gate(user):
-                readers.setdefault(user, set()).add(index)
+        for index, users in self._ungated.items():
+            for user in users:
+                if user is not None and has_gate(user):
+                    readers.setdefault(user, set()).add(index)
         return readers
 
     def _watch(self, stack: ExitStack, part: Module, indices: set[int]) -> None:
@@ -177,7 +176,7 @@ class StepTimer:
         backward, backward_end = self._spans["backward"]
         step, step_end = self._spans["step"]
         first_use_s = {i: seconds(mark) - seconds(forward) for i, mark in self._first_uses.items()}
-        at_entry = {index: 0.0 for index, user in self._ungated.items() if user is None}
+        at_entry = {index: 0.0 for index, users in self._ungated.items() if None in users}
         return ModelTimes(
             forward_s=seconds(forward_end) - seconds(forward),
             backward_s=seconds(backward_end) - seconds(backward),

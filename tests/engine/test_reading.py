@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_dear.exchange.options import ExchangeOptions
 from tests.distributed.harness import distributed
 from tests.training.delays import Delays
 from tests.training.models import batch, build, loss_of, optimizer_for, weights
@@ -204,6 +205,91 @@ def test_a_held_tensor_read_outside_any_module_is_waited_for() -> None:
     left, right = _train_reading_outside(ours, read), _plain_reading_outside(theirs, read)
     pairs = zip(left, right, strict=True)
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in pairs)
+
+
+class _Uses(nn.Module):
+    """Adds a tensor that belongs to another module."""
+
+    def __init__(self, held: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.held[0]
+
+
+class _Drops(nn.Module):
+    """Of two modules that read the last bias, the first is left out in every second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.users = nn.ModuleList([_Uses([self.last.bias]), _Uses([self.last.bias])])
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.users[0](x) if self.step % 2 == 0 else x
+        self.step += 1
+        return self.last(torch.tanh(self.first(self.users[1](x)))).square().mean()
+
+
+@distributed(world_sizes=(2,))
+def test_every_module_that_reads_a_held_tensor_waits() -> None:
+    ours, theirs = _Drops(), _Drops()
+    optimizer, plain = (torch.optim.SGD(one.parameters(), 0.5) for one in (ours, theirs))
+    pipeline = new_pipeline(ours, optimizer, delays=LATE)
+    inputs = [torch.randn(6, 4, generator=torch.Generator().manual_seed(n)) for n in range(2)]
+    for step in range(4):
+        with pipeline.forward():
+            loss = ours(inputs[dist.get_rank()])
+        with pipeline.backward():
+            loss.backward()
+        for one in inputs:
+            theirs.step = step
+            (theirs(one) / 2).backward()
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad()
+    pipeline.detach()
+    torch.testing.assert_close(weights(ours), weights(theirs))
+
+
+@distributed(world_sizes=(2,))
+def test_a_held_tensor_read_only_behind_a_step_in_mid_forward_is_waited_for() -> None:
+    model, expected = build("mlp"), train_reference("mlp", "sgd", 3, 2)[0]
+    held, optimizer = list(model.parameters()), optimizer_for("sgd", model)
+    pipeline = new_pipeline(model, optimizer, delays=LATE)
+    for step in range(3):
+        with pipeline.forward():
+            loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
+            optimizer.zero_grad()
+            with pipeline.backward():
+                loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                read = [p.sum() for p in held]
+        assert all(torch.equal(a, b.sum()) for a, b in zip(read, expected[step], strict=True))
+    pipeline.detach()
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+@distributed(world_sizes=(2,))
+def test_a_step_in_mid_forward_delays_no_later_forward(gather: str) -> None:
+    model = build("mlp")
+    optimizer = optimizer_for("sgd", model)
+    pipeline = new_pipeline(model, optimizer, options=ExchangeOptions(gather))  # type: ignore[arg-type]
+    for step in range(3):
+        with pipeline.forward():
+            loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
+            optimizer.zero_grad()
+            with pipeline.backward():
+                loss.backward()
+            optimizer.step()
+        active = pipeline.of(optimizer).plans.active
+        assert active is not None
+        assert active.gatherer.entry == ()
+    pipeline.detach()
 
 
 @distributed(world_sizes=(2,))

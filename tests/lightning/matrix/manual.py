@@ -34,6 +34,21 @@ class ManualPlain(ManualNet):
         self.note("behind the step", [self.loss(batch), *self.parameters()])
 
 
+class _Clamped(ManualNet):
+    """Clamps the weights in the optimizer's groups right behind the step, as a WGAN does."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.backward_of(batch)
+        optimizer.step()
+        held = optimizer.param_groups[0]["params"]
+        self.note("behind the step", held)
+        with torch.no_grad():
+            for parameter in held:
+                parameter.clamp_(-0.2, 0.2)
+
+
 class _TwoBackwards(ManualNet):
     """One backward or two before a step, by turns; the last one marked or not."""
 
@@ -219,6 +234,7 @@ class _SharedClipping(_Shared):
 
 FEATURES = (
     row(name="manual optimisation", net=partial(ManualPlain, model="gpt"), data="gpt"),
+    row(name="weights clamped behind a manual step (WGAN)", net=_Clamped),
     row(name="two backwards before one step", net=_TwoBackwards, apart=(TWICE,)),
     row(
         name="two backwards before one step, the last one marked",
