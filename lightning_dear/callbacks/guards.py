@@ -89,6 +89,11 @@ class CompletionGuard(Callback):
     end_batch: Callable[[], None] = lambda: None
     _readers: dict[tuple[str, tuple[int, ...]], str | None] = field(default_factory=dict)
 
+    def insert(self, trainer: Any, *, at_end: bool = False) -> None:
+        """Puts this guard before, or after, all other callbacks, in place of an earlier one."""
+        others = [one for one in trainer.callbacks if not isinstance(one, CompletionGuard)]
+        trainer.callbacks[:] = [*others, self] if at_end else [self, *others]
+
     def reader_of(self, hook: str, owners: Sequence[Callback | LightningModule]) -> str | None:
         """Returns the class name of the first callback or module that may read weights in `hook`.
 
@@ -132,6 +137,27 @@ class CompletionGuard(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, _: Any, optimizer: Optimizer) -> None:
         if any(hook in self.gradient_hooks for hook in _BEFORE_STEP):
             self.expose(optimizer)
+
+
+def owners_of_hooks(trainer: Any) -> tuple[Callback | LightningModule, ...]:
+    """Returns the trainer's callbacks and its module."""
+    return (*trainer.callbacks, trainer.lightning_module)
+
+
+def complete_behind_step(trainer: Any, complete: Callable[[str], None]) -> None:
+    """Completes parameters after an automatic step whose code goes on in a hook of the module.
+
+    That code may use weights through references that no gate sees, such as the optimizer's groups.
+
+    Args:
+        trainer: The trainer, in a fit.
+        complete: Same as the attribute of `CompletionGuard`.
+    """
+    module, schedulers = trainer.lightning_module, trainer.lr_scheduler_configs
+    is_by_step = any(one.interval == "step" for one in schedulers)
+    for hook in ("optimizer_step", "lr_scheduler_step")[: 1 + is_by_step]:
+        if module.automatic_optimization and is_overridden(hook, module):
+            complete(hook)
 
 
 def gradient_readers(owners: Iterable[Callback | LightningModule]) -> dict[str, list[str]]:

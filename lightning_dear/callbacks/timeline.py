@@ -57,7 +57,7 @@ class TimelineCallback(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, *_: Any) -> None:
-        self._num_seen = 0
+        self._num_seen, self._timeline = 0, None
         if self._warns and not hasattr(trainer.strategy, "timeline"):
             rank_zero_warn("TimelineCallback records nothing. It needs Trainer(strategy='dear').")
 

@@ -1,7 +1,7 @@
 """A plan at work (its buffers, exchange, round and gatherer), and the recording it is made from."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,12 @@ class ActivePlan:
 
         Returns:
             A scalar. 0 if no rank has a gradient.
+
+        Raises:
+            ValueError: If `norm_type` is 0 or -inf, which are no norms.
         """
+        if norm_type in (0, -math.inf):
+            raise ValueError(f"norm_type must not be 0 or -inf, got {norm_type}. Use 2, 1 or inf.")
         collectives, like = self.exchange.collectives, self.flat.buckets[0].shard
         num_ranks, rank = collectives.world.size, collectives.world.rank
         # All ranks have the pieces of all-reduced buckets. Each piece is counted by one rank only.
@@ -107,7 +112,7 @@ class ActivePlan:
             parts[rank] = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
         collectives.launch_all_gather(parts, NORM_TAG).wait()
         total = parts.max() if math.isinf(norm_type) else parts.sum().pow(1.0 / norm_type)
-        return total.to(like.dtype)
+        return total.to(like.dtype.to_real())
 
     def expose_gradients(self) -> None:
         """Puts the whole mean gradient of each parameter into its `.grad`. Collective, blocks.
@@ -190,8 +195,8 @@ class ActivePlan:
         self.exchange.collectives.launch_max(overflow).wait()
         # A scaler reads nothing but gradients, and raises without any. The gradient of this extra
         # tensor is inf if any rank has found inf or nan.
-        vote = torch.zeros(1, dtype=like.dtype, device=like.device)
-        vote.grad = torch.where(overflow.bool(), math.inf, 0.0).to(like.dtype)
+        vote = torch.zeros(1, dtype=like.dtype.to_real(), device=like.device)
+        vote.grad = torch.where(overflow.bool(), math.inf, 0.0).to(vote.dtype)
         with shards.on_shards(vote):
             unscale(shards.optimizer)
 
@@ -241,7 +246,7 @@ class Recording:
 
     tensors: list[TensorSpec]
     expected: list[int]
-    ungated: Mapping[int, nn.Module | None]
+    ungated: read_order.Ungated
     codecs: list[Codec | None]
     seed: int
 

@@ -241,8 +241,10 @@ class MeanGradient:
     def clip_by_value(self, clip_value: float) -> None:
         """Clips each element of the mean gradient to [-clip_value, clip_value].
 
-        Collective, since it reduces first. Blocks.
+        Collective, since it reduces first. Blocks. Raises a TypeError for complex parameters.
         """
+        if any(one.is_complex() for one in self.plans.trained.parameters):
+            raise TypeError("Complex gradients have no order to clip by value. Clip by norm.")
         with self.on_shards(mutates=True) as pieces:
             # torch raises if there is no gradient, and this rank may own no shard of a parameter
             # that has one.

@@ -6,7 +6,7 @@ from itertools import chain, zip_longest
 from operator import is_
 from typing import Any, NamedTuple
 
-from torch import Tensor, strided
+from torch import Tensor, get_num_threads, strided
 from torch.nn import Module, Parameter
 from torch.optim import AdamW, Optimizer
 
@@ -299,7 +299,8 @@ def _compare(reports: Sequence[Report]) -> None:
         if report.how != first.how:
             raise ValueError(
                 f"Ranks exchange in different ways: {first.how} on rank 0 and {report.how} on"
-                f" rank {rank}. Give all the same compressor and gather. If it draws on devices,"
+                f" rank {rank}. Give all the same compressor, gather and number of threads"
+                " (OMP_NUM_THREADS). If it draws on devices,"
                 " they must be of one model, or use compressor='randomk', which draws on the CPU."
             )
 
@@ -308,11 +309,17 @@ def _how(options: ExchangeOptions, collectives: Collectives) -> str:
     """Text of the exchange options, which must be equal on all ranks.
 
     It names the model of the device if all ranks must draw the same random numbers there: these
-    depend on the model.
+    depend on the model. It names the number of threads if all ranks compute the same on CPUs: sums,
+    products of matrices and QR depend on it.
     """
     codecs = [options.compressor, *(compressor for _, compressor in options.groups)]
     draws = any(getattr(one, "randomness", None) == "shared" for one in codecs)
-    return f"{options!r}, which draws on {collectives.streams.model}" if draws else repr(options)
+    draws_on = f", which draws on {collectives.streams.model}" if draws else ""
+    # PowerSGD begins with a QR on the CPU, also for devices.
+    factorizes = any(one is not None and one.all_reduces for one in codecs)
+    steps_whole = options.is_of_gradients and not collectives.streams.model
+    threads = f", with {get_num_threads()} threads" if factorizes or steps_whole else ""
+    return f"{options!r}{draws_on}{threads}"
 
 
 def _describe(module: Module, optimizer: Optimizer) -> Described:

@@ -26,8 +26,8 @@ from torch import Tensor, device, optim
 from typing_extensions import override
 
 from lightning_dear import compression, planning, private_names
+from lightning_dear.callbacks import guards
 from lightning_dear.callbacks.compression_schedule import CompressionSchedule
-from lightning_dear.callbacks.guards import CompletionGuard, gradient_readers
 from lightning_dear.checkpoint import files, folder
 from lightning_dear.engine.pipeline import Pipeline
 from lightning_dear.local_steps import LocalSteps, OuterHalf
@@ -85,8 +85,7 @@ class DearStrategy(PipelineStrategy, strategies.DDPStrategy):
             its own part, so that no rank needs memory for the whole optimizer state. Hosts must
             share the file system. Files and folders can be loaded either way, at any world size.
             `python -m lightning_dear.checkpoint.folder FOLDER FILE` converts a folder to a file.
-        check_digests: Whether to check that a loaded local checkpoint has the bytes that were
-            written. Each rank then reads a file twice.
+        check_digests: Whether loaded local files must have the bytes that were written.
         elastic: Whether, after SIGTERM to some hosts, torchrun starts the others again: their ranks
             save and stop after the same step, and end with exit code 143. See docs/clusters.md.
         find_unused_parameters: Has no effect. Unused parameters always work.
@@ -234,16 +233,16 @@ class DearStrategy(PipelineStrategy, strategies.DDPStrategy):
             connections.connect_precision(self.precision_plugin, pipeline)
             self._connected = wrappers
 
-    def _insert_guard(self, trainer: pl.Trainer) -> None:
-        """Puts a new `CompletionGuard` before all other callbacks, in place of an earlier one."""
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        readers = gradient_readers((*callbacks, trainer.lightning_module))
+    def _insert_guard(self, trainer: pl.Trainer, *, at_end: bool = False) -> None:
+        """Gives the trainer a new `CompletionGuard`, see `CompletionGuard.insert`."""
+        readers = guards.gradient_readers(guards.owners_of_hooks(trainer))
         if readers := readers if self.shows_gradients else {}:
             refusals.warn_about_readers(readers)
+        refusals.warn_about_backward(self.pipeline_of().training, trainer.lightning_module)
         called = self._before_hook, self.report_failure, readers, self._expose_gradients
-        others = (one for one in callbacks if not isinstance(one, CompletionGuard))
         end_batch = lambda: local.before_hook(self._outer, trainer, "on_train_batch_end")  # noqa: E731
-        callbacks[:] = [CompletionGuard(*called, self._end_backward, end_batch), *others]
+        guard = guards.CompletionGuard(*called, self._end_backward, end_batch)
+        guard.insert(trainer, at_end=at_end)
 
     def _before_hook(self, hook: str) -> None:
         self.complete_parameters(hook)
@@ -270,6 +269,9 @@ class DearStrategy(PipelineStrategy, strategies.DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        # The learning rate finder trains with callbacks of its own, and looks for its first.
+        if guards.CompletionGuard not in map(type, guards.owners_of_hooks(self._trainer)):
+            self._insert_guard(self._trainer, at_end=True)
         local.say_how_local(self._outer, self._local.steps, self._trainer)
         if self._stop is not None:
             self._stop.take_ctrl_c()
@@ -319,6 +321,7 @@ class DearStrategy(PipelineStrategy, strategies.DDPStrategy):
         with meanwhile(self, _is_stepping=True):
             output = super().optimizer_step(optimizer, *args, **kwargs)
         self._outer.after_step(connections.unwrapped(optimizer))
+        guards.complete_behind_step(self._trainer, self.complete_parameters)
         return output
 
     @override
@@ -398,9 +401,8 @@ class DearStrategy(PipelineStrategy, strategies.DDPStrategy):
             # Rank 0's name is used, as a name may hold a time of day, which differs by rank.
             io.save_folder(checkpoint, self.broadcast(filepath), storage_options)
         else:
-            if folder.is_folder(filepath):
-                self.remove_checkpoint(filepath)
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            with folder.making_way(filepath if self.is_global_zero else None):
+                super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._trainer.training:
             self._outer.show_replica()
 

@@ -10,8 +10,9 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from lightning.fabric import plugins as fabric_plugins
-from lightning.pytorch import plugins, strategies
+from lightning.pytorch import LightningModule, plugins, strategies
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import device
 from torch.nn import Module, parallel, parameter
 from torch.optim import SGD, Optimizer
@@ -24,6 +25,7 @@ from lightning_dear.compression.codec import FewOfMany
 from lightning_dear.compression.groups import Groups
 from lightning_dear.engine.module_tree import ignored_names
 from lightning_dear.engine.pipeline import Pipeline
+from lightning_dear.engine.training import Training
 from lightning_dear.exchange.options import ExchangeOptions
 from lightning_dear.names import is_meant
 from lightning_dear.tuning.host_path import measure_host_path
@@ -370,6 +372,16 @@ def check_module_states(module: Module) -> None:
                     f"Ranks hold different models: rank 0 has {left}, rank {rank} has {right}."
                     " Build the same model on every rank."
                 )
+
+
+def warn_about_backward(training: Training, module: LightningModule) -> None:
+    """Warns on rank 0 if the module overrides `backward`, whose code finds no gradients."""
+    if training.uses_buckets and is_overridden("backward", module):
+        rank_zero_warn(
+            f"{type(module).__name__} overrides backward. Code in it that reads or clips .grad must"
+            " move to on_after_backward, or to configure_gradient_clipping: in backward .grad is"
+            " None, since gradients are in buckets on their way to other ranks."
+        )
 
 
 def warn_about_readers(readers: Mapping[str, Sequence[str]]) -> None:

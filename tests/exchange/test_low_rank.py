@@ -23,9 +23,21 @@ from tests.distributed.harness import distributed
 from tests.engine.test_parity import assert_equal_on_all_ranks
 from tests.training.linear import Run, gradients_of, unscale
 from tests.training.models import weights
-from tests.training.three_ways import train_dear
+from tests.training.three_ways import new_pipeline, train_dear
 
 OPTIONS = ExchangeOptions("gradients", compressor=PowerSGD(rank=2))
+
+
+@pytest.mark.parametrize("compressor", [PowerSGD(), None])
+@distributed(world_sizes=(2,))
+def test_other_numbers_of_threads_are_refused(compressor: PowerSGD | None) -> None:
+    torch.set_num_threads(1 + dist.get_rank())
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    options = ExchangeOptions("gradients", compressor=compressor)
+    with pytest.raises(ValueError, match="with 1 threads on rank 0"):
+        new_pipeline(model, optimizer, options=options)
+    new_pipeline(model, optimizer)
 
 
 # --- against torch's own --------------------------------------------------------------------------

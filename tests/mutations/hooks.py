@@ -8,6 +8,52 @@ TESTS = "tests/engine/test_hooks.py"
 
 HOOKS = [
     Mutation(
+        "completing parameters before the rest of an overridden optimizer_step",
+        "complete_behind_step",
+        "            complete(hook)\n",
+        "            pass\n",
+        row("weights clamped in the module's own optimizer_step"),
+    ),
+    Mutation(
+        "completing parameters before an overridden lr_scheduler_step",
+        "complete_behind_step",
+        "[: 1 + is_by_step]",
+        "[:1]",
+        row("weights clamped in the module's own lr_scheduler_step"),
+    ),
+    Mutation(
+        "a guard in the learning rate finder",
+        "DearStrategy.on_train_start",
+        "            self._insert_guard(self._trainer, at_end=True)\n",
+        "            pass\n",
+        row("lr_find of a module that reads gradients"),
+    ),
+    Mutation(
+        "saving for SLURM when all ranks have stopped",
+        "StopRequest._code",
+        "            self._requeue()\n",
+        "",
+        (
+            "tests/lightning/test_sigterm.py::test_slurm_starts_again_from_the_step_after_which_all_stopped",
+        ),
+    ),
+    Mutation(
+        "keeping a directory with other files",
+        "making_way",
+        "        if held and not any(",
+        "        if not held and not any(",
+        (
+            "tests/checkpoint/test_distributed_checkpoint.py::test_a_directory_with_other_files_stays",
+        ),
+    ),
+    Mutation(
+        "refusing other numbers of threads",
+        "_how",
+        "    threads = ",
+        '    threads = "" if steps_whole or factorizes else ',
+        ("tests/exchange/test_low_rank.py::test_other_numbers_of_threads_are_refused",),
+    ),
+    Mutation(
         "staying behind others' hooks of AccumulateGrad",
         "OptimizerPipeline.backward",
         "        self.plans.trained.hooks.stay_last()\n",

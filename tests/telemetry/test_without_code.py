@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from lightning.pytorch.trainer.states import TrainerFn
@@ -67,3 +68,13 @@ def test_a_trainer_that_records_elsewhere_is_told(monkeypatch: pytest.MonkeyPatc
     with pytest.warns(UserWarning, match="LIGHTNING_DEAR_TIMELINE is ignored"):
         append_callbacks(fitting, ThresholdFusion(), None)
     assert len(fitting.callbacks) == 1
+
+
+def test_a_fit_does_not_write_what_a_failed_one_has_recorded(tmp_path: Path) -> None:
+    callback, trainer = TimelineCallback(step=3, dirpath=str(tmp_path)), mock.MagicMock()
+    for step in range(4):
+        callback.on_train_batch_start(trainer, None, None, step)
+    callback.on_fit_start(trainer)
+    with pytest.warns(UserWarning, match="No timeline was written"):
+        callback.on_train_end(trainer)
+    assert not [*tmp_path.iterdir()]

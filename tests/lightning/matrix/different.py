@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from typing import Any
 
@@ -78,6 +79,36 @@ def _fit_without() -> None:
     fit(dear(gradients_in_hooks=False), Reader("mlp"))
 
 
+class _Saves(Callback):
+    num_bytes = 0
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        small = min(pl_module.parameters(), key=torch.numel)
+        for one in (small, small.detach().clone()):
+            torch.save(one, file := io.BytesIO())
+            sizes = self.num_bytes, file.tell()
+            self.num_bytes = file.tell()
+        assert sizes[0] > 2 * sizes[1]
+
+
+def _save_a_part() -> None:
+    fit(dear(), Net("mlp"), saves := _Saves())
+    assert saves.num_bytes
+
+
+class _Clips(Net):
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        assert len(self.losses) == 1 or all(one.grad is None for one in self.parameters())
+
+
+def _override_backward() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        fit(dear(), _Clips("mlp"))
+    said = " ".join(str(one.message) for one in seen)
+    assert ("_Clips overrides backward" in said) == (dist.get_rank() == 0)
+
+
 DIFFERENT = (
     Different(
         "gradients kept over a step (no zero_grad)",
@@ -96,6 +127,18 @@ DIFFERENT = (
         _fit_without,
         "`.grad` is None in hooks between backward and step",
         "leave the option out where a hook needs `.grad`",
+    ),
+    Different(
+        "a module's own backward that reads or clips .grad",
+        _override_backward,
+        "a warning: `.grad` is None there",
+        "on_after_backward or configure_gradient_clipping",
+    ),
+    Different(
+        "torch.save of a part of the weights in mid-fit",
+        _save_a_part,
+        "the file is as large as whole buckets",
+        "clone the tensors first",
     ),
     Different(
         "load_state_dict(assign=True) in mid-training",

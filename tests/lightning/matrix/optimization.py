@@ -171,6 +171,13 @@ class _Rate(RowNet):
         return optimizer
 
 
+class _ReadingRate(_Rate):
+    """Reads gradients in a hook, in the search, too."""
+
+    def on_after_backward(self) -> None:
+        self.note("gradients", [parameter.grad for parameter in self.parameters()])
+
+
 class _Blocks(RowNet):
     """One layer after the other takes its turn in the optimizer's groups."""
 
@@ -229,6 +236,7 @@ FEATURES = (
         num_batches=2,
     ),
     row(name="lr_find, then fit", net=_Rate, drive=_lr_find),
+    row(name="lr_find of a module that reads gradients", net=_ReadingRate, drive=_lr_find),
     row(
         name="optimizer state reset or written between steps",
         net=_WritingState,

@@ -14,12 +14,12 @@ UNCAUGHT = (
     ),
     Uncaught(
         "a weight kept elsewhere and used where nothing of it is saved for backward",
-        "an added bias or an embedding may be a step old, where the first step did not read it",
+        "an added bias or an embedding may be a step old, where the first step did not read it so",
         ATTRIBUTE,
     ),
     Uncaught(
-        "a weight kept elsewhere and read under no_grad or through .data",
-        "it may be a step old, where the first step did not read it",
+        "a weight kept elsewhere and read or changed under no_grad or through .data",
+        "it may be a step old, or a change be lost, where the first step did not do so",
         ATTRIBUTE,
     ),
     Uncaught(

@@ -101,6 +101,34 @@ class _OwnValidation(_OwnHook):
         self.read()
 
 
+class _OwnStep(_OwnHook):
+    """Clamps the weights in the optimizer's groups right after the step."""
+
+    def change(self, optimizer: Any) -> None:
+        self.read()
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.clamp_(-0.2, 0.2)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.change(self.trainer.optimizers[0])
+
+
+class _OwnSchedule(_OwnStep):
+    optimizer_step = RowNet.optimizer_step
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.new_optimizer(self)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.change(scheduler.optimizer)
+        super().lr_scheduler_step(scheduler, metric)
+
+
 class _Writer(Callback):
     """Changes weights between steps."""
 
@@ -178,6 +206,8 @@ FEATURES = (
     row(name="copy.deepcopy of the module", net=mlp, callbacks=_reader("deepcopy")),
     row(name="pickle of the module", net=mlp, callbacks=_reader("pickle")),
     row(name="weights changed in place", net=mlp, callbacks=_writer("in place")),
+    row(name="weights clamped in the module's own optimizer_step", net=_OwnStep),
+    row(name="weights clamped in the module's own lr_scheduler_step", net=_OwnSchedule),
     row(name="weights replaced through .data", net=mlp, callbacks=_writer("data")),
     row(name="load_state_dict between steps", net=mlp, callbacks=_writer("load")),
     row(
