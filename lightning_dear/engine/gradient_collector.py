@@ -139,8 +139,6 @@ class GradientCollector:
             # A gradient that other code refers to is copied at once: that code could change it
             # before the bucket is full.
             is_ours = not gradient.requires_grad and getrefcount(gradient) <= _OF_A_LOCAL
-            # backward(create_graph=True) gives it a graph, which is not reduced.
-            gradient = gradient.detach() if gradient.requires_grad else gradient
             if not is_first:
                 self._copy_held(placement.buckets[0])
                 self._collectives.streams.follow(self._round.written_on)

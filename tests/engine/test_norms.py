@@ -1,36 +1,16 @@
-"""Between backward and step: gradients with a graph, complex gradients, and what is no norm."""
+"""Between backward and step: complex gradients, and what is no norm."""
 
 from __future__ import annotations
 
 import math
-import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_dear.planning import NoFusion
 from tests.distributed.harness import distributed
-from tests.training.models import batch, build, loss_of, optimizer_for, weights
-from tests.training.three_ways import new_pipeline, train_reference
-
-
-@distributed(world_sizes=(2,))
-def test_a_backward_that_builds_a_graph_counts_as_any() -> None:
-    model, expected = build("mlp"), train_reference("mlp", "sgd", 3, 2)[0]
-    optimizer = optimizer_for("sgd", model)
-    pipeline = new_pipeline(model, optimizer)
-    for step in range(3):
-        with pipeline.forward():
-            loss = loss_of(model, *batch("mlp", step, dist.get_rank()))
-        with pipeline.backward(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of memory that a graph keeps
-            loss.backward(create_graph=True)
-        optimizer.step()
-        optimizer.zero_grad()
-    pipeline.detach()
-    torch.testing.assert_close(weights(model), expected[-1])
+from tests.training.three_ways import new_pipeline
 
 
 @distributed(world_sizes=(2,))
