@@ -170,6 +170,7 @@ def test_equal_ranks_keep_equal_sizes() -> None:
     assert watching.said == ["split=[8, 8]: steps compute 1.0 times as fast as with equal sizes"]
 
 
+@pytest.mark.alone
 @distributed(world_sizes=[2], keeps_ranks=False)
 def test_sizes_are_saved_and_count_in_a_resumed_fit() -> None:
     with TemporaryDirectory() as folder:
@@ -209,6 +210,7 @@ def test_what_is_too_short_or_has_several_loaders() -> None:
         trainer.fit(Regression(), [own, own])
 
 
+@pytest.mark.alone
 @distributed(world_sizes=[1, 2])
 def test_measuring_while_accumulating(world_size: int) -> None:
     module, watching, _ = fitted("auto", 30, 0.002, accumulate_grad_batches=2)
