@@ -96,6 +96,7 @@ def steps_of(folder: Path, column: str = "step_s") -> dict[str, float]:
 HOSTS = ("strategies=[ddp,dear,dear_mergecomp]", "world_sizes=[16]", "cluster.num_hosts=4")
 
 
+@pytest.mark.slow
 def test_dear_in_two_hops_is_beside_nccls_collectives(tmp_path, capsys) -> None:
     """Its line to paste says hops=2, and the other rows are as without it."""
     best = planned(tmp_path, *HOSTS, "cluster.beta_s_per_byte=4.25e-9", "local_steps=null")

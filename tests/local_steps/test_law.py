@@ -114,7 +114,10 @@ def compare(law: Law, inner_step: Step, samples: Any = None) -> None:
     ours.pipeline.detach()
 
 
-@pytest.mark.parametrize(("every", "fragments"), [(4, 1), (4, 2), (4, 4), (8, 2)])
+@pytest.mark.parametrize(
+    ("every", "fragments"),
+    [(4, 1), (4, 2), (4, 4), pytest.param(8, 2, marks=pytest.mark.slow)],
+)
 @distributed(world_sizes=(2, 3), timeout_s=120)
 def test_bits_of_the_reference(every: int, fragments: int) -> None:
     for delay, mix in product(range(every), (0.0, 0.5, 1.0)):
