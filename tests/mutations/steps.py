@@ -58,7 +58,7 @@ WAITS = [
         "OptimizerPipeline._on_inner_step",
         "        if self._training.is_in_forward:\n",
         "        if False:\n",
-        (f"{READING}::test_it_is_waited_for_again_after_a_step_in_mid_forward",),
+        (f"{READING}::test_it_is_waited_for_after_a_step_in_mid_forward",),
     ),
     Mutation(
         "all modules that read a held tensor",
@@ -72,14 +72,14 @@ WAITS = [
         "PlanLifecycle.follow_parameters",
         "            self.active.gatherer.follow(self._training.module, self.recording.ungated)\n",
         "            pass\n",
-        (f"{READING}::test_a_held_tensor_read_only_behind_a_step_in_mid_forward_is_waited_for",),
+        (f"{READING}::test_it_is_waited_for_after_a_step_in_mid_forward",),
     ),
     Mutation(
         "counting reads anew behind a step in mid-forward",
         "ForwardRecorder.note_step",
         "        self._seen.clear()\n",
         "",
-        (f"{READING}::test_a_held_tensor_read_only_behind_a_step_in_mid_forward_is_waited_for",),
+        (f"{READING}::test_it_is_waited_for_after_a_step_in_mid_forward",),
     ),
     Mutation(
         "waiting for all in front of a compiled region",
